@@ -1,4 +1,7 @@
-"""Algorithms as pure tensor functions, each kind in a registry by name. Knows tensors only: no mesh, no config."""
+"""Algorithms as pure tensor functions, each kind in a registry by name.
+
+The package depends on no mesh and no config.
+"""
 
 from mrl.algo import (
     advantages,

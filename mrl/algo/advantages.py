@@ -1,7 +1,7 @@
 """Advantage estimators by name.
 
-Tensors are dense [B, T]: one row a response, `response_mask` True on the tokens the policy chose. Masks may have holes
-(observations between turns) and rows may be empty. Everything an estimator needs to know about groups is in `group`,
+Tensors are dense [B, T]: one response a row, `response_mask` True on the tokens the policy generated. Masks may have
+holes (observations between turns) and rows may be empty. `group` tells an estimator all it needs to know about groups,
 so call it with the whole global batch. Advantages and returns are 0 outside the mask (verl's gae leaves whitened
 values there).
 """
@@ -26,16 +26,17 @@ from mrl.options.estimators import ESTIMATORS as OPTIONS
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """What an estimator may use, all of the whole global batch of B responses of up to T tokens.
+    """Inputs of an advantage estimator, for the whole global batch of B responses of up to T tokens.
 
     token_rewards [B, T] floating point: the score on a response's last token, plus per-token terms such as -beta * KL
-    mask [B, T] bool: the tokens that the policy chose
+    mask [B, T] bool: the tokens that the policy generated
     group [B] int64: responses to one prompt share a number (any numbers, in any order)
-    values [B, T]: the critic's
-    greedy_scores [B]: the score of the greedy response to each one's prompt
+    values [B, T]: the critic's values
+    greedy_scores [B]: the score of the greedy response to the same prompt
     score_parts [B, K]: the reward's components
-    log_probs, sum_pi_squared [B, T]: the policy's log-prob of each token, and the sum of its squared probabilities over
-    the vocabulary there; importance_weights [B, T]: what the policy loss is multiplied by, all 1 when None
+    log_probs, sum_pi_squared [B, T]: the policy's log-prob of each token, and the sum of the squared probabilities over
+    the vocabulary at that position
+    importance_weights [B, T]: factors of the policy loss, all 1 when None
     Raises ValueError for shapes that do not fit.
     """
 
@@ -84,12 +85,12 @@ def compute(
     importance_weights: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """(advantages [B, T], returns [B, T]) by the estimator called `name`, or by a function as `mrl.algo.own` loads it;
-    both may be one tensor.
+    """Returns (advantages [B, T], returns [B, T]); both may be one tensor. No gradient flows into them.
 
-    The tensors are those of `AdvantageInputs`; response_mask [B, T] bool or 0/1. options: the estimator's own, whose
-    defaults are in mrl.options.estimators; those of other estimators are not read. No gradient flows into the results.
-    Raises ValueError for an unknown name, shapes that do not fit, missing inputs; TypeError for an unknown option.
+    name: a registered estimator, or a function such as `mrl.algo.own` loads. The tensors are those of
+    `AdvantageInputs`; response_mask [B, T] bool or 0/1. options: the estimator's own, with the defaults of
+    mrl.options.estimators; options of other estimators are ignored.
+    Raises ValueError for an unknown name, shapes that do not fit, or missing inputs; TypeError for an unknown option.
     """
     estimator = ESTIMATORS.get(name) if isinstance(name, str) else name
     settings = _settings(name, options) if isinstance(name, str) else options
@@ -109,7 +110,7 @@ def compute(
 
 
 def _settings(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of the registered estimator."""
+    """Returns the arguments of the registered estimator."""
     given = {LIBRARY_NAMES.get(key, key): value for key, value in given.items()}
     every = {key for kind in OPTIONS.values() for key in kind.model_fields}
     if unknown := sorted(given.keys() - every):
@@ -120,7 +121,7 @@ def _settings(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def whitened(advantages: Tensor, inputs: AdvantageInputs, whiten_advantages: bool, whiten_shift_mean: bool) -> Tensor:
-    """Whitened over the mask, where that is not switched off."""
+    """Returns the advantages [B, T], whitened over the mask if `whiten_advantages`."""
     return whiten(advantages, inputs.mask, whiten_shift_mean) if whiten_advantages else advantages
 
 
@@ -146,8 +147,9 @@ def gae(
 def _advantages(
     rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(advantages, not whitened, and advantages + values, 0 outside the mask; `moments` of the first for `whiten_`,
-    where they are known)."""
+    """Returns the unwhitened advantages, advantages + values (both 0 outside the mask), and the advantages'
+    `moments` for `whiten_` where known.
+    """
     if mask.is_contiguous() and triton_here.takes(rewards, values):
         from mrl.kernels import algo_triton
 
@@ -163,7 +165,7 @@ def _advantages(
 def _gae_of_left_aligned(
     rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """Zeros follow a row's last token, so nothing has to be carried over what is masked."""
+    """GAE of rows whose tokens come first: nothing has to be carried over masked positions."""
     advantages, returns = torch.empty_like(rewards), torch.empty_like(rewards)
     sums = SuffixSums(gamma * lam, rewards)
     for rows in row_groups(rewards):
@@ -179,7 +181,7 @@ def _gae_of_left_aligned(
 def _gae_of_mask_with_holes(
     rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """Skipping masked tokens is the same as closing the gaps, scanning, and opening them again."""
+    """GAE of rows with masked positions inside: closes the gaps, scans, and opens the gaps again."""
     closed = torch.arange(mask.shape[1], device=mask.device) < mask.sum(1, keepdim=True)
     closed_rewards = torch.zeros_like(rewards).masked_scatter_(closed, rewards[mask])
     closed_values = torch.zeros_like(values).masked_scatter_(closed, values[mask])
@@ -216,6 +218,6 @@ def remax(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
 
 def reward_to_go(inputs: AdvantageInputs) -> Tensor:
-    """[B, T]: the sum of the rewards from each token on, 0 outside the mask."""
+    """Returns the sum of the rewards from each token on, [B, T], 0 outside the mask."""
     outside = ~inputs.mask
     return discounted_suffix_sum(inputs.token_rewards.masked_fill(outside, 0), 1.0).masked_fill(outside, 0)

@@ -1,8 +1,9 @@
-"""From per-token losses to one number (`loss_agg_mode`).
+"""Aggregation of per-token losses into one number (`loss_agg_mode`).
 
-T = valid tokens and B = responses with a valid token, both of the *whole* mini-batch, over all micro-batches and ranks:
-pass the mask of all of it, or of some whole responses and the two counts. The weights then hold the global denominator,
-and a loss may be summed in any parts. Responses without a single valid token are left out of B (verl; TRL counts them).
+T = valid tokens and B = responses with a valid token, both of the *whole* mini-batch, over all micro-batches and ranks.
+Pass the mask of the whole mini-batch, or the mask of some whole responses and the two counts. The weights then hold the
+global denominator, so a loss may be summed in any parts. Responses without a valid token do not count in B (as in
+verl; TRL counts them).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from mrl.algo.stats import check_same_shape
 
 @dataclass(frozen=True)
 class Denominators:
-    """tokens, sequences: T and B, at least 1; scale: of seq-mean-token-sum-norm."""
+    """tokens, sequences: T and B, at least 1; scale: the divisor of seq-mean-token-sum-norm."""
 
     tokens: Tensor | int
     sequences: Tensor | int
@@ -39,12 +40,13 @@ def token_weights(
     sequences: int | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """[B, T] weights of type `dtype` with sum(weights * loss) == agg_loss(mode, loss, mask); 0 outside the mask.
+    """Returns weights [B, T] of type `dtype` with sum(weights * loss) == agg_loss(mode, loss, mask); 0 outside the
+    mask.
 
-    response_mask [B, T] bool or 0/1. scale: the loss_scale_factor of seq-mean-token-sum-norm, T when None; the other
-    modes have none. tokens, sequences: those of the whole mini-batch, where the mask is of a part of it; counted over
-    the mask when None. An empty mask gives zeros. Raises ValueError for an unknown mode, or for counts that are smaller
-    than the mask's own.
+    response_mask [B, T] bool or 0/1. scale: the loss_scale_factor of seq-mean-token-sum-norm, T when None; other modes
+    ignore it. tokens, sequences: the counts of the whole mini-batch, where the mask covers a part of it; counted over
+    the mask when None. An empty mask gives zeros. Raises ValueError for an unknown mode, or for counts smaller than the
+    mask's own.
     """
     function = MODES.get(mode)
     if response_mask.dim() != 2:
@@ -67,11 +69,11 @@ def agg_loss(
     tokens: int | None = None,
     sequences: int | None = None,
 ) -> Tensor:
-    """The aggregate of `loss` [B, T], 0-d; whatever `loss` holds outside the mask is left out. See `token_weights`.
+    """Returns the aggregate of `loss` [B, T], 0-d, ignoring values outside the mask. See `token_weights`.
 
-    With `tokens` and `sequences` of the whole mini-batch it is this part's share: the shares add up to the whole's.
-    Peers' defaults: verl and Megatron-LM token-mean, TRL a global token mean, slime the mean over each response's
-    token mean. Dr.GRPO (arXiv 2503.20783) is seq-mean-token-sum-norm.
+    With `tokens` and `sequences` of the whole mini-batch the result is this part's share: the shares add up to the
+    whole. Defaults elsewhere: verl and Megatron-LM token-mean, TRL a global token mean, slime the mean over each
+    response's token mean. Dr.GRPO (arXiv 2503.20783) is seq-mean-token-sum-norm.
     """
     check_same_shape(loss=loss, response_mask=response_mask)
     inside = loss.masked_fill(~response_mask.bool(), 0)

@@ -1,4 +1,4 @@
-"""From [B, T] tensors and a mask to what the losses take: flat tokens, their weights, and which response each is of."""
+"""Flattens [B, T] tensors and a mask into the losses' inputs: flat tokens, their weights and their responses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mrl.algo.sequences import Sequences
 
 @dataclass(frozen=True)
 class FlatBatch:
-    """The n tokens of a [B, T] mask, row by row.
+    """Flat view of the n tokens of a [B, T] mask, row by row.
 
     weights [n]: sum a token loss to the chosen aggregate; mean_weights [n]: to the mean over tokens, for metrics
 
@@ -39,7 +39,7 @@ class FlatBatch:
         sequences: int | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> FlatBatch:
-        """See `mrl.algo.aggregate.token_weights`, whose arguments these are."""
+        """Builds the batch from `mask` [B, T]; the arguments are those of `mrl.algo.aggregate.token_weights`."""
         mask = mask.bool()
         counts = {"tokens": tokens, "sequences": sequences}
         return cls(
@@ -50,14 +50,14 @@ class FlatBatch:
         )
 
     def flat(self, **dense: Tensor) -> dict[str, Tensor]:
-        """[B, T] -> [n] each, by the same names."""
+        """Flattens each tensor from [B, T] to [n], under the same names."""
         return {name: tensor[self.mask] for name, tensor in dense.items()}
 
     def dense(self, flat: Tensor) -> Tensor:
-        """[n] -> [B, T], 0 outside the mask."""
+        """Scatters `flat` [n] to [B, T], 0 outside the mask."""
         return flat.new_zeros(self.mask.shape).masked_scatter(self.mask, flat)
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """Arguments of `mrl.algo.policy_loss.compute`, besides the tokens' own."""
+        """Arguments of `mrl.algo.policy_loss.compute` other than the per-token tensors."""
         return {"weights": self.weights, "metric_weights": self.mean_weights, "sequences": self.sequences}

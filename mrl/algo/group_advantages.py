@@ -1,8 +1,9 @@
-"""Estimators that compare a response with the others of its group: no critic, one advantage a response.
+"""Group-relative estimators: they compare a response with the others of its group, without a critic.
 
-All read R, the sum of a response's token rewards, and statistics of its whole group in float64, so that equal scores
-differ by exactly 0. A group of one has mean 0, so that its responses keep their raw score (as in verl), where nothing
-else is said. None of them is discounted; returns and advantages are one tensor.
+Each reads R, the sum of a response's token rewards, and statistics of the whole group in float64, so that equal scores
+differ by exactly 0. A group of one has mean 0, so its response keeps its raw score (as in verl) unless the estimator
+says otherwise. No discounting; every token of a response has the same advantage, and returns and advantages are one
+tensor.
 """
 
 from __future__ import annotations
@@ -37,11 +38,10 @@ def gdpo(
     whiten_advantages: bool,
     whiten_shift_mean: bool,
 ) -> tuple[Tensor, Tensor]:
-    """GDPO (arXiv 2601.05242): grpo's advantage of each component of the reward by itself, their weighted sum, whitened
-    over the mask. A component of small scale counts as much as one of large scale.
+    """GDPO (arXiv 2601.05242): the weighted sum of grpo's advantages of each reward component, whitened over the mask.
 
-    The token rewards are not read (as in verl), so a KL term in them would be lost. Raises ValueError without
-    components, or for a wrong number of weights.
+    A component of small scale counts as much as one of large scale. The token rewards are not read (as in verl), so a
+    KL term in them would be lost. Raises ValueError without components, or for a wrong number of weights.
     """
     parts, weights = inputs.score_parts, gdpo_reward_weights
     if parts is None or parts.dim() != 2 or parts.shape[0] != inputs.group.numel() or parts.shape[1] == 0:
@@ -60,7 +60,7 @@ def gdpo(
 def grpo_passk(inputs: AdvantageInputs, norm_adv_by_std_in_grpo: bool) -> tuple[Tensor, Tensor]:
     """Pass@k (arXiv 2503.19595): only the best response of a group has an advantage, its lead over the second best.
 
-    Divided by std_G + 1e-6 as grpo's. Raises ValueError for a group of one: nothing is second best.
+    The lead is divided by std_G + 1e-6, as in grpo. Raises ValueError for a group of one, which has no second best.
     """
     group = _Groups(inputs)
     if bool((group.count < 2).any()):
@@ -120,7 +120,8 @@ def gpg(inputs: AdvantageInputs, gpg_f_norm: float) -> tuple[Tensor, Tensor]:
 
 
 class _Groups:
-    """scores, mean, std (ddof 1), count: each [B] float64, of every response's own group. member [B]: its number.
+    """Group statistics of every response: scores, mean, std (ddof 1) and count, each [B] float64, and member [B], the
+    group's number.
 
     scores [B]: the sums of the token rewards when None
     """
@@ -137,17 +138,17 @@ class _Groups:
         self.std = (square / (self.count - 1).clamp(min=1)).sqrt().masked_fill(single, 1)
 
     def normalised(self, by_std: bool) -> Tensor:
-        """grpo's advantage of every response, [B]."""
+        """Returns grpo's advantage of every response, [B]."""
         centred = self.scores - self.mean
         return centred / (self.std + GROUP_STD_EPS) if by_std else centred
 
     def sum(self, values: Tensor) -> Tensor:
-        """[B] -> each response's sum over its group, [B]."""
+        """Returns the sum of `values` [B] over each response's group, [B]."""
         return self._zeros.index_add(0, self.member, values)[self.member]
 
 
 def _on_tokens(advantage: Tensor, inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """[B] -> (advantages, returns): one tensor, the same on every valid token of a response."""
+    """Spreads advantages [B] over the valid tokens of each response; advantages and returns are one tensor."""
     column, mask = advantage.to(inputs.token_rewards.dtype), inputs.mask
     if native.takes(column) and mask.is_contiguous():
         dense = native.on_tokens(column, mask)

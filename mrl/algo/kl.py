@@ -23,16 +23,17 @@ PENALTIES: Registry[Penalty] = Registry("KL penalty")
 
 
 def penalty(name: str, log_probs: Tensor, ref_log_probs: Tensor, old_log_probs: Tensor | None = None) -> Tensor:
-    """The per-token penalty called `name`, of the shape of the arguments; gradient through `log_probs` only.
+    """Returns the per-token penalty called `name`, of the arguments' shape; gradient flows through `log_probs` only.
 
-    old_log_probs: of the policy that drew the tokens. The penalty is then multiplied by exp(log_probs - old_log_probs),
-    which makes k3's value and gradient those of the present policy's KL divergence (DeepSeek-V3.2, arXiv 2512.02556;
-    TRL's `use_bias_correction_kl`). Gradient flows through the ratio too, which is not clamped, and is each token's own
-    for every loss (TRL takes the response's where the loss does).
+    Names: k1 (kl), abs, k2 (mse), k3 (low_var_kl). With a "+" appended the value is that estimator's and the gradient
+    k2's, which is unbiased (straight-through, as in verl).
 
-    k1 (kl), abs, k2 (mse), k3 (low_var_kl); with a "+" behind the name the value is that estimator's and the gradient
-    k2's, which is the unbiased one (straight-through, as in verl). Raises ValueError for an unknown name or shapes that
-    differ.
+    old_log_probs: those of the policy that generated the tokens. The penalty is then multiplied by
+    exp(log_probs - old_log_probs), which makes k3's value and gradient those of the current policy's KL divergence
+    (DeepSeek-V3.2, arXiv 2512.02556; TRL's `use_bias_correction_kl`). Gradient flows through the ratio too. The ratio
+    is not clamped, and is per token for every loss (TRL uses the response's ratio where the loss does).
+
+    Raises ValueError for an unknown name or shapes that differ.
     """
     check_same_shape(log_probs=log_probs, ref_log_probs=ref_log_probs)
     if old_log_probs is not None:
@@ -75,7 +76,7 @@ def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 
 
 class Controller(Protocol):
-    """The KL coefficient as a run goes on."""
+    """KL coefficient over the course of a run."""
 
     value: float
 
@@ -87,29 +88,29 @@ class Controller(Protocol):
 
 
 class FixedController:
-    """The coefficient stays `coef`."""
+    """Constant KL coefficient."""
 
     def __init__(self, coef: float) -> None:
         self.value = coef
 
     def update(self, current_kl: float, n_samples: int) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
     def state_dict(self) -> dict[str, float]:
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """A fixed coefficient is the configuration's, not the checkpoint's."""
+        """Ignores the checkpoint: the configuration sets a fixed coefficient."""
 
 
 class AdaptiveController:
-    """Steers the measured KL towards `target` (arXiv 1909.08593, section 2.2).
+    """Adaptive KL coefficient that moves the measured KL towards `target` (arXiv 1909.08593, section 2.2).
 
     update: value *= 1 + clip(kl / target - 1, +-0.2) * n_samples / horizon_samples. The KL is a mean over responses of
-    whatever the caller penalises: the trainer gives the mean of each response's token mean, as verl does; n_samples is
-    the number of responses it was measured on. Where more than horizon_samples were, they count as several updates of
-    at most horizon_samples each: the factor of a single one would be 0 or negative from 5 * horizon_samples on, and the
-    coefficient would stay so.
+    the penalised quantity; the trainer passes the mean of each response's token mean, as verl does. n_samples is the
+    number of responses measured. More than horizon_samples responses count as several updates of at most
+    horizon_samples each: with a single update the factor, and then the coefficient, could be 0 or negative from 5 *
+    horizon_samples on.
     """
 
     def __init__(self, coef: float, target: float, horizon_samples: int) -> None:
@@ -132,7 +133,10 @@ class AdaptiveController:
 
 
 def make_controller(name: str, *, coef: float, target: float | None, horizon_samples: int | None) -> Controller:
-    """The controller called "fixed" or "adaptive"; the latter needs `target` and `horizon_samples` (ValueError)."""
+    """Returns the controller called "fixed" or "adaptive".
+
+    Raises ValueError for an unknown name, or if "adaptive" lacks `target` or `horizon_samples`.
+    """
     if name == "fixed":
         return FixedController(coef)
     if name == "adaptive":

@@ -1,4 +1,6 @@
-"""Log-probabilities of tokens from plain logits (training takes `mrl.kernels.linear_logprob`, which holds none)."""
+"""Log-probabilities of tokens from plain logits (training uses `mrl.kernels.linear_logprob`, which stores no
+logits).
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,10 @@ from torch import Tensor
 
 
 def compute(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """(log-probs of the labels, entropies) of softmax(logits / temperature), both of the labels' shape.
+    """Returns (log-probs of the labels, entropies) of softmax(logits / temperature), both of the labels' shape.
 
-    logits [..., V]; labels [...] int64. Taken in float32 or better; gradient flows through both. Raises ValueError for
-    shapes that do not fit or a temperature that is not positive.
+    logits [..., V]; labels [...] int64. Computed in float32 or better; gradient flows through both results. Raises
+    ValueError for shapes that do not fit or a temperature that is not positive.
     """
     if logits.shape[:-1] != labels.shape:
         raise ValueError(f"logits {list(logits.shape)} and labels {list(labels.shape)}: not [..., V] and [...]")

@@ -1,5 +1,6 @@
-"""Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556, eq. 9): bad responses that the policy has left behind
-teach nothing more."""
+"""Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556, eq. 9): drops far off-policy responses of negative
+advantage from the policy loss.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +20,13 @@ def keep(
     sequences: Sequences,
     threshold: float,
 ) -> Tensor:
-    """[n] bool: False where A < 0 and the mean over the response of (sampling - present log-prob) is above `threshold`.
+    """Returns a mask [n] bool: False where A < 0 and the response's mean of (sampling - current log-prob) exceeds
+    `threshold`.
 
-    All [n] flat. sampling_log_probs: of the policy that drew the tokens, the engine's: the mean then counts both its
-    distance from the trainer and the updates made since (so does TRL's `off_policy_mask_threshold` with an engine).
-    Multiply the policy loss with it: denominators stay, and so do entropy and KL terms, as in TRL. Raises ValueError
-    for shapes that differ or a threshold that is not positive.
+    All inputs are flat [n]. sampling_log_probs: the engine's, from when the tokens were generated. The mean then
+    includes both the engine's distance from the trainer and the updates made since (as TRL's
+    `off_policy_mask_threshold` with an engine). Multiply the policy loss by the mask: denominators, entropy and KL
+    terms stay, as in TRL. Raises ValueError for shapes that differ or a threshold that is not positive.
     """
     if threshold <= 0:
         raise ValueError(f"the threshold of the off-policy mask must be > 0, got {threshold}")

@@ -1,7 +1,7 @@
-"""A user's own policy loss or advantage estimator, `path/to/file.py:name`, checked whenever it is used.
+"""User-defined policy losses and advantage estimators, `path/to/file.py:name`, whose results are checked on every call.
 
-A loss is f(PolicyInputs, **options) -> TokenLoss of the inputs' shape, an estimator f(AdvantageInputs, **options) ->
-(advantages, returns), both [B, T]. Loading tries each out on a few tokens, so that most mistakes are found before a run
+A loss is f(PolicyInputs, **options) -> TokenLoss of the inputs' shape. An estimator is f(AdvantageInputs, **options) ->
+(advantages, returns), both [B, T]. Loading runs each one on a few tokens, which finds most mistakes before a run
 starts.
 """
 
@@ -28,14 +28,20 @@ TRIAL_MASK = torch.tensor([[True, True, True], [True, True, False], [True, False
 
 
 def load_loss(spec: str, options: Options) -> PolicyLoss:
-    """The user's loss with its options, f(PolicyInputs) -> TokenLoss. FunctionError for what cannot be loaded or fails
-    on a few tokens; the function itself raises it for results that do not fit."""
+    """Returns the user's loss with its options bound, f(PolicyInputs) -> TokenLoss.
+
+    Raises FunctionError if it cannot be loaded or fails on a few tokens; the returned function raises it for bad
+    results.
+    """
     return _loss(spec, tuple(sorted(options.items())))
 
 
 def load_estimator(spec: str, options: Options, has_values: bool) -> Estimator:
-    """The user's estimator with its options, f(AdvantageInputs) -> (advantages, returns), 0 outside the mask.
-    FunctionError as of `load_loss`. has_values: whether a critic gives it values."""
+    """Returns the user's estimator with its options bound, f(AdvantageInputs) -> (advantages, returns) [B, T], 0
+    outside the mask.
+
+    has_values: True if a critic provides values. Raises FunctionError as `load_loss` does.
+    """
     return _estimator(spec, tuple(sorted(options.items())), has_values)
 
 
@@ -101,14 +107,17 @@ def _estimator(spec: str, options: tuple[tuple[str, Any], ...], has_values: bool
 
 
 def _load(spec: str, key: str, options: tuple[tuple[str, Any], ...]) -> tuple[str, Callable[..., Any], dict[str, Any]]:
-    """(what it is called in errors, the function, its options)."""
+    """Returns (the name used in errors, the function, its options)."""
     given = dict(options)
     signature = f"({', '.join(['inputs', *(f'{name}=' for name in given)])})"
     return f"{key} {spec!r}", user_functions.load(spec, key, (None,), signature, given), given
 
 
 def _called(where: str, function: Callable[..., Any], inputs: PolicyInputs | AdvantageInputs, given: Options) -> Any:
-    """What it returns. FunctionError if it ends the process, or writes into tensors that others go on to use."""
+    """Calls the function.
+
+    Raises FunctionError if it exits the process or writes into its input tensors, which are used later.
+    """
     before = {name: x._version for name, x in vars(inputs).items() if isinstance(x, Tensor)}
     try:
         made = function(inputs, **given)
@@ -132,7 +141,7 @@ def _tried(where: str, run: Callable[[], object]) -> None:
 
 
 def _check(what: str, part: Any, like: Tensor, of: Iterable[Tensor], mask: Tensor | None = None) -> None:
-    """A number for every token, which is finite where all that it was made of is."""
+    """Raises FunctionError unless `part` holds one number a token, finite where all of its inputs `of` are finite."""
     if not isinstance(part, Tensor) or part.shape != like.shape:
         got = f"shape {list(part.shape)}" if isinstance(part, Tensor) else type(part).__name__
         raise FunctionError(f"{what} must be a tensor of the inputs' shape {list(like.shape)}, got {got}")

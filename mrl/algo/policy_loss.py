@@ -1,8 +1,8 @@
 """Policy losses by name. Each is a sum over tokens of weight * loss.
 
-The weights carry the one global denominator of the mini-batch (`mrl.algo.aggregate.token_weights`), so the sum over any
-split into micro-batches or ranks, and its gradient, is that of the whole. Where a loss is of whole responses, its value
-and gradient are spread over their tokens; `Sequences` brings together what lies apart.
+The weights carry the global denominator of the mini-batch (`mrl.algo.aggregate.token_weights`), so the sum over any
+split into micro-batches or ranks, and its gradient, equals that of the whole. A loss of whole responses spreads its
+value and gradient over their tokens; `Sequences` combines tokens that lie apart.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LOG_RATIO_BOUND = 20.0
 
 @dataclass(frozen=True)
 class PolicyInputs:
-    """What a loss may use; see `compute`."""
+    """Inputs of a policy loss; see `compute` for the shapes."""
 
     log_probs: Tensor
     old_log_probs: Tensor
@@ -40,18 +40,21 @@ class PolicyInputs:
 
     @property
     def bounded_log_ratio(self) -> Tensor:
-        """`log_ratio` clamped to +-20: a token beyond that has no gradient. verl does so in vanilla, cispo, sapo and
-        the dppo losses, OpenRLHF in PPO's; TRL, slime, NeMo-RL and the papers do not."""
+        """`log_ratio` clamped to +-20: a token beyond that has no gradient.
+
+        verl clamps in vanilla, cispo, sapo and the dppo losses, OpenRLHF in PPO's; TRL, slime, NeMo-RL and the papers
+        do not.
+        """
         return self.log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """What a loss is at every token, all of the inputs' shape.
+    """Per-token results of a policy loss, all of the inputs' shape.
 
     value: the loss, with its gradient; clipped, clipped_lower: bool, the tokens that the loss clips, and those that its
-    second bound does (see each loss)
-    metrics: name -> a number a token, of the metrics that the loss declares by `with_metrics`
+    second bound clips (see each loss)
+    metrics: name -> one number a token, for the metrics that the loss declares with `with_metrics`
     """
 
     value: Tensor
@@ -62,8 +65,8 @@ class TokenLoss:
 
 PolicyLoss = Callable[..., TokenLoss]  # f(PolicyInputs, its options)
 LOSSES: Registry[PolicyLoss] = Registry("policy loss")
-# f(loss with its options, inputs, weights, metric weights) -> (loss 0-d, the metrics of every loss [5]) as `compute`
-# gives them, None where this form does not take such inputs
+# f(loss with its options, inputs, weights, metric weights) -> (loss 0-d, the metrics of every loss [5]) as in
+# `compute`; None for unsupported inputs
 OnePass = Callable[[partial[TokenLoss], PolicyInputs, Tensor, Tensor], tuple[Tensor, Tensor] | None]
 ONE_PASS: dict[str, OnePass] = {}  # of losses without metrics of their own
 EVERY_LOSS = ("clipfrac", "ppo_kl", "clipfrac_lower", "approxkl", "ratio")  # metrics
@@ -74,8 +77,10 @@ TAKEN = {  # names of metrics that an update has beside its loss's own
 
 
 def with_metrics(*names: str) -> Callable[[F], F]:
-    """Decorator of a policy loss that has metrics of its own, `TokenLoss.metrics`: these, always all of them.
-    ValueError for what is no name, and for one that every update has."""
+    """Decorator that declares the names of a policy loss's own metrics, all of which `TokenLoss.metrics` must hold.
+
+    Raises ValueError for an invalid name, and for one that every update has.
+    """
     if wrong := [name for name in names if not (isinstance(name, str) and re.fullmatch(r"[\w./-]+", name))]:
         raise ValueError(f'{wrong[0]!r} is no name of a metric: with_metrics takes such as "gate"')
     if taken := {*names} & TAKEN:
@@ -89,19 +94,22 @@ def with_metrics(*names: str) -> Callable[[F], F]:
 
 
 def of_responses(loss: F) -> F:
-    """Decorator of a policy loss whose value or gradient at a token takes something of the response's other tokens."""
+    """Decorator of a policy loss whose value or gradient at a token depends on other tokens of the response."""
     loss.__dict__["of_responses"] = True
     return loss
 
 
 def is_local(loss: str | PolicyLoss) -> bool:
-    """Whether it is at every token what that token's inputs make it. ValueError for an unknown name; of a function that
-    has none it cannot be known: False."""
+    """Returns True if the loss of a token depends on that token's inputs alone; False for an unregistered function, for
+    which it is unknown.
+
+    Raises ValueError for an unknown name.
+    """
     return isinstance(loss, str) and "of_responses" not in vars(LOSSES.get(loss))
 
 
 def metrics_of(loss: str | PolicyLoss) -> tuple[str, ...]:
-    """The names of the metrics that `compute` gives for this loss. ValueError for an unknown one."""
+    """Returns the names of the metrics that `compute` gives for this loss. Raises ValueError for an unknown name."""
     function = LOSSES.get(loss) if isinstance(loss, str) else loss
     return (*EVERY_LOSS, *vars(function).get("metrics", ()))
 
@@ -118,21 +126,21 @@ def compute(
     chosen: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """(loss 0-d = sum(weights * token loss), metrics 0-d and detached) by the loss called `name`, or by a function such
-    as `mrl.algo.own` loads.
+    """Returns (loss 0-d = sum(weights * token loss), metrics 0-d and detached).
 
-    All tensors have one shape, any shape (flat [R] in training); gradient flows through `log_probs` only.
-    sequences: which response each token is of; gspo, geo_mean and vespo need it, and flat [n] tensors
+    name: a registered loss, or a function such as `mrl.algo.own` loads. All tensors have one shape, any shape (flat [R]
+    in training); gradient flows through `log_probs` only.
+    sequences: the response of each token; gspo, geo_mean and vespo need it, and flat [n] tensors
     chosen: bool, the tokens that `mrl.algo.token_choice` picked; clip_cov and kl_cov need it
-    options: the loss's own, whose defaults are in mrl.options.losses
+    options: the loss's own, with the defaults of mrl.options.losses
 
-    The metrics are sums over tokens too, with `metric_weights` (default `weights`): they add up over micro-batches and
-    ranks, and they are means over tokens if those weights sum to 1 over the mini-batch (token-mean's do):
+    The metrics are sums over tokens too, with `metric_weights` (default `weights`). They add up over micro-batches and
+    ranks, and are means over tokens if those weights sum to 1 over the mini-batch (token-mean's do):
 
     clipfrac, clipfrac_lower: tokens that the loss clips, see each loss
     ppo_kl: old - new log-prob, the k1 estimate of the KL divergence (TRL's policykl); approxkl: half its square (TRL)
     ratio: exp(new - old log-prob)
-    The last three are of log-ratios clamped to +-20, whatever the loss does. Then come the loss's own.
+    The last three use log-ratios clamped to +-20, whatever the loss does. The loss's own metrics follow.
 
     Raises ValueError for an unknown name, shapes that differ, or missing sequences or chosen; TypeError for an unknown
     option.
@@ -157,7 +165,7 @@ def compute(
 def _composed(
     loss: partial[TokenLoss], inputs: PolicyInputs, weights: Tensor, metric_weights: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """(loss, metrics) as `compute` gives them, of any loss, operation by operation."""
+    """Computes any loss and its metrics operation by operation; results as in `compute`."""
     tokens = loss(inputs)
     metrics = _metrics(inputs.bounded_log_ratio.detach(), tokens, metric_weights)
     own = metrics_of(loss.func)[len(EVERY_LOSS) :]
@@ -167,7 +175,7 @@ def _composed(
 
 
 def _function(name: str | PolicyLoss, options: Mapping[str, Any]) -> partial[TokenLoss]:
-    """With its options; those that choose its tokens are not among them."""
+    """Binds the loss's options, except those that only choose its tokens."""
     if not isinstance(name, str):
         return partial(name, **options)
     loss = LOSSES.get(name)

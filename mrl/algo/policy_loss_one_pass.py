@@ -1,4 +1,4 @@
-"""Losses whose value, gradient and metrics are formed in one pass over the tokens, beside their composed forms."""
+"""Losses whose value, gradient and metrics are computed in one pass over the tokens, beside their composed forms."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from mrl.kernels.clipped_loss import Clip, clipped_loss, fits
 def vanilla(
     loss: partial[TokenLoss], t: PolicyInputs, weights: Tensor, metric_weights: Tensor
 ) -> tuple[Tensor, Tensor] | None:
-    """See `mrl.algo.policy_loss_token.vanilla`, which says what is wrong with its options, too."""
+    """One-pass form of `mrl.algo.policy_loss_token.vanilla`, which reports invalid options; None for unsupported
+    inputs.
+    """
     low, high, ceiling = (loss.keywords[key] for key in ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c"))
     vectors = (t.log_probs, t.old_log_probs, t.advantages, weights, metric_weights)
     if ceiling <= 1 or not fits(*vectors):

@@ -1,7 +1,7 @@
 """Policy losses of a whole response's ratio, spread over its tokens.
 
 gspo and geo_mean are meant for the seq-mean-token-mean aggregate: each token then has its share of its response's value
-and gradient. What they need of the whole response carries no gradient, so tokens may lie in any split.
+and gradient. Response-level quantities carry no gradient, so tokens may lie in any split.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def gspo(t: PolicyInputs, clip_ratio_low: float, clip_ratio_high: float) -> Toke
     s = exp(mean log-ratio).
 
     Its token form: log s_t = log_prob - stop_gradient(log_prob) + stop_gradient(mean log-ratio), at most 10. All tokens
-    of a response have the same ratio, and each its own gradient and advantage (verl; in OpenRLHF and slime gradient
-    flows through the mean, which is the same where the advantage is one a response). No dual clip. clipfrac: the
-    clipped term is the larger one.
+    of a response have the same ratio, and each its own gradient and advantage, as in verl. In OpenRLHF and slime
+    gradient flows through the mean, which is the same if a response has one advantage. No dual clip. clipfrac: tokens
+    whose clipped term is the larger one.
 
-    The paper and verl aggregate by seq-mean-token-mean; any other aggregate has to be asked for (TRL's usual one is the
-    mean over tokens).
+    The paper and verl aggregate by seq-mean-token-mean; set any other aggregate explicitly (TRL's default is the mean
+    over tokens).
     """
     mean = _sequences("gspo", t).mean((t.log_probs - t.old_log_probs)[None])[0]
     log_ratio = t.log_probs - t.log_probs.detach() + mean
@@ -41,11 +41,11 @@ def gspo(t: PolicyInputs, clip_ratio_low: float, clip_ratio_high: float) -> Toke
 @LOSSES.register("geo_mean")
 @of_responses
 def geo_mean(t: PolicyInputs, clip_ratio_low: float, clip_ratio_high: float) -> TokenLoss:
-    """Geometric-mean policy optimisation (GMPO, arXiv 2507.20673): -A * exp(mean of the clipped log-ratios), A the
+    """Geometric-mean policy optimisation (GMPO, arXiv 2507.20673): -A * exp(mean of the clipped log-ratios), with A the
     response's mean advantage.
 
-    A token's log-ratio is clipped to [-low, high], and only where it has moved in the direction of its advantage; one
-    that has moved against it is not bounded, as in the paper and in verl.
+    A token's log-ratio is clipped to [-low, high] only if it has moved in the direction of its advantage. A log-ratio
+    that has moved the other way is not bounded, as in the paper and in verl.
     clipfrac: log-ratios outside the bounds where A > 0; clipfrac_lower: where A < 0.
     """
     log_ratio = t.log_ratio
@@ -64,9 +64,10 @@ def vespo(
     t: PolicyInputs, vespo_k_pos: float, vespo_lambda_pos: float, vespo_k_neg: float, vespo_lambda_neg: float
 ) -> TokenLoss:
     """Variational sequence-level soft policy optimisation (VESPO, arXiv 2602.10693): -stop_gradient(phi(W)) * A *
-    log_prob with W = exp(sum of the response's log-ratios), not normalised by its length, and
-    phi(W) = W^k * exp(lambda * (1 - W)): 1 at W = 1, falling softly to 0 on either side. k_pos and lambda_pos are taken
-    where A >= 0, the others elsewhere.
+    log_prob.
+
+    W = exp(sum of the response's log-ratios), not normalised by length, and phi(W) = W^k * exp(lambda * (1 - W)), which
+    is 1 at W = 1 and falls smoothly to 0 on either side. k_pos and lambda_pos apply where A >= 0, the others elsewhere.
 
     As in TRL a token's log-ratio is clamped to +-20 and log W to [log 1e-8, 20], and the mean over all tokens
     (token-mean) is the usual aggregate. Nothing is clipped. TRL multiplies the engine's importance weight into W; here

@@ -1,4 +1,4 @@
-"""Policy losses of a token's own ratio."""
+"""Policy losses of each token's own ratio."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ DPPO_EPS = 1e-8
 def vanilla(t: PolicyInputs, clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float) -> TokenLoss:
     """PPO's clipped surrogate (arXiv 1707.06347) with the dual clip (arXiv 1912.09729).
 
-    With ratio = exp(log_probs - old_log_probs): L = max(-A * ratio, -A * clip(ratio, 1 - low, 1 + high)), and where
-    A < 0 at most -A * c.
+    With ratio = exp(log_probs - old_log_probs): L = max(-A * ratio, -A * clip(ratio, 1 - low, 1 + high)), and at most
+    -A * c where A < 0.
 
-    clipfrac: the clipped term is the larger one; clipfrac_lower: the dual clip is at work. Raises ValueError if
+    clipfrac: tokens whose clipped term is the larger one; clipfrac_lower: tokens at the dual clip. Raises ValueError if
     clip_ratio_c <= 1.
 
     With old log-probs of the proximal policy (the trainer's, before the step's first update) and weights multiplied by
@@ -32,7 +32,9 @@ def vanilla(t: PolicyInputs, clip_ratio_low: float, clip_ratio_high: float, clip
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """max(-A * ratio, -A * clip(ratio, 1 - low, 1 + high)), and where the latter is the larger one."""
+    """Returns max(-A * ratio, -A * clip(ratio, 1 - low, 1 + high)) and a mask of the tokens whose second term is
+    larger, in the inputs' shape.
+    """
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - low, 1 + high)
     return torch.maximum(unclipped, clipped), clipped > unclipped
@@ -40,16 +42,19 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float
 
 @LOSSES.register("gpg")
 def gpg(t: PolicyInputs) -> TokenLoss:
-    """The plain policy gradient, -A * log_prob (GPG, arXiv 2504.02546): nothing is clipped, the ratio is not used."""
+    """Plain policy gradient, -A * log_prob (GPG, arXiv 2504.02546): no clipping, no ratio."""
     return TokenLoss(-t.advantages * t.log_probs)
 
 
 @LOSSES.register("cispo")
 def cispo(t: PolicyInputs, clip_ratio_low: float, clip_ratio_high: float) -> TokenLoss:
     """Clipped importance weights (CISPO, arXiv 2506.13585): -stop_gradient(clip(ratio, 1 - low, 1 + high)) * A *
-    log_prob. Unlike PPO's, a clipped token keeps its gradient. The paper has no lower bound: a low of 1 or more, as
-    ratios are positive; nor has TRL, whose epsilon_high is the upper bound itself, 1 + high. clipfrac: the ratio is
-    outside the bounds."""
+    log_prob.
+
+    Unlike in PPO, a clipped token keeps its gradient. The paper has no lower bound (low >= 1 here, as ratios are
+    positive); neither does TRL, whose epsilon_high is the upper bound itself, 1 + high. clipfrac: ratios outside the
+    bounds.
+    """
     ratio = t.bounded_log_ratio.detach().exp()
     factor = ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
     return TokenLoss(-factor * t.advantages * t.log_probs, factor != ratio)
@@ -71,8 +76,9 @@ def sapo(t: PolicyInputs, tau_pos: float, tau_neg: float) -> TokenLoss:
 
 @LOSSES.register("dro")
 def dro(t: PolicyInputs, dro_beta: float) -> TokenLoss:
-    """Direct reward optimisation: -(A * log_prob - dro_beta / 2 * log_ratio^2): a pull back to the policy that sampled
-    in place of clipping. Raises ValueError if dro_beta is not positive."""
+    """Direct reward optimisation: -(A * log_prob - dro_beta / 2 * log_ratio^2), a quadratic penalty towards the
+    sampling policy instead of clipping. Raises ValueError if dro_beta is not positive.
+    """
     if dro_beta <= 0:
         raise ValueError(f"dro_beta must be > 0, got {dro_beta}")
     return TokenLoss(-(t.advantages * t.log_probs - 0.5 * dro_beta * t.log_ratio.square()))
@@ -83,8 +89,8 @@ def dppo_tv(t: PolicyInputs, divergence_low: float, divergence_high: float, dppo
     """DPPO (arXiv 2602.04879) with the total variation of "this token or another": |p - p_old|.
 
     -A * stop_gradient(min(ratio, dppo_ratio_cap)) * log_prob; 0 at tokens that have moved in the advantage's direction
-    by more than divergence_high (A > 0) or divergence_low (else). clipfrac: such tokens;
-    clipfrac_lower: of the others, those whose ratio is above the cap (verl's `clip_ratio_c` there).
+    by more than divergence_high (A > 0) or divergence_low (else). clipfrac: those tokens;
+    clipfrac_lower: remaining tokens whose ratio is above the cap (verl's `clip_ratio_c` there).
     """
     moved = (t.log_probs.exp() - t.old_log_probs.exp()).detach()
     kept = torch.where(t.advantages > 0, moved <= divergence_high, moved >= -divergence_low)
@@ -93,8 +99,9 @@ def dppo_tv(t: PolicyInputs, divergence_low: float, divergence_high: float, dppo
 
 @LOSSES.register("dppo_kl")
 def dppo_kl(t: PolicyInputs, divergence_low: float, divergence_high: float, dppo_ratio_cap: float) -> TokenLoss:
-    """As dppo_tv, with the divergence KL(p_old || p) of "this token or another", of the tokens that have moved in the
-    advantage's direction."""
+    """DPPO as in `dppo_tv`, with the divergence KL(p_old || p) of "this token or another" for tokens that have moved in
+    the advantage's direction.
+    """
     new, old = t.log_probs.detach(), t.old_log_probs
     other_new, other_old = -expm1(new) + DPPO_EPS, -expm1(old) + DPPO_EPS
     divergence = old.exp() * (old - new) + -expm1(old) * (other_old / other_new).log()

@@ -1,8 +1,8 @@
-"""Losses of preference learning on pairs: functions of the sums of log-probs of whole responses, and of their lengths.
+"""Preference losses on pairs: functions of the summed log-probs of whole responses and of their lengths.
 
-P pairs, each of a chosen and a rejected response to one prompt. D is a response's log-ratio, policy - reference. Every
-function gives [P], of which the mean over the pairs of a step is taken; all are finite, with their gradients, where
-log-ratios differ by hundreds.
+P pairs, each of a chosen and a rejected response to one prompt. D is a response's log-ratio, policy - reference, and d
+the margin, D(chosen) - D(rejected) for the reverse KL. Every loss returns [P]; the caller averages it over the step's
+pairs. All values and gradients stay finite where log-ratios differ by hundreds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LEAST_LOSS = 1e-7  # nats a token: a response of probability 1 has infinite odds
 
 @dataclass(frozen=True)
 class Sums:
-    """Of some responses, [P] each, at temperature 1.
+    """Summed log-probs of some responses, [P] each, at temperature 1.
 
     policy, reference: sums of the log-probs of a response's tokens; tokens: their number, 1 or more
     Raises ValueError for shapes that differ.
@@ -39,12 +39,12 @@ class Sums:
 
     @property
     def ratio(self) -> Tensor:
-        """D, [P]."""
+        """Log-ratio D, [P]."""
         return self.policy - self.reference
 
     @property
     def mean(self) -> Tensor:
-        """The policy's log-prob a token, [P]."""
+        """Mean log-prob a token under the policy, [P]."""
         return self.policy / self.tokens
 
 
@@ -52,8 +52,8 @@ class Sums:
 class Pairs:
     """All pairs of a step.
 
-    text: the policy's log-probs of what `sft` learns of each pair, the chosen response or that and its prompt, summed;
-    text_tokens: 0-d, of how many tokens in all
+    text [P]: summed log-probs of the text that `sft` trains on: the chosen response, or that and its prompt;
+    text_tokens: 0-d, the number of those tokens over all pairs
     """
 
     chosen: Sums
@@ -67,7 +67,8 @@ PAIR_LOSSES: Registry[PairLoss] = Registry("pair loss")
 
 
 def reward(ratio: Tensor, f_divergence_type: str = "reverse_kl", f_alpha_divergence_coef: float = 0.5) -> Tensor:
-    """[P]: f'(e^D), less what cancels in a difference, for the f-divergence from the reference (arXiv 2309.16240).
+    """Returns f'(e^D), without terms that cancel in a difference, for the f-divergence from the reference (arXiv
+    2309.16240), [P].
 
     Exponents stop at 80, beyond which the gradient is 0. Raises ValueError for an unknown divergence.
     """
@@ -84,7 +85,7 @@ def reward(ratio: Tensor, f_divergence_type: str = "reverse_kl", f_alpha_diverge
 
 
 def margin(t: Pairs, f_divergence_type: str, f_alpha_divergence_coef: float, per_token: bool = False) -> Tensor:
-    """[P]: the chosen response's reward less the rejected one's. per_token: each divided by its length."""
+    """Returns the chosen response's reward minus the rejected one's, [P]. per_token: each is divided by its length."""
     chosen, rejected = (
         reward(side.ratio, f_divergence_type, f_alpha_divergence_coef) / (side.tokens if per_token else 1)
         for side in (t.chosen, t.rejected)
@@ -96,7 +97,7 @@ def margin(t: Pairs, f_divergence_type: str, f_alpha_divergence_coef: float, per
 def sigmoid(
     t: Pairs, beta: float, label_smoothing: float, f_divergence_type: str, f_alpha_divergence_coef: float
 ) -> Tensor:
-    """[P]: -log sigmoid(beta d), smoothed as cDPO does it."""
+    """[P]: -log sigmoid(beta d), smoothed as in cDPO."""
     return _smoothed(beta * margin(t, f_divergence_type, f_alpha_divergence_coef), label_smoothing)
 
 
@@ -104,7 +105,7 @@ def sigmoid(
 def robust(
     t: Pairs, beta: float, label_smoothing: float, f_divergence_type: str, f_alpha_divergence_coef: float
 ) -> Tensor:
-    """[P], unbiased under that share of flipped pairs."""
+    """[P]: cDPO's loss made unbiased under a share `label_smoothing` of flipped pairs."""
     x = beta * margin(t, f_divergence_type, f_alpha_divergence_coef)
     return ((label_smoothing - 1) * logsigmoid(x) + label_smoothing * logsigmoid(-x)) / (1 - 2 * label_smoothing)
 
@@ -117,13 +118,13 @@ def hinge(t: Pairs, beta: float, f_divergence_type: str, f_alpha_divergence_coef
 
 @PAIR_LOSSES.register("ipo")
 def ipo(t: Pairs, beta: float, f_divergence_type: str, f_alpha_divergence_coef: float) -> Tensor:
-    """[P]: (d a token - 1 / (2 beta))^2."""
+    """[P]: (d per token - 1 / (2 beta))^2."""
     return (margin(t, f_divergence_type, f_alpha_divergence_coef, per_token=True) - 1 / (2 * beta)).square()
 
 
 @PAIR_LOSSES.register("sigmoid_norm")
 def sigmoid_norm(t: Pairs, beta: float, f_divergence_type: str, f_alpha_divergence_coef: float) -> Tensor:
-    """[P]: -log sigmoid(beta d), d a token."""
+    """[P]: -log sigmoid(beta d), with d per token."""
     return -logsigmoid(beta * margin(t, f_divergence_type, f_alpha_divergence_coef, per_token=True))
 
 
@@ -139,14 +140,14 @@ def exo_pair(
 
 @PAIR_LOSSES.register("nca_pair")
 def nca_pair(t: Pairs, beta: float) -> Tensor:
-    """[P]."""
+    """[P]: -log s(x_c) - (log s(-x_c) + log s(-x_r)) / 2, with x = beta D and s the sigmoid."""
     chosen, rejected = beta * t.chosen.ratio, beta * t.rejected.ratio
     return -logsigmoid(chosen) - 0.5 * logsigmoid(-chosen) - 0.5 * logsigmoid(-rejected)
 
 
 @PAIR_LOSSES.register("bco_pair")
 def bco_pair(t: Pairs, beta: float) -> Tensor:
-    """[P]."""
+    """[P]: -log sigmoid(beta D_c) - log sigmoid(-beta D_r)."""
     return -logsigmoid(beta * t.chosen.ratio) - logsigmoid(-beta * t.rejected.ratio)
 
 
@@ -158,14 +159,14 @@ def sppo_hard(t: Pairs, beta: float) -> Tensor:
 
 @PAIR_LOSSES.register("aot")
 def aot(t: Pairs, beta: float, label_smoothing: float) -> Tensor:
-    """[P], by rank: the policy's margins, sorted, less the reference's, sorted."""
+    """[P], by rank: the policy's sorted margins minus the reference's sorted margins."""
     ours, theirs = t.chosen.policy - t.rejected.policy, t.chosen.reference - t.rejected.reference
     return _smoothed(beta * (ours.sort().values - theirs.sort().values), label_smoothing)
 
 
 @PAIR_LOSSES.register("aot_unpaired")
 def aot_unpaired(t: Pairs, beta: float, label_smoothing: float) -> Tensor:
-    """[P], by rank: the chosen log-ratios, sorted, less the rejected ones, sorted."""
+    """[P], by rank: the sorted chosen log-ratios minus the sorted rejected ones."""
     return _smoothed(beta * (t.chosen.ratio.sort().values - t.rejected.ratio.sort().values), label_smoothing)
 
 
@@ -193,13 +194,15 @@ def discopop(
 
 @PAIR_LOSSES.register("sft")
 def sft(t: Pairs) -> Tensor:
-    """[P], whose mean is the texts' negative log-likelihood over their tokens in all."""
+    """[P]: scaled so that the mean is the texts' negative log-likelihood over all their tokens."""
     return -t.text * (t.text.numel() / t.text_tokens)
 
 
 @PAIR_LOSSES.register("simpo")
 def simpo(t: Pairs, beta: float, simpo_gamma: float, alpha: float, label_smoothing: float) -> Tensor:
-    """[P]: -log sigmoid(beta (r_c - r_r) - gamma), r = (1 - p^-alpha) / alpha of the mean p a token, log p at 0."""
+    """[P]: -log sigmoid(beta (r_c - r_r) - gamma), r = (1 - p^-alpha) / alpha of the mean probability p per token, log
+    p at alpha 0.
+    """
     chosen, rejected = (
         x if alpha == 0 else (1 - (-alpha * x).clamp(max=MOST_EXPONENT).exp()) / alpha
         for x in (t.chosen.mean, t.rejected.mean)
@@ -214,7 +217,7 @@ def orpo(t: Pairs, beta: float) -> Tensor:
 
 
 def log_odds_ratio(t: Pairs) -> Tensor:
-    """[P]: log of odds(chosen) / odds(rejected), odds = p / (1 - p) of the mean probability a token."""
+    """Returns log of odds(chosen) / odds(rejected), [P], with odds = p / (1 - p) of the mean probability per token."""
     chosen, rejected = (side.mean.clamp(max=-LEAST_LOSS) for side in (t.chosen, t.rejected))
     return (chosen - rejected) - (_log1mexp(chosen) - _log1mexp(rejected))
 
@@ -224,6 +227,6 @@ def _smoothed(x: Tensor, share: float) -> Tensor:
 
 
 def _log1mexp(x: Tensor) -> Tensor:
-    """log(1 - e^x) of x < 0."""
+    """Returns log(1 - e^x) for x < 0."""
     near, far = x.clamp(min=-1.0), x.clamp(max=-0.5)  # each branch within its own range, also in the gradient
     return torch.where(x > -math.log(2), (-near.expm1()).log(), (-far.exp()).log1p())

@@ -1,6 +1,6 @@
-"""Losses of preference learning on single responses with a label: functions of whole responses' sums of log-probs.
+"""Preference losses on single responses with a label: functions of the summed log-probs of whole responses.
 
-Every function gives [B], of which the mean over the rows of a step is taken.
+Every loss returns [B]; the caller averages it over the step's rows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Labelled:
     """All rows of a step.
 
     responses: their sums [B]; desirable [B] bool: their labels
-    kl: of kto, 0-d without gradient; shift: of bco, in units of its rewards
+    kl: used by kto, 0-d without gradient; shift: used by bco, in units of its rewards
     """
 
     responses: Sums
@@ -35,7 +35,7 @@ LABEL_LOSSES: Registry[LabelLoss] = Registry("loss of labelled responses")
 
 
 def kl_estimate(ratios: Tensor) -> Tensor:
-    """0-d, not below 0: the mean of the log-ratios [B] of responses that answer other prompts than theirs."""
+    """Returns the mean of the log-ratios [B] of responses paired with other prompts than their own, 0-d, at least 0."""
     return ratios.detach().mean().clamp(min=0)
 
 
@@ -61,8 +61,9 @@ def bco(t: Labelled, beta: float) -> Tensor:
 
 
 def mean_reward(responses: Sums, desirable: Tensor, beta: float) -> float | None:
-    """bco's shift of these rows alone: the mean of the two kinds' mean rewards; None where one kind is missing. Shapes
-    as in `Labelled`."""
+    """Returns bco's shift from these rows alone: the mean of both labels' mean rewards; None if one label is missing.
+    Shapes as in `Labelled`.
+    """
     rewards = beta * responses.ratio.detach()
     if bool(desirable.all()) or not bool(desirable.any()):
         return None

@@ -1,4 +1,4 @@
-"""Functions by the names that configurations use."""
+"""Registry of functions by the names that configurations use."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 class Registry(Generic[F]):
-    """`kind` is what the entries are called in error messages, e.g. "advantage estimator"."""
+    """Functions by name. `kind` names the entries in error messages, e.g. "advantage estimator"."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self._entries: dict[str, F] = {}
 
     def register(self, *names: str) -> Callable[[F], F]:
-        """Decorator: the function answers to every one of `names`. A name taken twice is a ValueError."""
+        """Decorator that registers the function under each of `names`.
+
+        Raises ValueError for a name registered twice.
+        """
 
         def add(function: F) -> F:
             for name in names:
@@ -30,7 +33,10 @@ class Registry(Generic[F]):
         return add
 
     def get(self, name: str) -> F:
-        """The function called `name`; ValueError with the nearest name and all names otherwise."""
+        """Returns the function called `name`.
+
+        Raises ValueError with the nearest name and all names if there is none.
+        """
         if name in self._entries:
             return self._entries[name]
         near = difflib.get_close_matches(name, self._entries, n=1)
@@ -42,5 +48,5 @@ class Registry(Generic[F]):
 
 
 def arguments(function: Callable[..., object], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Of these options those that are arguments of the function."""
+    """Returns the options that are arguments of the function."""
     return {name: options[name] for name in inspect.signature(function).parameters if name in options}

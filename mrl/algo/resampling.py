@@ -1,5 +1,6 @@
-"""Policy filtration (PF-PPO, arXiv 2409.06957): a step learns from samples drawn anew from its own by their scores, as
-the scores at the ends are the ones to be trusted. Names and numbers are verl's, which has it for gae only."""
+"""Policy filtration (PF-PPO, arXiv 2409.06957): trains on samples redrawn from the step's own by score, because extreme
+scores are the most reliable. Names and constants are verl's, which offers it for gae only.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +17,10 @@ METHODS: Registry[Callable[[Tensor, float], Tensor]] = Registry("reweighting met
 
 
 def draw(method: str, scores: Tensor, generator: torch.Generator, weight_pow: float = 2.0) -> Tensor:
-    """[B] int64: as many samples as there are, with replacement, in proportion to their weights, in the order drawn.
+    """Draws as many samples as there are scores, with replacement, in proportion to their weights: indices [B] int64.
 
-    scores [B]: of the whole step. generator: on the CPU; the same on every rank draws the same. Raises ValueError for
-    an unknown method, or scores that are not finite.
+    scores [B]: of the whole step. generator: on the CPU; equal generators on all ranks give equal draws. Raises
+    ValueError for an unknown method, or scores that are not finite.
     """
     weights = METHODS.get(method)(scores.double().cpu(), weight_pow) + WEIGHT_EPS
     if not bool(weights.isfinite().all()):

@@ -1,8 +1,8 @@
-"""Losses of reward models: functions of the scores of whole responses, or of the ends of their steps.
+"""Losses of reward models: functions of the scores of whole responses, or of the scores at the ends of their steps.
 
-Every function takes scores [..., n] (a leading dimension for each head, say) and gives [..., units]: pairs, lists,
-responses or steps, of which the mean over those of a step is taken. All are finite, with their gradients, for scores
-that differ by hundreds.
+Every loss takes scores [..., n] (with, say, a leading dimension for heads) and returns [..., units]: pairs, lists,
+responses or steps, over which the caller averages. Values and gradients stay finite for scores that differ by
+hundreds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ REWARD_LOSSES: Registry[RewardLoss] = Registry("loss of a reward model")
 
 @dataclass(frozen=True)
 class ScorePairs:
-    """chosen, rejected [..., P]: scores; margin [P]: by how much the chosen one should be ahead."""
+    """chosen, rejected [..., P]: scores; margin [P]: the required lead of the chosen one."""
 
     chosen: Tensor
     rejected: Tensor
@@ -37,9 +37,9 @@ class ScorePairs:
 
 @dataclass(frozen=True)
 class ScoreLists:
-    """Ragged lists in one table.
+    """Ragged lists in one padded table.
 
-    scores [..., L, m]; ranks [L, m]: 1 is the best, the same twice is a tie; present [L, m] bool, left-aligned
+    scores [..., L, m]; ranks [L, m]: 1 is the best, equal ranks are ties; present [L, m] bool, left-aligned
     """
 
     scores: Tensor
@@ -48,7 +48,7 @@ class ScoreLists:
 
     @property
     def better(self) -> Tensor:
-        """[L, m, m] bool: i is better than j."""
+        """[L, m, m] bool: True where i is better than j."""
         both = self.present[:, :, None] & self.present[:, None, :]
         return both & (self.ranks[:, :, None] < self.ranks[:, None, :])
 
@@ -74,13 +74,13 @@ def bradley_terry(t: ScorePairs, center_rewards_coefficient: float, label_smooth
 
 @REWARD_LOSSES.register("plackett_luce")
 def plackett_luce(t: ScoreLists, center_rewards_coefficient: float) -> Tensor:
-    """[..., L]: the sum over the list of logsumexp of what is not better - its score; the worst ones add nothing.
+    """[..., L]: the sum over the list of logsumexp of the entries that are not better - the entry's score.
 
-    Tied ones have each other among what is left (Breslow). Of two without a tie it is `bradley_terry`; centring is of
-    twice the mean score.
+    The worst entries add nothing. Ties count each other among the remaining entries (Breslow). For two entries without
+    a tie it equals `bradley_terry`; centring uses twice the mean score.
     """
     left = t.present[:, :, None] & t.present[:, None, :] & (t.ranks[:, :, None] <= t.ranks[:, None, :])
-    # one that is not there is left alone with itself: a logsumexp of nothing has no gradient
+    # an absent entry is compared with itself: a logsumexp of nothing has no gradient
     left = left | torch.eye(left.shape[-1], dtype=torch.bool, device=left.device)
     rest = t.scores[..., None, :].masked_fill(~left, -torch.inf).logsumexp(-1)
     drawn = torch.where(t.better.any(-1), rest - t.scores, 0.0).sum(-1)
@@ -90,7 +90,7 @@ def plackett_luce(t: ScoreLists, center_rewards_coefficient: float) -> Tensor:
 
 @REWARD_LOSSES.register("pairwise")
 def pairwise(t: ScoreLists, center_rewards_coefficient: float, label_smoothing: float) -> Tensor:
-    """[..., L]: the mean of `bradley_terry` over the pairs of a list of which one is better; 0 where none is."""
+    """[..., L]: the mean of `bradley_terry` over the list's pairs with a better entry; 0 if there is none."""
     better, ours, theirs = t.better, t.scores[..., :, None], t.scores[..., None, :]
     each = _won_by(ours - theirs, label_smoothing) + center_rewards_coefficient * (ours + theirs).square()
     return torch.where(better, each, 0.0).sum((-2, -1)) / better.sum((-2, -1)).clamp(min=1)

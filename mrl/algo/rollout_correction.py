@@ -1,12 +1,12 @@
-"""The engine that sampled and the trainer are not quite the same policy: weights and rejections that correct for it.
+"""Rollout correction: importance weights and rejections for the mismatch between the engine's policy and the trainer's.
 
 With lr = the trainer's log-prob of a token, by the policy at the start of the step, - the engine's: importance weights
-exp(lr) multiply the policy loss, and tokens or responses with too large a |lr| can be rejected. Nothing of it carries a
+exp(lr) multiply the policy loss, and tokens or responses with too large a |lr| can be rejected. Nothing here carries a
 gradient. Names and conventions are verl's. Where old log-probs are the trainer's, the token weights make a clipped loss
 the decoupled one (AReaL, arXiv 2505.24298): clipping around the proximal policy, weighted by proximal / behaviour.
 
-Weights leave the loss's denominators as they are. Rejected tokens are out of them, as if the policy had not chosen
-them: pass `keep` as the response mask.
+Weights leave the loss's denominators unchanged. Rejected tokens leave the denominators, as if the policy had not
+generated them: pass `keep` as the response mask.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ CRITERIA = (
 
 @dataclass(frozen=True)
 class Correction:
-    """What corrects a step's policy loss; its tensors have the shape of what it was made from.
+    """Correction of a step's policy loss; its tensors have the shape of the inputs.
 
-    weights: factors of the loss, None: all 1; keep bool: False for rejected tokens; metrics: how much was cut, and how
-    far the policies are from each other
+    weights: factors of the loss, None: all 1; keep bool: False for rejected tokens; metrics: rejected and truncated
+    fractions, and distances between the two policies
     """
 
     weights: Tensor | None
@@ -67,9 +67,9 @@ class Correction:
 
 @dataclass(frozen=True)
 class Criterion:
-    """One reason to reject: the statistic `name` is above `upper`, or, for k1, outside [log lower, log upper].
+    """Rejection criterion: the statistic `name` is above `upper`, or, for k1, outside [log lower, log upper].
 
-    token_*: of each token, which alone is rejected; seq_sum_*, seq_mean_*, seq_max_*: over a response, rejected whole.
+    token_*: per token, and rejects that token; seq_sum_*, seq_mean_*, seq_max_*: per response, and rejects all of it.
     k1 = -lr (so the bounds of a k1 are of engine / trainer, as in verl), k2 = lr^2 / 2, k3 = exp(lr) - 1 - lr.
     """
 
@@ -82,7 +82,7 @@ class Criterion:
             raise ValueError(f"unknown rejection criterion {self.name!r} (known: {', '.join(CRITERIA)})")
 
     def holds(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
-        """Which tokens it keeps, [B, T]."""
+        """Returns the tokens that the criterion keeps, [B, T] bool."""
         level, kind = self.name.rsplit("_", 1)
         values = _over(level, _statistic(kind, log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)), mask)
         if kind == "k1":
@@ -97,7 +97,7 @@ def _statistic(kind: str, log_ratio: Tensor) -> Tensor:
 
 
 def _over(level: str, values: Tensor, mask: Tensor) -> Tensor:
-    """[B, T] -> [B, T] for "token", the value of the whole response at each of its tokens for the others."""
+    """Returns [B, T]: `values` for "token", otherwise the response's value at each of its tokens."""
     if level == "token":
         return values
     if level == "seq_max":
@@ -119,9 +119,9 @@ def correct(
     batch_normalize: bool = False,
     criteria: Sequence[Criterion] = (),
 ) -> Correction:
-    """`importance_weights` where a level is given, `reject` where criteria are, and the metrics of both and of `gap`.
+    """Returns `importance_weights` if a level is given, `reject` if criteria are, and the metrics of both and of `gap`.
 
-    log_probs: the trainer's at the start of the step, rollout_log_probs: the engine's; all [B, T].
+    log_probs: the trainer's at the start of the step; rollout_log_probs: the engine's; all [B, T].
     """
     mask, weights = mask.bool(), None
     log_ratio, metrics = log_probs - rollout_log_probs, gap(log_probs, rollout_log_probs, mask)
@@ -136,7 +136,7 @@ def correct(
 
 
 def reject(log_ratio: Tensor, mask: Tensor, criteria: Sequence[Criterion]) -> tuple[Tensor, dict[str, float]]:
-    """(which of the mask's tokens all criteria keep, [B, T] bool; metrics). log_ratio, mask [B, T].
+    """Returns (the mask's tokens that all criteria keep, [B, T] bool; metrics). log_ratio, mask [B, T].
 
     rollout_rs_masked_fraction: rejected tokens of all; rollout_rs_seq_masked_fraction: responses with a rejected token
     of all responses with tokens; rollout_rs_NAME_masked_fraction: tokens that this criterion rejects, of all.
@@ -157,17 +157,17 @@ def reject(log_ratio: Tensor, mask: Tensor, criteria: Sequence[Criterion]) -> tu
 def importance_weights(
     log_ratio: Tensor, mask: Tensor, *, level: str, lower: float | None, upper: float, batch_normalize: bool = False
 ) -> tuple[Tensor, dict[str, float]]:
-    """(weights [B, T], 0 outside the mask; metrics). log_ratio, mask [B, T].
+    """Returns (weights [B, T], 0 outside the mask; metrics). log_ratio, mask [B, T].
 
     level: "token": exp(lr) of each token; "sequence": exp(sum of lr) of its response, on all its tokens. The exponent
     is clamped to +-20.
     lower None: weights above `upper` become `upper` (truncated importance sampling, TIS); else weights outside
-    [lower, upper] become 0 (IcePop). upper=inf cuts nothing.
-    batch_normalize: divided by their mean after that, over tokens or over responses.
+    [lower, upper] become 0 (IcePop). upper=inf truncates nothing.
+    batch_normalize: the weights are then divided by their mean over tokens or over responses.
 
-    Metrics: rollout_is_mean, _min, _max, of the weights before they were cut; rollout_is_eff_sample_size, mean(w)^2 /
-    mean(w^2) of those after, between 0 and 1; rollout_is_ratio_fraction_high, _low: tokens whose weight was cut;
-    rollout_is_seq_mean, _std, _min, _max, _max_deviation (from 1): of the responses' mean weights before the cut.
+    Metrics: rollout_is_mean, _min, _max, of the weights before truncation; rollout_is_eff_sample_size, mean(w)^2 /
+    mean(w^2) of those after, between 0 and 1; rollout_is_ratio_fraction_high, _low: tokens with a truncated weight;
+    rollout_is_seq_mean, _std, _min, _max, _max_deviation (from 1): of the responses' mean weights before truncation.
     """
     mask = mask.bool()
     check_same_shape(log_ratio=log_ratio, mask=mask)
@@ -192,8 +192,11 @@ def importance_weights(
 
 
 def geometric_means(weights: Tensor, sequences: Sequences) -> Tensor:
-    """[n] -> [n]: at each token the geometric mean of its whole response's weights, for a loss that has one ratio a
-    response. As in verl's geo_mean a weight of 0 counts as 1e-10, so that one token does not silence the others."""
+    """Returns the geometric mean of the response's weights [n] at each token, [n], for a loss with one ratio per
+    response.
+
+    As in verl's geo_mean a weight of 0 counts as 1e-10, so that one token does not zero the others.
+    """
     return sequences.mean((weights + GEOMETRIC_EPS).log()[None])[0].exp()
 
 
@@ -209,7 +212,7 @@ def _weight_metrics(raw: Tensor, weights: Tensor, mask: Tensor) -> dict[str, flo
 
 
 def _of_responses(weights: Tensor, mask: Tensor) -> dict[str, float]:
-    """Of each response's mean weight; 1 where there is none."""
+    """Statistics of the responses' mean weights; 1 if there is no response."""
     means = _over("seq_mean", weights.double(), mask)[:, 0][mask.any(1)]
     means = means if means.numel() else means.new_ones(1)
     return {
@@ -222,13 +225,16 @@ def _of_responses(weights: Tensor, mask: Tensor) -> dict[str, float]:
 
 
 def effective_sample_size(weights: Tensor, mask: Tensor) -> float:
-    """Kish's, as a fraction of the mask's tokens: mean(w)^2 / mean(w^2); 1 for equal weights, 0 where all are 0."""
+    """Returns Kish's effective sample size as a fraction of the mask's tokens: mean(w)^2 / mean(w^2); 1 for equal
+    weights, 0 for all 0.
+    """
     square = _mean(weights.double().square(), mask)
     return _mean(weights.double(), mask) ** 2 / square if square > 0 else 0.0
 
 
 def mismatch(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, float]:
-    """How far the trainer's log-probs are from the engine's, over the mask. All of one shape, any shape.
+    """Returns the distance of the trainer's log-probs from the engine's over the mask. All inputs have one shape, any
+    shape.
 
     mean_abs, max_abs: of the difference; kl: mean of engine - trainer, the k1 estimate of KL(engine || trainer), and
     k3_kl, the k3 estimate; ess: effective sample size of the token weights trainer / engine, between 0 and 1.
@@ -246,9 +252,9 @@ def mismatch(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict
 
 
 def gap(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, float]:
-    """verl's measures of how far the trainer's policy is from the engine's, all [B, T]; responses without tokens are
-    left out, and 0 everywhere if there is no other.
+    """Returns verl's metrics of the gap between the trainer's policy and the engine's. All inputs are [B, T].
 
+    Responses without tokens are left out; all metrics are 0 if no response has tokens.
     training_ppl, rollout_ppl: means over responses of exp(-mean log-prob), the perplexity; *_log_ppl: of its logarithm
     log_ppl_diff, _abs_diff, _max, _min: of log(training / rollout perplexity) of each response; ppl_ratio: mean of that
     ratio; chi2_token, chi2_seq: mean(w^2) - 1, w the importance weight of a token, of a response; the exponents are
@@ -281,5 +287,5 @@ def gap(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str,
 
 
 def _mean(values: Tensor, mask: Tensor) -> float:
-    """Over the mask; 0 where it is empty."""
+    """Mean over the mask; 0 if it is empty."""
     return float(values.double().masked_fill(~mask, 0).sum() / mask.sum().clamp(min=1))

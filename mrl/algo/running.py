@@ -1,4 +1,4 @@
-"""Mean and standard deviation of everything seen so far, without keeping it."""
+"""Running mean and standard deviation of a stream of values."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch import Tensor
 
 
 class RunningMoments:
-    """Of batches merged one after the other (Chan, Golub, LeVeque 1979), in float64.
+    """Moments of batches merged one after the other (Chan, Golub, LeVeque 1979), in float64.
 
-    std has ddof 1, as in TRL; it is 1 until two values have been seen (TRL: NaN after one).
+    std has ddof 1, as in TRL; it is 1 before the second value (TRL: NaN after one).
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class RunningMoments:
         return math.sqrt(self._squares / (self.count - 1)) if self.count > 1 else 1.0
 
     def update(self, values: Tensor) -> None:
-        """values: any shape, floating point. Values that are not finite are left out."""
+        """Merges `values` (any shape, floating point), ignoring those that are not finite."""
         batch = values[values.isfinite()].double()
         if not batch.numel():
             return

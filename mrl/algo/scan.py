@@ -1,4 +1,4 @@
-"""Discounted sums from the right as small matrix products: no loop over tokens or blocks."""
+"""Discounted suffix sums as small matrix products: no loop over tokens or blocks."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def discounted_suffix_sum(x: Tensor, decay: float) -> Tensor:
 
 
 class SuffixSums:
-    """The sums of `discounted_suffix_sum` for rows of one length.
+    """Suffix sums, as in `discounted_suffix_sum`, of rows of one length.
 
-    Each row is cut into blocks. One product with a triangular matrix of powers gives the sums inside the blocks; the
-    same sums of the blocks' first entries, with decay**BLOCK, give what every block hands to the one before it.
+    Each row is cut into blocks. One product with a triangular matrix of powers gives the sums inside the blocks. The
+    same sums of the blocks' first entries, with decay**BLOCK, give the carry of every block into the preceding one.
     """
 
     def __init__(self, decay: float, like: Tensor) -> None:
-        """like: [.., T], of the dtype and device of the rows"""
+        """like: [.., T], of the rows' dtype and device."""
         self._length = like.size(1)
         self._blocks = max(1, -(-self._length // BLOCK))
         distance = torch.arange(BLOCK, 0, -1, dtype=torch.float64, device=like.device)
@@ -37,7 +37,7 @@ class SuffixSums:
         self._carries = SuffixSums(decay**BLOCK, like[:, : self._blocks]) if self._blocks > 1 else None
 
     def write(self, x: Tensor, out: Tensor) -> None:
-        """x, out [rows, T], without gaps; not the same."""
+        """Writes the sums of `x` into `out`; both [rows, T], contiguous, and not one tensor."""
         rows = x.size(0)
         room = self._blocks * BLOCK - self._length
         padded = pad(x, (0, room)) if room else x

@@ -1,4 +1,4 @@
-"""Sums and means over whole responses of tokens that lie in any order, in several parts or on several ranks."""
+"""Sums and means over whole responses whose tokens lie in any order, in several parts or on several ranks."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from torch import Tensor
 
 
 def here(partial: Tensor) -> Tensor:
-    """For responses that lie whole in one place."""
+    """Returns `partial`: the total of responses that lie whole on one rank."""
     return partial
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """Which response each of n tokens is of.
+    """Assignment of n tokens to B responses.
 
-    member [n] int64: the number of its response, below B
-    counted [n] bool: False for tokens that take no part, such as rejected ones
-    lengths [B] int64: tokens that count of each whole response, wherever they lie
-    total: adds up a tensor over all places that hold parts of the same responses (the context-parallel ranks); every
-    place calls `sum` and `mean` equally often
+    member [n] int64: the number of the token's response, below B
+    counted [n] bool: False for excluded tokens, such as rejected ones
+    lengths [B] int64: counted tokens of each whole response, on all ranks
+    total: adds up a tensor over all ranks that hold parts of the same responses (the context-parallel ranks); every
+    such rank calls `sum` and `mean` equally often
     """
 
     member: Tensor
@@ -32,13 +32,15 @@ class Sequences:
 
     @classmethod
     def of_mask(cls, mask: Tensor, keep: Tensor | None = None, total: Callable[[Tensor], Tensor] = here) -> Sequences:
-        """Of the tokens of a [B, T] mask, row by row. keep [B, T]: which of them count; all where None."""
+        """Builds the assignment for the tokens of a [B, T] mask, row by row. keep [B, T]: the tokens that count; all
+        if None.
+        """
         mask = mask.bool()
         keep = mask if keep is None else keep & mask
         return cls(mask.nonzero()[:, 0], keep[mask], keep.sum(1), total)
 
     def at(self, places: Tensor) -> Sequences:
-        """Of the tokens at some places only; the responses stay whole."""
+        """Selects the tokens at `places`; the responses stay whole."""
         return replace(self, member=self.member[places], counted=self.counted[places])
 
     def to(self, device: torch.device) -> Sequences:
@@ -48,7 +50,7 @@ class Sequences:
 
     @torch.no_grad()
     def mean(self, values: Tensor) -> Tensor:
-        """[k, n] -> [k, n]: at each token the mean over its whole response (0 where none counts); no gradient."""
+        """[k, n] -> [k, n]: at each token the mean over its whole response (0 if no token counts); no gradient."""
         return (self._sums(values) / self.lengths.clamp(min=1))[:, self.member].to(values.dtype)
 
     @torch.no_grad()

@@ -1,6 +1,6 @@
 """Means and variances over a mask, whitening, explained variance.
 
-All masks are bool or 0/1 of the values' shape; what the values hold outside the mask (NaN included) has no influence.
+All masks are bool or 0/1 of the values' shape; values outside the mask (NaN included) have no influence.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ EPS = 1e-8
 
 
 def check_same_shape(**tensors: Tensor) -> None:
-    """ValueError naming every shape unless all are equal (nothing is ever broadcast by accident)."""
+    """Raises ValueError naming every shape unless all are equal, which prevents accidental broadcasting."""
     if len({tensor.shape for tensor in tensors.values()}) > 1:
         shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
         raise ValueError(f"shapes differ: {shapes}")
@@ -53,8 +53,10 @@ def whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
 
 
 def whiten_(inside: Tensor, mask: Tensor, shift_mean: bool = True, moments: Tensor | None = None) -> Tensor:
-    """`whiten` of values [B, T] that are 0 outside the mask, in place. moments [3] float64: how many are inside, their
-    sum and that of their squares, where these are known."""
+    """Whitens `inside` [B, T], which is 0 outside the mask, in place; see `whiten`.
+
+    moments [3] float64: the count, sum and sum of squares inside the mask, if known.
+    """
     if moments is not None and mask.is_contiguous() and triton_here.takes(inside):
         from mrl.kernels import algo_triton
 
@@ -86,7 +88,7 @@ def _moments(inside: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _around(mean: Tensor, inside: Tensor, mask: Tensor) -> Tensor:
-    """The sum of the squared distances from the mean over the mask, 0-d float64."""
+    """Returns the sum of the squared distances from the mean over the mask, 0-d float64."""
     square = torch.zeros((), dtype=torch.float64, device=inside.device)
     for rows in row_groups(inside):
         centred = inside[rows].sub(mean)
@@ -96,10 +98,10 @@ def _around(mean: Tensor, inside: Tensor, mask: Tensor) -> Tensor:
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
-    """1 - var(returns - values) / var(returns) over the mask, 0-d.
+    """Returns 1 - var(returns - values) / var(returns) over the mask, 0-d.
 
-    1: the critic predicts the returns up to a constant; 0: no better than a constant; negative: worse. Returns that do
-    not vary give 0, not NaN: there was nothing to explain.
+    1: the critic predicts the returns up to a constant; 0: no better than a constant; negative: worse. Constant returns
+    give 0, not NaN.
     """
     check_same_shape(values=values, returns=returns, mask=mask)
     total = masked_var(returns, mask)
@@ -108,7 +110,7 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
 
 
 def correlation(a: Tensor, b: Tensor) -> float:
-    """Pearson's, of two vectors [n]; 0 where one of them does not vary."""
+    """Returns Pearson's correlation of two vectors [n]; 0 if one of them is constant."""
     check_same_shape(a=a, b=b)
     x, y = (v.double() - v.double().mean() for v in (a, b))
     scale = float(x.norm() * y.norm())

@@ -1,5 +1,7 @@
-"""Which tokens of a mini-batch a loss treats in a way of their own. Call with the whole mini-batch: `mask` True on its
-tokens, everything of one shape (flat [R] in training), results bool and False outside the mask.
+"""Selection of the tokens that a loss treats differently.
+
+Call with the whole mini-batch: `mask` is True on its tokens, all tensors have one shape (flat [R] in training), results
+are bool and False outside the mask.
 """
 
 from __future__ import annotations
@@ -30,10 +32,10 @@ def choose(
     generator: torch.Generator,
     **options: float,
 ) -> Tensor:
-    """The tokens that the policy loss `loss_name` (clip_cov, kl_cov) treats differently.
+    """Returns the tokens that the policy loss `loss_name` (clip_cov, kl_cov) treats differently.
 
-    log_probs: the current policy's, before the update. generator: on the CPU; the same on every rank gives the same
-    choice. options: the loss's own. Raises ValueError for another loss, or shapes that differ.
+    log_probs: the current policy's, before the update. generator: on the CPU; equal generators on all ranks give equal
+    choices. options: the loss's own. Raises ValueError for another loss, or shapes that differ.
     """
     function = CHOICES.get(loss_name)
     check_same_shape(log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages, mask=mask)
@@ -52,8 +54,10 @@ def for_clip_cov(
     clip_cov_lb: float,
     clip_cov_ub: float,
 ) -> Tensor:
-    """At random clip_cov_ratio of the mini-batch's tokens (at least 1), from those with clip_cov_lb < covariance <
-    clip_cov_ub that PPO does not clip anyway."""
+    """Picks at random a share clip_cov_ratio of the mini-batch's tokens (at least 1).
+
+    Candidates have clip_cov_lb < covariance < clip_cov_ub and are not clipped by PPO.
+    """
     _, clipped = clipped_surrogate(t.log_ratio.exp(), t.advantages, clip_ratio_low, clip_ratio_high)
     covariance = _covariance(t, mask)
     possible = mask & ~clipped & (covariance > clip_cov_lb) & (covariance < clip_cov_ub)
@@ -64,12 +68,16 @@ def for_clip_cov(
 
 @CHOICES.register("kl_cov")
 def for_kl_cov(t: PolicyInputs, mask: Tensor, generator: torch.Generator, kl_cov_ratio: float) -> Tensor:
-    """The kl_cov_ratio of the mini-batch's tokens (at least 1) with the highest covariance. Nothing is random."""
+    """Picks the share kl_cov_ratio of the mini-batch's tokens (at least 1) with the highest covariance;
+    deterministic.
+    """
     return _highest(_covariance(t, mask), mask, kl_cov_ratio)
 
 
 def high_entropy(entropies: Tensor, mask: Tensor, ratio: float) -> Tensor:
-    """The `ratio` of the mask's tokens (at least 1) with the highest entropy (arXiv 2506.01939; LightRFT)."""
+    """Returns the share `ratio` of the mask's tokens (at least 1) with the highest entropy (arXiv 2506.01939;
+    LightRFT).
+    """
     check_same_shape(entropies=entropies, mask=mask)
     return _highest(entropies, mask.bool(), ratio)
 

@@ -1,4 +1,4 @@
-"""From one score a response to one reward a token."""
+"""Token rewards from one score per response."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def compute(
     kl_coef: float = 0.0,
     early: Tensor | None = None,
 ) -> Tensor:
-    """[B, T]: the score on each response's last valid token, minus `kl_coef * kl` on every valid token.
+    """Returns [B, T]: the score on each response's last valid token, minus `kl_coef * kl` on every valid token.
 
-    early [B, T]: what was given of the score before the end, at the tokens after which it was; the rest is on the last.
-
-    scores [B] float32; response_mask [B, T] bool or 0/1; kl [B, T] from `mrl.algo.kl.penalty`, where
-    `use_kl_in_reward` (arXiv 1909.08593). A response without a valid token has its score in column 0, so that it still
-    counts in its group's statistics; gae does not read it.
+    scores [B] float32; response_mask [B, T] bool or 0/1; kl [B, T] from `mrl.algo.kl.penalty`, with
+    `use_kl_in_reward` (arXiv 1909.08593). early [B, T]: parts of the score given before the end, at the tokens after
+    which they were given; the remainder is on the last token. A response without a valid token has its score in column
+    0, so that it still counts in its group's statistics; gae does not read it.
+    Raises ValueError for shapes that do not fit.
     """
     mask = response_mask.bool()
     if scores.shape != mask.shape[:1]:

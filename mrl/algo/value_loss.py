@@ -1,4 +1,4 @@
-"""The critic's clipped regression loss."""
+"""Clipped regression loss of the critic."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ def compute(
     cliprange_value: float = 0.5,
     metric_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """(loss 0-d, metrics 0-d and detached); all tensors of one shape, any shape; gradient through `values` only.
+    """Returns (loss 0-d, metrics 0-d and detached); all tensors of one shape, any shape; gradient through `values`
+    only.
 
     loss = sum(weights * 0.5 * max((v - ret)^2, (clip(v, v_old - c, v_old + c) - ret)^2)), as in PPO's reference code
     and verl. TRL multiplies by vf_coef 0.1 and clips at 0.2; slime has no 0.5 and clips at 0.2. Weights and metrics
-    are those of `mrl.algo.policy_loss.compute`. Metric vf_clipfrac: the clipped term is the larger one.
+    are those of `mrl.algo.policy_loss.compute`. Metric vf_clipfrac: tokens whose clipped term is the larger one.
     Raises ValueError for shapes that differ or a clip range that is not positive.
     """
     if cliprange_value <= 0:

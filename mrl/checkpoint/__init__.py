@@ -1,4 +1,4 @@
-"""Checkpoints of a run: complete or not there, loadable under another layout."""
+"""Checkpoints of a run: atomic, and loadable under another layout."""
 
 from mrl.checkpoint.agreement import CheckpointError
 from mrl.checkpoint.directory import best_of, latest, name_best, of_step, read, reading, step_of

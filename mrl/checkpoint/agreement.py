@@ -1,4 +1,4 @@
-"""How ranks that write or read one checkpoint stay together."""
+"""Collective error check of the ranks that write or read one checkpoint."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from mrl.parallel import Agreement, rank, world_size
 from mrl.parallel.agreement import by_reason
 from mrl.weights.errors import WeightError
 
-Report = dict[int, str]  # a reason by rank: torch may have gathered those of several
+Report = dict[int, str]  # reason by rank: torch may have gathered several ranks' reasons
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read; raised on every rank, with the ranks' own reasons."""
+    """A checkpoint could not be written or read; raised on every rank, with each rank's reason."""
 
 
 class CheckpointAgreement(Agreement[Report]):
-    """Raises CheckpointError. A thread beside the training needs a group of its own."""
+    """Error check that raises CheckpointError. A thread that runs beside the training needs its own group."""
 
-    caught = (Exception, CheckpointException)  # torch's is no Exception
+    caught = (Exception, CheckpointException)  # torch's CheckpointException is not an Exception
 
     def report(self, error: BaseException) -> Report:
         if isinstance(error, CheckpointException):
@@ -39,7 +39,7 @@ class CheckpointAgreement(Agreement[Report]):
 
 
 def describe(error: BaseException) -> str:
-    """What went wrong: this program's errors by their message, others with their type."""
+    """Returns the error's message, with its type unless it is one of this program's errors."""
     if isinstance(error, CheckpointError | WeightError):
         return str(error)
     found = file_error(error)

@@ -1,8 +1,8 @@
-"""What lies on disk: RUN_DIR/checkpoints/step_N, whole or under a name that nobody reads.
+"""On-disk layout: RUN_DIR/checkpoints/step_N, visible under that name only when complete.
 
-A checkpoint is written as step_N.tmp and renamed when it is whole. Its last file is `complete`: a manifest with the
-size of every other file, by which a truncated one is found before anything is loaded. Whoever reads a checkpoint holds
-a shared lock on that file, and whoever would remove it needs the exclusive one.
+A checkpoint is written as step_N.tmp and renamed when complete. Its last file is `complete`: a manifest with the size
+of every other file, which detects a truncated one before anything is loaded. Readers of a checkpoint hold a shared
+lock on that file, and removal requires the exclusive lock.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mrl.foreign import read_json
 STATE = "state.json"
 RANDOM = "random"  # folder of each rank's random state
 BEST = "best"  # beside the checkpoints: a link to one of them
-KEPT = "kept.pt"  # what rank 0 alone keeps, if anything
+KEPT = "kept.pt"  # state that only rank 0 keeps, if any
 VERSION = 2
 
 _NAME = re.compile(r"step_(\d+)")
@@ -34,13 +34,13 @@ def root(run_dir: Path) -> Path:
 
 
 def latest(run_dir: Path) -> Path | None:
-    """The complete checkpoint with the most steps, or None."""
+    """Returns the complete checkpoint with the most steps, or None."""
     found = complete_checkpoints(root(run_dir))
     return found[-1] if found else None
 
 
 def complete_checkpoints(directory: Path) -> list[Path]:
-    """By step, oldest first."""
+    """Returns the complete checkpoints by step, oldest first."""
     if not directory.is_dir():
         return []
     found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name) and (path / MANIFEST).is_file()]
@@ -48,7 +48,7 @@ def complete_checkpoints(directory: Path) -> list[Path]:
 
 
 def step_of(path: Path) -> int:
-    """N of .../step_N. Raises ValueError for another name."""
+    """Returns N of .../step_N. Raises ValueError for another name."""
     match = _NAME.fullmatch(path.name)
     if match is None:
         raise ValueError(f"{path} is not named step_N")
@@ -56,7 +56,7 @@ def step_of(path: Path) -> int:
 
 
 def begin(tmp: Path) -> None:
-    """Makes an empty `tmp`, after taking away what broken-off saves and removals have left beside it."""
+    """Creates an empty `tmp`, after deleting the leftovers of interrupted saves and removals beside it."""
     tmp.parent.mkdir(parents=True, exist_ok=True)
     for leftover in tmp.parent.glob("step_*.tmp"):
         shutil.rmtree(leftover)
@@ -64,22 +64,23 @@ def begin(tmp: Path) -> None:
 
 
 def finish(tmp: Path, final: Path, learners: dict[str, Any], state: dict[str, Any]) -> None:
-    """Writes `state` and the manifest, makes everything durable and gives `tmp` its final name.
+    """Writes `state` and the manifest, syncs everything to disk and renames `tmp` to `final`.
 
-    Raises ValueError if there is one of this name that somebody reads.
+    Raises ValueError if `final` exists and is being read.
     """
     write_atomically(tmp / STATE, json.dumps(state, indent=1))
     write_manifest(tmp, {"version": VERSION, "step": step_of(final), "learners": learners})
-    if final.exists() and not remove(final):  # the same step once more, or something without a marker
+    if final.exists() and not remove(final):  # the same step saved again, or an incomplete directory
         raise ValueError(f"{final} is there already, and somebody is reading it")
     rename_durably(tmp, final)
 
 
 def prune(directory: Path, keep_last: int, keep_every_steps: int | None, newest: Path, best: int | None = None) -> None:
-    """Removes complete checkpoints but the last `keep_last`, those at multiples of `keep_every_steps`, `newest`, and
-    that of `best` steps or what stands for it (`best_of`).
+    """Removes complete checkpoints except the last `keep_last`, multiples of `keep_every_steps`, `newest`, and the
+    best.
 
-    One that is being read stays until a later call.
+    The best is that of `best` steps or its substitute (`best_of`). A checkpoint that is being read stays until a later
+    call.
     """
     stays = (newest, best_of(directory / f"step_{best}") if best is not None else None)
     for path in complete_checkpoints(directory)[:-keep_last]:
@@ -89,7 +90,7 @@ def prune(directory: Path, keep_last: int, keep_every_steps: int | None, newest:
 
 
 def name_best(run_dir: Path, step: int) -> None:
-    """RUN_DIR/checkpoints/best becomes a link to the checkpoint of so many steps, at once."""
+    """Points the link RUN_DIR/checkpoints/best to the checkpoint of `step` steps, atomically."""
     link = root(run_dir) / BEST
     temporary = link.with_name(f"{BEST}.tmp")
     temporary.unlink(missing_ok=True)
@@ -98,22 +99,24 @@ def name_best(run_dir: Path, step: int) -> None:
 
 
 def best_of(path: Path) -> Path | None:
-    """The checkpoint that stays as the best one: `path`, RUN_DIR/checkpoints/step_N, or if that could not be written
-    the one that was the best before it and is named so; None without either."""
+    """Returns the checkpoint to keep as the best one, or None.
+
+    That is `path`, RUN_DIR/checkpoints/step_N; if it could not be written, the previous best, which BEST links to.
+    """
     named = (path.parent / BEST).resolve().name
     found = [each for each in complete_checkpoints(path.parent) if each.name in (path.name, named)]
     return path if path in found else found[0] if found else None
 
 
 def of_step(run_dir: Path, step: int) -> Path:
-    """Where the checkpoint of so many steps is, or would be."""
+    """Returns the path of the checkpoint of `step` steps, which may not exist."""
     return root(run_dir) / f"step_{step}"
 
 
 def remove(path: Path) -> bool:
-    """Takes the name away first, so that a removal broken off half-way leaves nothing that looks complete.
+    """Deletes the checkpoint; returns False, and does nothing, if it is being read.
 
-    False, and nothing is done, if somebody is reading it.
+    Renames it first, so that an interrupted removal leaves nothing that looks complete.
     """
     doomed = path.with_name(f"{path.name}.removed.tmp")
     with contextlib.ExitStack() as stack:
@@ -128,7 +131,7 @@ def remove(path: Path) -> bool:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """No process of this machine removes the checkpoint meanwhile. Raises ValueError if it is not a complete one."""
+    """Prevents all processes of this machine from removing the checkpoint. Raises ValueError if it is not complete."""
     try:
         marker = (path / MANIFEST).open("rb")
     except (FileNotFoundError, NotADirectoryError):
@@ -141,7 +144,10 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(manifest, state). Raises ValueError if the checkpoint is not complete, or a file is missing or too short."""
+    """Returns (manifest, state).
+
+    Raises ValueError if the checkpoint is not complete, or a file is missing or too short.
+    """
     if not (path / MANIFEST).is_file():
         raise _incomplete(path)
     manifest = read_manifest(path, remedy="remove it to go on from an older one", version=VERSION)
@@ -158,7 +164,7 @@ def _incomplete(path: Path) -> ValueError:
 
 
 def _is_still(path: Path, descriptor: int) -> bool:
-    """Whether the open file is the one that is found under this name."""
+    """Returns True if the open file is still the one at `path`."""
     try:
         return os.path.samestat(path.stat(), os.fstat(descriptor))
     except FileNotFoundError:

@@ -1,8 +1,8 @@
-"""A learner's state in Megatron's sharded form: model chunks, main parameters, Adam's moments, update counters.
+"""Learner state in Megatron's sharded form: model chunks, main parameters, Adam's moments, update counters.
 
-Learning rates, betas and weight decay are the configuration's and are not stored: a checkpoint holds how many updates
-were made, and the schedule follows from that. So the optimizer's part does not depend on how Megatron splits it either
-(one optimizer without expert parallelism, one for dense and one for expert parameters with it).
+Learning rates, betas and weight decay come from the configuration and are not stored: a checkpoint holds the number of
+updates, from which the schedule follows. So the optimizer's part does not depend on how Megatron splits it (one
+optimizer without expert parallelism; with it, one for dense and one for expert parameters).
 """
 
 from __future__ import annotations
@@ -24,18 +24,20 @@ SCHEDULE_UPDATES = "schedule_updates"
 
 
 def to_write(learner: Learner) -> tuple[dict[str, Any], dict[str, int]]:
-    """What this rank holds of the learner, without a copy, where it lies: in host memory what is given up; and the
-    counters, which are the same on every rank. Call it inside the learner's mesh."""
+    """Returns this rank's state of the learner, uncopied, and the counters, which are equal on every rank.
+
+    Offloaded tensors are returned from host memory. Call it inside the learner's mesh.
+    """
     prime(learner.optimizer)
     models = _models(learner, _metadata(learner))
     shards = optimizer_shards(learner.optimizer, models, learner.memory.read)
-    updates = learner.schedule.num_steps  # one that is skipped, the schedule skips too
+    updates = learner.schedule.num_steps  # the schedule skips skipped updates too
     counters = {ADAM_UPDATES: updates, SCHEDULE_UPDATES: updates}
     return {**models, "optimizer": shards}, counters
 
 
 class StateToLoad:
-    """Room for a stored state, under the learner's layout. Construct and use inside its mesh."""
+    """Buffers for a stored state, under the learner's layout. Construct and use inside its mesh."""
 
     def __init__(self, learner: Learner) -> None:
         self.learner = learner
@@ -47,11 +49,11 @@ class StateToLoad:
         self._parts: list[dict[str, Any]] = list(whole.values()) if 0 in whole else [whole]
 
     def sharded(self) -> dict[str, Any]:
-        """What Megatron is to fill."""
+        """Returns the sharded state that Megatron fills."""
         return {**self.models, "optimizer": {str(i): part["param_state"] for i, part in enumerate(self._parts)}}
 
     def restore(self, loaded: dict[str, Any]) -> None:
-        """`loaded`: `sharded()` filled, without what has no parameter on this rank, and the counters."""
+        """Loads `loaded`: `sharded()` filled, without entries that have no parameter on this rank, and the counters."""
         for (name, room), chunk in zip(self.models.items(), self.learner.bare, strict=True):
             if room:
                 fill(chunk, loaded[name])
@@ -69,8 +71,10 @@ class StateToLoad:
 
 
 def copy_shards(copy: PolicyCopy) -> dict[str, Any]:
-    """What this rank keeps of the copy, where it lies: to be written, or to be read into. Call it inside its learner's
-    mesh."""
+    """Returns this rank's shards of the copy, uncopied, for writing or for reading into.
+
+    Call it inside its learner's mesh.
+    """
     learner = copy.learner
     models = _models(learner, _metadata(learner))
     return {"weights": weight_shards(learner.optimizer, models, learner.memory.read, copy.kept)}
@@ -85,7 +89,7 @@ def _metadata(learner: Learner) -> dict[str, Any]:
 
 
 def _models(learner: Learner, metadata: dict[str, Any]) -> dict[str, Any]:
-    """All weights, or where the learner has adapters what is trained."""
+    """All weights, or only the adapters if the learner has some."""
     if learner.adapters is None:
         return {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(learner.bare)}
     of = learner.arch, learner.role, learner.adapters.spec, learner.mesh
@@ -93,9 +97,10 @@ def _models(learner: Learner, metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def tied_copies_are_equal(learner: Learner) -> bool:
-    """Whether the first stage's embedding and the last stage's copy of it agree; True elsewhere. Collective over them.
+    """Returns True if the first stage's embedding equals the last stage's copy; True on other stages. Collective over
+    both.
 
-    Training keeps them equal only if they start equal, and nothing else would tell.
+    Training keeps them equal only if they start equal, and nothing else detects a difference.
     """
     if learner.role == "critic" or not learner.arch.tied_embeddings or learner.mesh.pp == 1:
         return True

@@ -1,9 +1,9 @@
-"""What is cut as the optimizer's state is, where it lies, as boxes of the parameters that it belongs to.
+"""Optimizer-sharded tensors, described in place as boxes of the parameters they belong to.
 
 Each data-parallel rank holds a range of every flattened parameter: of main weights, moments and copies. Megatron's
 form for checkpoints that load under any layout ("fully_reshardable") gathers the whole state on every rank before it
-writes; here a rank describes its own range as rectangular pieces of the tensors that the same form has, so nothing is
-gathered and it loads as Megatron's own.
+writes. Here a rank describes its own range as rectangular pieces of the same form's tensors, so nothing is gathered and
+the result loads as Megatron's own.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Where = Callable[[Tensor], Tensor]  # a tensor -> the same where its bytes are: 
 
 
 def optimizer_shards(optimizer: Any, models: dict[str, Any], where: Where) -> list[ShardedTensor]:
-    """What this rank holds of a Megatron distributed optimizer (or a chain of them), without a copy.
+    """Returns this rank's shards of a Megatron distributed optimizer (or a chain of them), uncopied.
 
-    models: the model chunks' sharded state, before its factories are applied; its tensors, too, become those of `where`
+    models: the model chunks' sharded state, before its factories are applied; `where` replaces its tensors, too
     """
 
     def state(part: Any, parameter: Tensor) -> dict[str, Tensor]:
@@ -41,7 +41,7 @@ def optimizer_shards(optimizer: Any, models: dict[str, Any], where: Where) -> li
 def weight_shards(
     optimizer: Any, models: dict[str, Any], where: Where, weights: dict[Tensor, Tensor]
 ) -> list[ShardedTensor]:
-    """Other weights of the model, under its own names.
+    """Returns shards of other weights of the model, under the model's own names.
 
     models, where: as in `optimizer_shards`
     weights: parameter -> [n], the range of it that this rank updates
@@ -52,7 +52,7 @@ def weight_shards(
 def _shards(
     optimizer: Any, models: dict[str, Any], where: Where, read: Callable[[Any, Tensor], dict[str, Tensor]]
 ) -> list[ShardedTensor]:
-    """read(part of the optimizer, parameter): its flat tensors of this rank's range, by the prefix of their names"""
+    """read(part of the optimizer, parameter): the flat tensors of this rank's range, by the prefix of their names."""
     bases = [v for v in nested_values(models) if isinstance(v, ShardedTensor | ShardedTensorFactory)]
     by_parameter = {id(base.data): base for base in bases}
     for base in bases:
@@ -67,12 +67,14 @@ def _shards(
 
 
 def parts(optimizer: Any) -> list[Any]:
-    """With expert parallelism there are two: of dense and of expert parameters."""
+    """Returns the optimizer's parts: with expert parallelism two, for dense and for expert parameters."""
     return list(optimizer.chained_optimizers) if hasattr(optimizer, "chained_optimizers") else [optimizer]
 
 
 def boxes(shape: Shape, start: int, end: int) -> Iterator[tuple[Shape, Shape]]:
-    """The range start..end of a flattened tensor as (offset, size) of rectangular pieces, in the range's order."""
+    """Yields the range start..end of a flattened tensor as (offset, size) of rectangular pieces, in the range's
+    order.
+    """
     if start >= end:
         return
     if len(shape) < 2:
@@ -96,7 +98,7 @@ def _in_row(shape: Shape, row: int, start: int, end: int) -> Iterator[tuple[Shap
 
 
 def _ranges(part: Any) -> Iterator[tuple[Tensor, int, int]]:
-    """(parameter, start, end): which elements of a flattened parameter this rank updates."""
+    """Yields (parameter, start, end): the elements of a flattened parameter that this rank updates."""
     for by_dtype in part.gbuf_ranges:
         for buckets in by_dtype.values():
             for bucket in buckets:
@@ -109,7 +111,9 @@ def _tensors(base: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
 
 
 def _start_in(tensor: ShardedTensor, parameter: Tensor) -> int:
-    """Where the tensor, a slice of the parameter that the checkpoint keeps apart, begins in the flattened parameter."""
+    """Returns the start of the tensor, a slice of the parameter with its own checkpoint entry, in the flattened
+    parameter.
+    """
     data = tensor.data
     if not data.is_contiguous() or data.untyped_storage()._cdata != parameter.untyped_storage()._cdata:
         raise ValueError(f"{tensor.key}: what the checkpoint holds of it is no slice of the parameter")
@@ -117,7 +121,9 @@ def _start_in(tensor: ShardedTensor, parameter: Tensor) -> int:
 
 
 def _pieces(tensor: ShardedTensor, at: int, start: int, end: int, flat: dict[str, Tensor]) -> Iterator[ShardedTensor]:
-    """`tensor` covers the elements from `at` of the flattened parameter, `flat` those from `start` to `end`."""
+    """Yields the shards where `tensor` (elements from `at` of the flattened parameter) overlaps `flat` (`start` to
+    `end`).
+    """
     low, high = max(start, at), min(end, at + tensor.data.numel())
     outer = tensor.prepend_axis_num
     for offset, size in boxes(tuple(tensor.local_shape), low - at, high - at):

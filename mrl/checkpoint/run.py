@@ -1,8 +1,8 @@
-"""All that a run needs to go on, on disk and back: its trained models, copies of them, random states, and what the loop
-keeps.
+"""Saving and loading of all that a run needs to resume: trained models, their copies, random states and the loop's
+state.
 
-Saving has two halves. `stage` is collective and leaves a checkpoint that no longer changes with the training; `Staged.
-write` then needs nothing of the training, and may run in a thread beside it over a process group of its own.
+Saving has two halves. `stage` is collective and produces a checkpoint that further training does not change.
+`Staged.write` is then independent of the training, and may run in a thread beside it over its own process group.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mrl.parallel import gather, rank, world_size
 from mrl.weights.disk.torch_dist_files import read_plain
 from mrl.weights.errors import WeightError
 
-Part = Learner | PolicyCopy  # a trained model, or other weights of one
+Part = Learner | PolicyCopy  # a trained model, or a second set of its weights
 
 _WORDS = {("adapters", "base"): "the digest of the weights that the adapters belong to"}
 SHAPE_FREE = ("max_positions", "initializer_range", "eos_token_ids")  # may differ from the checkpoint's
@@ -39,9 +39,9 @@ SHAPE_FREE = ("max_positions", "initializer_range", "eos_token_ids")  # may diff
 
 @dataclass
 class Staged:
-    """A checkpoint that is planned on all ranks; this rank's part of it.
+    """Checkpoint planned on all ranks; this rank's part of it.
 
-    final: RUN_DIR/checkpoints/step_N, which is not there before `write` has succeeded
+    final: RUN_DIR/checkpoints/step_N, which exists only after `write` has succeeded
     nbytes: of the tensors, over all ranks
     copy_s: seconds it took to plan the files and copy the tensors
     """
@@ -62,10 +62,10 @@ class Staged:
         return tmp_of(self.final)
 
     def write(self, ranks: CheckpointAgreement) -> None:
-        """Writes the files and gives them their name once all are there. Collective over `ranks`, in any thread.
+        """Writes the files and renames them once all are complete. Collective over `ranks`, in any thread.
 
-        Raises CheckpointError on every rank if any rank fails (disk full, no permission, ...); there is no step_N then
-        and older checkpoints are as they were.
+        Raises CheckpointError on every rank if any rank fails (disk full, no permission, ...). Then step_N does not
+        exist, and older checkpoints are unchanged.
         """
         try:
             written = [self._write_in_turns(part, ranks) for part in self._parts]
@@ -109,7 +109,7 @@ def tmp_of(final: Path) -> Path:
 
 
 def discard(tmp: Path) -> None:
-    """On rank 0. A leftover is no checkpoint, and the next save takes it away."""
+    """Deletes `tmp` on rank 0. A leftover is not a checkpoint, and the next save deletes it."""
     if rank() == 0:
         shutil.rmtree(tmp, ignore_errors=True)
 
@@ -124,12 +124,12 @@ def stage(
     *,
     copy: bool,
 ) -> Staged:
-    """Plans RUN_DIR/checkpoints/step_N and, with `copy`, puts all that it will hold into host memory. Collective.
+    """Plans RUN_DIR/checkpoints/step_N and, with `copy`, copies its contents into host memory. Collective.
 
-    learners: trainable ones, and copies, by a name that `load` finds them under
+    learners: trainable ones, and copies, by the name that `load` uses
     state: anything that JSON can hold; rank 0's is written
-    kept: tensors and plain values that nobody changes; rank 0's are written, for `load_kept`
-    writers: who writes at once; the others take turns
+    kept: immutable tensors and plain values; rank 0's are written, for `load_kept`
+    writers: the ranks that write concurrently; the others take turns
     copy: training may go on before `write`; without it the learners must not change until then
 
     Raises CheckpointError on every rank if any rank fails, or if the disk is too full.
@@ -155,10 +155,10 @@ def stage(
 
 
 def load(path: Path, learners: Mapping[str, Part]) -> dict[str, Any]:
-    """Puts the checkpoint's weights, optimizer states and schedules into `learners`; returns `state`. Collective.
+    """Loads the checkpoint's weights, optimizer states and schedules into `learners`; returns `state`. Collective.
 
-    The learners may have another layout or dtype than those that were saved. Learning rates and the like stay those of
-    the configuration. Random states come back if there are as many ranks as were saved. Nobody on this machine removes
+    The learners may have another layout or dtype than the saved ones. Learning rates and the like stay those of the
+    configuration. Random states are restored if the number of ranks is unchanged. No process on this machine can remove
     the checkpoint meanwhile.
 
     Raises CheckpointError on every rank if the checkpoint is incomplete or damaged, or of other models.
@@ -178,8 +178,10 @@ def load(path: Path, learners: Mapping[str, Part]) -> dict[str, Any]:
 
 
 def load_kept(path: Path) -> Any:
-    """What rank 0 gave to `stage` as `kept`; for rank 0 alone, after `load`. Raises CheckpointError if there is
-    nothing, or it cannot be read."""
+    """Returns the `kept` that rank 0 passed to `stage`; for rank 0 alone, after `load`.
+
+    Raises CheckpointError if there is none, or it cannot be read.
+    """
     file = path / directory.KEPT
     if not file.is_file():
         held = "samples of a replay buffer, or drawn ahead"
@@ -208,7 +210,7 @@ def _stage_part(part: Part, path: Path, copy: bool) -> Shards:
 
 
 def _load_learner(learner: Learner, path: Path) -> None:
-    """On the device, whatever of it is given up before and afterwards: one model at a time has room there."""
+    """Loads on the device, then restores the previous offload level: one model at a time fits there."""
     level = RANKS.together(f"making room for {path}", lambda: learner.memory.move("all"))
     with learner.mesh.active():
         state = RANKS.together(f"making room for {path}", lambda: StateToLoad(learner))
@@ -275,7 +277,7 @@ def _require(tmp: Path) -> None:
 
 
 def _nbytes(kept: Any) -> int:
-    """Of the tensors in dicts and lists."""
+    """Bytes of the tensors in dicts and lists."""
     if isinstance(kept, torch.Tensor):
         return kept.nbytes
     inner = kept.values() if isinstance(kept, dict) else kept if isinstance(kept, list | tuple) else ()

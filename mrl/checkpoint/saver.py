@@ -1,4 +1,4 @@
-"""Checkpoints of one run, written while it goes on: at most one at a time, so that at most one is held in memory."""
+"""Asynchronous checkpoints of one run, written one at a time, so that at most one is held in memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mrl.parallel import gather
 
 @dataclass(frozen=True)
 class Written:
-    """A checkpoint that is complete.
+    """Complete checkpoint.
 
     nbytes: of its tensors, over all ranks
     copy_s: seconds to plan the files and copy the tensors into host memory
@@ -36,12 +36,12 @@ class Written:
 
 
 class Saver:
-    """Writes RUN_DIR/checkpoints/step_N in a thread of each rank, over a process group of their own.
+    """Writes RUN_DIR/checkpoints/step_N in a thread of each rank, over a separate process group.
 
-    Construction and all methods but `close` are collective, and raise CheckpointError on every rank for what went wrong
-    on any: at the next call, if it went wrong while training went on. Nothing of a failed checkpoint is left.
+    Construction and all methods but `close` are collective. They raise CheckpointError on every rank for an error on
+    any; an error in the background is raised by the next call. A failed checkpoint leaves nothing on disk.
 
-    on_written: is told of each complete one by the method that finds it complete, on every rank
+    on_written: called for each complete checkpoint, on every rank, by the method that finds it complete
     """
 
     def __init__(self, run_dir: Path, cfg: CheckpointConfig, on_written: Callable[[Written], None]) -> None:
@@ -52,12 +52,13 @@ class Saver:
     def save(
         self, step: int, learners: Mapping[str, Part], state: dict[str, Any], kept: Any = None, best: int | None = None
     ) -> None:
-        """Returns when all is copied into host memory, with the files still to be written; with `asynchronous: false`
-        nothing is copied, and they are there on return.
+        """Returns once everything is copied into host memory, while the files are still being written.
+
+        With `asynchronous: false` nothing is copied, and the files are complete on return.
 
         learners, state, kept: as `stage` takes them; best: steps of the checkpoint that stays besides the last ones
 
-        Waits for the one before; what went wrong with that is raised before anything is done.
+        Waits for the previous save first and raises its error (CheckpointError) before doing anything.
         """
         self.wait()
         staged = stage(self.run_dir, step, learners, state, kept, self.cfg.writers, copy=self.cfg.asynchronous)
@@ -67,11 +68,11 @@ class Saver:
 
     @property
     def is_writing(self) -> bool:
-        """The same on every rank: between a `save` and the call that says what became of it."""
+        """True between a `save` and the call that reports its outcome; equal on every rank."""
         return self._writing is not None
 
     def poll(self) -> None:
-        """Looks what has become of the last save, without waiting for it."""
+        """Checks the outcome of the last save without waiting for it."""
         if self._writing is None:
             return
         answers = gather(self._writing.answer())
@@ -79,9 +80,9 @@ class Saver:
             self._end([problem for _, problem in answers if problem])
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Blocks until the last save is complete, if there is one to wait for.
+        """Blocks until the last save is complete, if there is one.
 
-        Raises CheckpointError after `timeout_s`, or what the configuration has where it is left out.
+        Raises CheckpointError after `timeout_s`, by default checkpoint.timeout_s.
         """
         if self._writing is None:
             return
@@ -98,7 +99,7 @@ class Saver:
         self._end([problem for _, problem in answers if problem])
 
     def close(self, timeout_s: float = 20.0) -> None:
-        """Gives the files that are being written this long to be completed, and keeps quiet about the outcome."""
+        """Waits up to `timeout_s` for the files being written, and ignores the outcome."""
         if self._writing is not None:
             self._writing.thread.join(timeout_s)
 
@@ -115,7 +116,7 @@ class Saver:
 
 
 class _Writing:
-    """One checkpoint on its way to the disk."""
+    """Checkpoint being written to disk."""
 
     def __init__(self, staged: Staged, group: dist.ProcessGroup, cfg: CheckpointConfig, best: int | None) -> None:
         self.staged, self.cfg, self._best = staged, cfg, best
@@ -125,7 +126,7 @@ class _Writing:
         self.thread.start()
 
     def answer(self) -> tuple[bool, str | None]:
-        """(finished, what went wrong), of this rank."""
+        """Returns (finished, error message) of this rank."""
         return not self.thread.is_alive(), self._problem
 
     def _run(self, group: dist.ProcessGroup) -> None:

@@ -1,8 +1,8 @@
-"""A sharded state in Megatron's `torch_dist` format: every rank writes and reads its own part, in any layout.
+"""Sharded state in Megatron's `torch_dist` format: every rank writes and reads its own part, in any layout.
 
-The steps of dist_checkpointing.save, in two halves. All that needs the other ranks is planned first, and after each
-step the ranks agree that it succeeded: in Megatron what only rank 0 does (checks, the common file) would leave the
-others waiting if it failed. Then each rank writes its files alone, by torch's own writer, whenever it is told to.
+The steps of dist_checkpointing.save, in two halves. Everything that needs other ranks is planned first, with an error
+check after each step: in Megatron a failure of rank 0's own work (checks, the common file) would leave the others
+waiting. Each rank then writes its files alone, with torch's own writer, at any time.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ from megatron.core.dist_checkpointing.validation import (  # noqa: E402
 )
 
 BACKEND, VERSION = "torch_dist", 1
-LISTED = 8  # problems an error spells out
+LISTED = 8  # problems listed in an error
 
 
 @dataclass
 class Shards:
-    """A sharded state whose writing is planned on all ranks; this rank's part of it.
+    """Sharded state whose writing is planned on all ranks; this rank's part of it.
 
-    nbytes: what this rank is to write
+    nbytes: bytes that this rank writes
     """
 
     directory: Path
@@ -69,13 +69,13 @@ class Shards:
     _metadata: Metadata | None  # rank 0's
 
     def write(self) -> list[WriteResult]:
-        """This rank's files, synced to disk. Needs no other rank: any thread may do it."""
+        """Writes this rank's files, synced to disk, and returns the results. Local, so any thread may call it."""
         written = self._writer.write_data(self._plan, self._planner)
         written.wait()
         return written.value()
 
     def complete(self, results: list[list[WriteResult]]) -> None:
-        """On rank 0, with what `write` gave on every rank: the files that describe the whole."""
+        """Writes the files that describe the whole, on rank 0, given the results of `write` on every rank."""
         assert self._metadata is not None
         TorchCommonSaveStrategy("torch", 1).save_common(self._common, self.directory)
         self._writer.finish(self._metadata, results)
@@ -90,10 +90,11 @@ def plan(
     *,
     copy: bool,
 ) -> Shards:
-    """Collective. `state` holds Megatron's sharded tensors; `common` plain values, rank 0's are written.
+    """Plans the writing of `state` (Megatron's sharded tensors) and `common` (plain values; rank 0's are written).
+    Collective.
 
-    Tensors that data-parallel ranks share are divided among them. With `copy`, what a rank is to write is copied into
-    host memory; else it is written from where it is. Raises CheckpointError on every rank.
+    Tensors that data-parallel ranks share are divided among them. With `copy`, this rank's tensors are copied into host
+    memory; else they are written from where they are. Raises CheckpointError on every rank.
     """
     sharded, _ = RANKS.together(f"checking the shards for {directory}", lambda: save_preprocess(state))
     RANKS.together(f"dividing the shards for {directory}", lambda: _divide(sharded, dp_cp_group))
@@ -123,14 +124,14 @@ def plan(
 
 
 def _divide(sharded: dict[str, Any], dp_cp_group: dist.ProcessGroup) -> None:
-    """Names one rank of the data-parallel group as the writer of each shard, evenly by size."""
+    """Assigns each shard to one writer of the data-parallel group, evenly by size."""
     distribution = determine_main_replica_uniform_distribution(sharded, dp_cp_group)
     distribute_main_replicas_with_precomputed_distribution(sharded, dp_cp_group, distribution)
     validate_sharding_integrity(determine_global_metadata(sharded)[1])
 
 
 def _mine(sharded: Any) -> list[ShardedTensor]:
-    """What this rank writes."""
+    """Tensors that this rank writes."""
     tensors = [t for t in nested_values(sharded) if isinstance(t, ShardedTensor)]
     return [t for t in tensors if is_main_replica(t.replica_id)]
 
@@ -142,7 +143,7 @@ def _copy(sharded: dict[str, Any]) -> None:
 
 
 def read(state: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """Collective. Fills the sharded tensors of `state`; returns them as plain ones, beside the common values.
+    """Fills the sharded tensors of `state`; returns them as plain ones, beside the common values. Collective.
 
     Raises CheckpointError on every rank, before anything is loaded, if names or shapes differ.
     """
@@ -177,7 +178,7 @@ def _compare(tensors: dict[str, ShardedTensor], asked_for: set[str], directory: 
 
 @contextlib.contextmanager
 def _no_advice() -> Iterator[None]:
-    """Megatron still uses torch's ShardedTensor and load_state_dict, which warn at every use."""
+    """Silences the deprecation warnings of torch's ShardedTensor and load_state_dict, which Megatron still uses."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Please use DTensor|`load_state_dict` is deprecated")
         yield

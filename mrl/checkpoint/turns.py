@@ -1,4 +1,4 @@
-"""Who writes at the same time: shared storage may be slower with many writers than with one."""
+"""Writer turns: shared storage may be slower with many concurrent writers than with one."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ Writers = Literal["every_rank", "one_node", "one_rank"]
 
 
 def of_ranks(writers: Writers) -> list[int]:
-    """The turn of every rank, from 0. Collective."""
+    """Returns the turn of every rank, from 0. Collective."""
     keys = {"every_rank": "", "one_node": socket.gethostname(), "one_rank": str(rank())}
     return in_order(gather(keys[writers]))
 
 
 def in_order(keys: list[str]) -> list[int]:
-    """The same turn for those with the same key, by where a key comes first."""
+    """Returns one turn per distinct key, in order of the keys' first appearance."""
     numbers = {key: turn for turn, key in enumerate(dict.fromkeys(keys))}
     return [numbers[key] for key in keys]

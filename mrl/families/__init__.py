@@ -1,5 +1,8 @@
-"""The families of models: a file each, and a line in FAMILIES. Standard library only, since the `mrl` command reads
-models before it imports anything large; what is common is in `decoder` and `experts`, the weights' names in `table`."""
+"""Model families: one file each, and a line in FAMILIES.
+
+Standard library only, since the `mrl` command reads models before it imports anything large. Common parts are in
+`decoder` and `experts`, weight names in `table`.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +78,7 @@ FAMILIES: dict[str, Decoder] = {
 }
 _CHUNKED = "its chunked attention is not supported: train a Llama 3 or Qwen3-MoE model instead"
 _LINEAR = "its linear attention has no packed form in megatron-core 0.16: train a Qwen3 or Qwen3-MoE model instead"
-LEFT_OUT = {  # architectures that people ask for: why not, and what to do
+LEFT_OUT = {  # frequently requested architectures: the reason, and the alternative
     "Gemma3ForConditionalGeneration": "of Gemma 3 the text models (gemma3_text: 270M, 1B) are supported",
     "Llama4ForCausalLM": _CHUNKED,
     "Llama4ForConditionalGeneration": _CHUNKED,
@@ -92,9 +95,9 @@ SCORES = "regression"  # the problem_type of a head whose outputs are scores: se
 
 
 def load_arch(path: str | Path) -> ModelArch:
-    """ModelArch of a Hugging Face directory.
+    """Returns the ModelArch of a Hugging Face directory.
 
-    Raises UnsupportedModel for an architecture that no family has, for any key that would make our forward differ from
+    Raises UnsupportedModel for an architecture without a family, for any key that would make mrl's forward differ from
     transformers' (sliding windows, attention dropout, projection biases, other activations), and for values of a wrong
     kind, zero or absurd; FileNotFoundError without config.json.
     """
@@ -110,8 +113,10 @@ def load_arch(path: str | Path) -> ModelArch:
 
 
 def engine_arch(path: str | Path) -> ModelArch:
-    """As `load_arch`, for starting an engine: nothing is refused, and an architecture that no family has is read as a
-    plain decoder's. The engine says itself what it does not serve."""
+    """Returns the ModelArch for starting an engine, without refusing anything.
+
+    An architecture without a family is read as a plain decoder; the engine itself reports what it does not serve.
+    """
     config, where = read_hf_config(path), f"{path}/config.json"
     family = _family(config, where)
     if family is None:
@@ -121,13 +126,16 @@ def engine_arch(path: str | Path) -> ModelArch:
 
 
 def hf_keys(path: str | Path) -> Keys:
-    """Those of a Hugging Face directory's config.json. Raises as `read_hf_config`."""
+    """Returns the keys of a Hugging Face directory's config.json. Raises as `read_hf_config`."""
     return Keys(read_hf_config(path), f"{path}/config.json")
 
 
 def read_hf_config(path: str | Path) -> dict[str, Any]:
-    """config.json of a model directory. Raises UnsupportedModel if it is no JSON object, or if files of the directory
-    are links out of it: what follows reads them (tokenizer, weights, templates)."""
+    """Returns config.json of a model directory.
+
+    Raises UnsupportedModel if it is no JSON object, or if files of the directory are links out of it, because later
+    steps read them (tokenizer, weights, templates); FileNotFoundError without config.json.
+    """
     file = Path(path) / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"{file} does not exist: model.path must be a Hugging Face model directory")
@@ -142,20 +150,22 @@ def read_hf_config(path: str | Path) -> dict[str, Any]:
 
 
 def is_reward_model(path: str | Path) -> bool:
-    """Whether a Hugging Face directory says of itself that it has a score head in place of an output layer."""
+    """Returns True if a Hugging Face directory declares a score head in place of an output layer."""
     return architecture_of(read_hf_config(path)).endswith((VALUE_HEAD_SUFFIX, STEP_HEAD_SUFFIX))
 
 
 def body_of(architecture: str) -> str:
-    """The name without what says which head it has."""
+    """Returns the architecture's name without the suffix of its head."""
     for suffix in (*GENERATES_SUFFIXES, VALUE_HEAD_SUFFIX, STEP_HEAD_SUFFIX):
         architecture = architecture.removesuffix(suffix)
     return architecture
 
 
 def _score_heads(config: dict[str, Any]) -> int:
-    """Outputs of the score head. Classes of a classifier are no scores: they count as one, which their head does not
-    fit. Where the labels are not named, transformers takes them to be two."""
+    """Outputs of the score head; 1 for a classifier, whose head does not fit.
+
+    Without label names transformers assumes two.
+    """
     labels = config.get("id2label")
     if config.get("problem_type") != SCORES:
         return 1
@@ -163,7 +173,7 @@ def _score_heads(config: dict[str, Any]) -> int:
 
 
 def architecture_of(config: dict[str, Any], where: str = "config.json") -> str:
-    """The first name under `architectures`. Raises UnsupportedModel if that is no list of names."""
+    """Returns the first name under `architectures`. Raises UnsupportedModel if that is no list of names."""
     names = config.get("architectures") or ["(none)"]
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise UnsupportedModel(f"{where}: architectures must be a list of names, not {str(names)[:60]!r}")

@@ -1,4 +1,4 @@
-"""What a model is: everything in mrl that depends on a model's shape reads this, never its config.json."""
+"""Shape of a model: everything in mrl that depends on a model's shape reads this, never its config.json."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any, Literal
 from mrl.families.keys import UnsupportedModel
 
 _HEAD = {"score_heads": 1, "scores_steps": False}
-_USUAL = {**_HEAD, "rotary_dim": None, "attention_scale": None}  # said only where they are other than these
+_USUAL = {**_HEAD, "rotary_dim": None, "attention_scale": None}  # recorded only if different
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer, in what layers of a model may differ: a gated MLP of width `ffn_size`, or experts of that
-    width each.
+    """Decoder layer, by the properties that differ between layers: a gated MLP of width `ffn_size`, or experts of that
+    width.
 
-    window: how many tokens one looks at, itself and those before it; None: all of them
-    rope: which of config.json's tables of rotary angles turns its heads; "": the only one; None: none does
+    window: attention window in tokens, including the token itself; None: unlimited
+    rope: the table of rotary angles in config.json; "": the only one; None: no rotation
     """
 
     ffn_size: int
@@ -28,20 +28,20 @@ class Layer:
 
     @property
     def shape(self) -> tuple[int, bool]:
-        """What decides the names and shapes of its weights."""
+        """Key that determines the names and shapes of the layer's weights."""
         return self.ffn_size, self.experts
 
 
 @dataclass(frozen=True)
 class Experts:
-    """What all expert layers of a model share.
+    """Properties shared by all expert layers of a model.
 
     normalize_topk: the chosen experts' weights are scaled to add up to 1
-    sigmoid: each expert is scored by itself, not by a softmax over all; a frozen bias an expert helps to choose
-    scale: what the weights are multiplied by in the end
-    groups, per_token_groups: the experts are in so many groups, and a token's are in so many of them
-    shared_width: of an MLP that every token goes through beside its experts; 0: none
-    shared_gate: what it gives is multiplied by the sigmoid of a number that a token has of its own
+    sigmoid: each expert is scored by itself, not by a softmax over all; a frozen bias per expert takes part in the
+    choice scale: final factor of the weights
+    groups, per_token_groups: number of expert groups, and of those that a token's experts come from
+    shared_width: of an MLP that every token passes beside its experts; 0: none
+    shared_gate: that MLP's output is multiplied by a sigmoid gate per token
     """
 
     count: int
@@ -56,7 +56,7 @@ class Experts:
 
     @property
     def number(self) -> Literal["uint8", "int16"]:
-        """What the number of one is kept as: the smallest of all that NumPy and torch both have."""
+        """Smallest dtype for an expert's number that NumPy and torch share."""
         return "uint8" if self.count <= 256 else "int16"
 
     @property
@@ -64,18 +64,18 @@ class Experts:
         return 1 if self.number == "uint8" else 2
 
     def record(self) -> dict[str, Any]:
-        """What a checkpoint says of them, but for the first three: what is other than usual."""
+        """Returns the checkpoint's record: fields with unusual values, except the first three."""
         usual = Experts(self.count, self.per_token, self.normalize_topk)
         return {name: value for name, value in vars(self).items() if value != vars(usual)[name]}
 
 
 @dataclass(frozen=True)
 class Latent:
-    """Attention whose keys and values are made of a small vector a token (MLA, arXiv 2405.04434).
+    """Multi-head latent attention: keys and values derived from a small vector a token (MLA, arXiv 2405.04434).
 
-    query_rank: of the vector that queries are made of; None: they are made of the hidden state
-    rank: of that of keys and values; plain, turned: channels of a query or key head that do not and do turn with the
-    position, the latter one for all heads' keys; value: channels of a value head
+    query_rank: size of the queries' latent vector; None: queries come from the hidden state
+    rank: size of the keys' and values' vector; plain, turned: unrotated and rotated channels of a query or key head,
+    the rotated ones shared by all heads' keys; value: channels of a value head
     """
 
     query_rank: int | None
@@ -87,15 +87,15 @@ class Latent:
 
 @dataclass(frozen=True)
 class VisionArch:
-    """A tower that makes features of pictures, and how they enter the decoder.
+    """Vision tower, and how its features enter the decoder.
 
-    image_token: the id that stands for a feature; axes: by which of a token's three positions (0 text, 1 row, 2 column)
-    each of the head_dim / 2 rotary frequencies turns
+    image_token: the id that stands for a feature; axes: the position axis (0 text, 1 row, 2 column) of each of the
+    head_dim / 2 rotary frequencies
     depth, width, ffn_size: of the tower; patch: pixels of a side; merge: patches of a side that become one feature
-    positions: of its table of learned positions, 0: none
-    deep: layers of the tower whose features are added after as many of the decoder's first layers, in order
+    positions: size of its table of learned positions, 0: none
+    deep: tower layers whose features are added after the decoder's first layers, in order
     gated: its MLPs have a gate
-    window: patches of a window that all but `whole_layers` of its layers look within, 0: none
+    window: patches of an attention window, used by all but `whole_layers` of its layers, 0: none
     """
 
     image_token: int
@@ -116,24 +116,24 @@ class VisionArch:
 
     @property
     def patch_values(self) -> int:
-        """Numbers that the tower is given of a patch."""
+        """Number of input values of a patch."""
         return self.channels * self.temporal * self.patch**2
 
     @property
     def unit(self) -> int:
-        """Pixels of a side of what becomes one token."""
+        """Side in pixels of the square that becomes one token."""
         return self.patch * self.merge
 
     def record(self) -> dict[str, Any]:
-        """In values that JSON keeps."""
+        """Returns the fields as JSON values."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
 
 
 @dataclass(frozen=True)
 class ModelArch:
-    """The shape of a decoder-only model. Layers may differ in their feed-forward part, and in what attention sees.
+    """Shape of a decoder-only model. Layers may differ in their feed-forward part and in their attention window.
 
-    Raises UnsupportedModel where Megatron-Core has one number for what differs between layers.
+    Raises UnsupportedModel where Megatron-Core has one number for a property that differs between layers.
     """
 
     family: str  # the key of `mrl.families.FAMILIES`
@@ -152,11 +152,11 @@ class ModelArch:
     eos_token_ids: tuple[int, ...]
     experts: Experts | None = None
     score_heads: int = 1  # outputs of the head that a critic or reward model has in place of the output layer
-    scores_steps: bool = False  # that head scores the ends of steps, not of the whole text
-    latent: Latent | None = None  # of models whose attention has one
-    vision: VisionArch | None = None  # of models that see pictures
-    rotary_dim: int | None = None  # how many of a head's channels, the first, turn with the position; None: all
-    attention_scale: float | None = None  # what queries times keys are multiplied by; None: head_dim ** -0.5
+    scores_steps: bool = False  # the head scores the ends of steps, not the whole text
+    latent: Latent | None = None  # of models with latent attention
+    vision: VisionArch | None = None  # of models with image inputs
+    rotary_dim: int | None = None  # number of rotated channels, a head's first; None: all
+    attention_scale: float | None = None  # scale of the attention scores; None: head_dim ** -0.5
 
     def __post_init__(self) -> None:
         if any(layer.experts for layer in self.layers) != (self.experts is not None):
@@ -166,12 +166,13 @@ class ModelArch:
             raise UnsupportedModel(f"{self.family}: layers of one kind have several widths; supported: one")
 
     def with_head_of(self, record: Mapping[str, Any]) -> ModelArch:
-        """This model with the score head that another's `record` tells."""
+        """Returns this model with the score head of another model's `record`."""
         return replace(self, **{name: record.get(name, usual) for name, usual in _HEAD.items()})
 
     def record(self) -> dict[str, Any]:
-        """What a checkpoint says of its model, in values that JSON keeps: the fields, the layers in two numbers (one by
-        one where they differ)."""
+        """Returns the checkpoint's record of its model, as JSON values: the fields, with layers as two numbers (one by
+        one where they differ).
+        """
         apart = ("layers", "experts", "vision", "latent", *_USUAL)
         fields = {name: value for name, value in vars(self).items() if name not in apart}
         fields |= {name: vars(self)[name] for name, usual in _USUAL.items() if vars(self)[name] != usual}
@@ -194,22 +195,22 @@ class ModelArch:
 
     @property
     def layers_differ(self) -> bool:
-        """Whether in the shapes of their weights."""
+        """True if layers differ in the shapes of their weights."""
         return len({layer.shape for layer in self.layers}) > 1
 
     @property
     def windows(self) -> set[int]:
-        """Those of its layers."""
+        """Attention windows of its layers."""
         return {layer.window for layer in self.layers if layer.window is not None}
 
     @property
     def rope_tables(self) -> tuple[str, ...]:
-        """The tables of rotary angles that its layers use."""
+        """Tables of rotary angles that its layers use."""
         return tuple(dict.fromkeys(layer.rope for layer in self.layers if layer.rope is not None))
 
     @property
     def rotary_width(self) -> int:
-        """Channels of a head that turn with the position."""
+        """Rotated channels of a head."""
         return self.rotary_dim or self.head_dim
 
     @property
@@ -219,12 +220,12 @@ class ModelArch:
 
     @property
     def cached_width(self) -> tuple[int, int]:
-        """(numbers a token and layer that an engine keeps whatever its heads are, those that it keeps a key head)."""
+        """(numbers a token and layer in an engine's KV cache independent of heads, numbers per key head)."""
         return (self.latent.rank + self.latent.turned, 0) if self.latent else (0, 2 * self.head_dim)
 
     @property
     def choice_bytes(self) -> int:
-        """Of the numbers of a token's experts, in all layers that have some; 0 without experts."""
+        """Bytes of a token's expert numbers in all MoE layers; 0 without experts."""
         if self.experts is None:
             return 0
         return sum(layer.experts for layer in self.layers) * self.experts.per_token * self.experts.number_bytes
@@ -235,15 +236,15 @@ class ModelArch:
 
     @property
     def dense_width(self) -> int | None:
-        """Of the dense layers' MLP; None where there are none."""
+        """MLP width of the dense layers; None without any."""
         return next((layer.ffn_size for layer in self.layers if not layer.experts), None)
 
     @property
     def shared_width(self) -> int | None:
-        """Of the MLP that every token of an expert layer goes through; None where there is none."""
+        """Width of the shared expert MLP; None without one."""
         return (self.experts.shared_width or None) if self.experts else None
 
     @property
     def expert_width(self) -> int | None:
-        """Of one expert's MLP; None where there are none."""
+        """MLP width of one expert; None without any."""
         return next((layer.ffn_size for layer in self.layers if layer.experts), None)

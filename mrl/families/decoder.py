@@ -1,5 +1,7 @@
-"""The plain pre-norm decoder: grouped-query attention, rotary embeddings, a gated MLP. Every family is one of these,
-and says in its own file what it has otherwise."""
+"""Plain pre-norm decoder: grouped-query attention, rotary embeddings, a gated MLP.
+
+Every family derives from it and states its differences in its own file.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ MAX_POSITIONS = 1 << 30
 
 
 class Decoder:
-    """How a family's config.json is read, what is refused by name, and the rows of its layers.
+    """Family of models: reads config.json, refuses unsupported keys by name, and lists the rows of its layers.
 
     name: `model_type` in config.json; architecture: its `...ForCausalLM`
     """
@@ -25,26 +27,26 @@ class Decoder:
     name: str
     architecture: str
     width_key = "intermediate_size"  # what config.json calls the width of the MLP, or of one expert's
-    defaults: Mapping[str, Any] = {}  # of keys that config.json lacks, as transformers has them, where not Llama's
-    scorer: str | None = None  # what the names of its scorers begin with; None: with what its policy's does
+    defaults: Mapping[str, Any] = {}  # transformers' defaults of missing keys, if different from Llama's
+    scorer: str | None = None  # name prefix of its scorers; None: its policy's
     qkv_bias = False
     qk_norm = False
-    activation_key, activation = "hidden_act", "silu"  # of the MLP's gate, and the only one
+    activation_key, activation = "hidden_act", "silu"  # of the MLP's gate; the only supported one
     shifted_norms = False  # norms multiply by 1 + weight
     wide_norms = False  # norms multiply before they round to the model's dtype, not after
     norms_all_heads = False  # q and k norms are over all of a token's heads together
-    norms_before = True  # what attention and MLP get is normed
-    sinks = False  # each head's attention goes to a learned score too, which stands for no token
-    biases = False  # the projection behind attention, the router and the experts have them
-    gate: str | None = None  # how gate and up become one, where it is not the activation of gate, times up
+    norms_before = True  # the inputs of attention and MLP are normed
+    sinks = False  # each head has a learned attention sink
+    biases = False  # the attention output projection, the router and the experts have biases
+    gate: str | None = None  # the gating function, if it is not activation(gate) * up
     norms_behind = False  # the results of attention and MLP are normed before they are added
     scaled_embedding = False  # embeddings are multiplied by sqrt(hidden_size)
-    local_only: str | None = None  # what its layers do that transformer-engine's cannot, in words
-    rotary_share: float | None = None  # of a head's channels, where config.json has none; None: all, and no other share
+    local_only: str | None = None  # features that transformer-engine's layers lack, in words
+    rotary_share: float | None = None  # default share of rotated channels; None: all, and no other share
     ignores_attention_bias = False  # transformers' code of the family does not read the key
-    unpacks: tuple[str | None, ...] = ()  # forms of quantised weights that are read, by the hub's names
-    ignores_auto_map = False  # code in the model's directory, which is never run, is not missed
-    draft_keys: tuple[str, ...] = ()  # count layers that guess further tokens, which are left out and not saved
+    unpacks: tuple[str | None, ...] = ()  # readable quantisation formats, by the hub's names
+    ignores_auto_map = False  # code in the model's directory, which is never run, is not needed
+    draft_keys: tuple[str, ...] = ()  # keys that count multi-token prediction layers, which are left out and not saved
     # SGLang (0.5.23) gives its score head a bias, random unless the checkpoint has one; transformers' has none
     engine_score_bias = False
     engine_cuts_vocab = True  # SGLang cuts its embedding over its ranks, and rounds its rows up
@@ -52,12 +54,14 @@ class Decoder:
     body = BODY  # the hub's prefix of the decoder's tensors
 
     def keys(self, config: dict[str, Any], where: str) -> Keys:
-        """Those of a config.json, and what it lacks as transformers completes it."""
+        """Returns the keys of a config.json, completed with the family's defaults as in transformers."""
         return Keys({**self.defaults, **config}, where)
 
     def read(self, keys: Keys) -> ModelArch:
-        """The shape that config.json describes, its values checked one by one. Raises UnsupportedModel, naming the
-        key, for values of a wrong kind, zero or absurd."""
+        """Returns the shape that config.json describes, with every value checked.
+
+        Raises UnsupportedModel, naming the key, for values of a wrong kind, zero or absurd.
+        """
         vocabulary, hidden = keys.size("vocab_size", MAX_VOCAB), keys.size("hidden_size", MAX_WIDTH)
         heads = keys.size("num_attention_heads", MAX_HEADS)
         experts, head_dim = self.experts(keys), self._head_dim(keys, hidden, heads)
@@ -81,27 +85,28 @@ class Decoder:
         )
 
     def layers(self, keys: Keys, count: int) -> tuple[Layer, ...]:
-        """The `count` layers, from the first to the last."""
+        """Returns the `count` layers, from the first to the last."""
         return (Layer(keys.size(self.width_key, MAX_WIDTH)),) * count
 
     def experts(self, keys: Keys) -> Experts | None:
-        """What the expert layers share; None without any."""
+        """Returns the properties of the expert layers; None without any."""
         return None
 
     def refuse(self, keys: Keys) -> None:
-        """Raises UnsupportedModel, naming the keys under which our forward would silently compute something else than
-        transformers' does."""
+        """Raises UnsupportedModel, naming the keys under which mrl's forward would silently differ from
+        transformers'.
+        """
         wrong = list(self.differences(keys))
         if wrong:
             raise UnsupportedModel(f"{keys.where}: not supported for {self.name}: " + "; ".join(wrong))
         self.check_rope(keys)
 
     def check_rope(self, keys: Keys) -> None:
-        """Raises UnsupportedModel for rotary embeddings that `mrl.models.rope` does not have."""
+        """Raises UnsupportedModel for rotary embeddings that `mrl.models.rope` does not support."""
         refuse_rope(keys, partial=self.rotary_share is not None)
 
     def differences(self, keys: Keys) -> Iterator[str]:
-        """What `refuse` complains of, one text a key."""
+        """Yields the complaints of `refuse`, one text a key."""
         if keys["model_type"] != self.name:
             yield f"model_type={short(keys['model_type'])} (architectures say {self.name})"
         if keys.content.get(self.activation_key, self.activation) != self.activation:
@@ -121,37 +126,39 @@ class Decoder:
             yield "auto_map (code of the model's own, which is never run)"
 
     def other_layers(self, keys: Keys) -> Iterator[str]:
-        """The difference of layers whose attention is not full."""
+        """Yields the difference of layers without full attention."""
         if keys["layer_types"] not in (None, ["full_attention"] * keys.size("num_hidden_layers", MAX_LAYERS)):
             yield f"layer_types={short(keys['layer_types'])} (only full_attention, for every layer)"
 
     def tower_rows(self, vision: VisionArch) -> Table:
-        """Parameters of the tower of a family that sees pictures, under global names."""
+        """Returns the parameters of the family's vision tower, under global names."""
         return {}
 
     def engine_config(self, keys: Keys) -> Mapping[str, Any]:
-        """What SGLang needs of config.json in another form than transformers, or at all: keys and their values."""
+        """Returns the keys and values that SGLang needs in config.json in addition to, or other than, transformers'."""
         return {}
 
     def engine_lacks(self, arch: ModelArch, tensor: int, *, quantized: bool) -> str | None:
-        """Why SGLang cannot serve the model on so many ranks, or in fp8, and what to do; None if it can."""
+        """Returns why SGLang cannot serve the model on `tensor` ranks, or in fp8, and the remedy; None if it can."""
         return None
 
     def in_memory(self, name: str) -> str:
-        """What transformers calls a tensor of the hub's in a model that it has loaded."""
+        """Returns transformers' name of a hub tensor in a loaded model."""
         return name
 
     def in_engine(self, name: str) -> str:
-        """What SGLang calls it, where it is not joined with others."""
+        """Returns SGLang's name of a hub tensor that is not joined with others."""
         return name
 
     def layer_rows(self, arch: ModelArch, index: int) -> Table:
-        """Megatron's parameters of layer `index` (from 0), under global names, in the order of the forward pass."""
+        """Returns Megatron's parameters of layer `index` (from 0), under global names, in the order of the forward
+        pass.
+        """
         m, h = prefixes(index)
         return {**attention(arch, m, h), **self.ffn_rows(arch, arch.layers[index], m, h)}
 
     def ffn_rows(self, arch: ModelArch, layer: Layer, m: str, h: str) -> Table:
-        """Those of the feed-forward part alone."""
+        """Returns the parameters of the feed-forward part alone."""
         return dense_mlp(arch.hidden_size, layer.ffn_size, m, h)
 
     def _head_dim(self, keys: Keys, hidden: int, heads: int) -> int:
@@ -164,18 +171,20 @@ class Decoder:
 
 
 def packing(keys: Keys) -> str | None:
-    """What config.json calls the form of quantised weights; None for plain ones, or where it does not say."""
+    """Returns config.json's name of the quantisation format; None for plain weights, or if unnamed."""
     found = keys.table("quantization_config")
     return None if found is None else str(found["quant_method"])
 
 
 def positions(keys: Keys) -> int:
-    """The longest sequence in tokens."""
+    """Returns the longest sequence in tokens."""
     return keys.size("max_position_embeddings", MAX_POSITIONS, 2048)
 
 
 def short_window(keys: Keys) -> Iterator[str]:
-    """The difference of a sliding window that a sequence can outgrow, for families that slide wherever one is named."""
+    """Yields the difference of a sliding window shorter than the longest sequence, for families that always apply
+    one.
+    """
     if keys["sliding_window"] is not None:
         window = keys.size("sliding_window", MAX_POSITIONS)
         if window < positions(keys):

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1, Moonlight, Kimi-K2: keys and values made of a small vector a token, before sigmoid experts."""
+"""DeepSeek-V3 and R1, Moonlight, Kimi-K2: multi-head latent attention and sigmoid experts."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class DeepseekV3(SigmoidExperts):
                 yield f"{key}={short(keys[key])} (only {usual})"
 
     def engine_config(self, keys: Keys) -> Mapping[str, Any]:
-        """SGLang asks for these, and transformers leaves them out where it writes a config.json."""
+        """Returns keys that SGLang requires and transformers omits when it writes a config.json."""
         return {name: value for name, value in USUAL.items() if name != "rope_interleave"}
 
     def layer_rows(self, arch: ModelArch, index: int) -> Table:
@@ -70,7 +70,7 @@ class DeepseekV3(SigmoidExperts):
 
 
 def _scale(keys: Keys, width: int) -> float | None:
-    """With yarn attention is sharper by the logarithm of how much longer sequences may be."""
+    """Attention scale; yarn adds the logarithm of the context extension factor."""
     rope = keys.table("rope_parameters") or keys.table("rope_scaling")
     if rope is None or (rope["rope_type"] or rope["type"]) != "yarn":
         return None

@@ -1,4 +1,4 @@
-"""What engines call the parameters of the weight table.
+"""Engines' names of the parameters in the weight table.
 
 SGLang joins q, k, v and gate, up, and the experts of a layer; an engine with transformers' own modules keeps the hub's
 names, or those of the joined experts on disk.
@@ -29,7 +29,7 @@ Parameters = Mapping[str, tuple["Source", ...]]
 
 @dataclass(frozen=True)
 class Source:
-    """The Hugging Face tensor number `index` of a row, or the one that files have it in with other rows'."""
+    """Hugging Face tensor number `index` of a row, or the stored tensor that contains it."""
 
     row: Row
     index: int
@@ -40,23 +40,23 @@ class Source:
 
     @property
     def is_stack(self) -> bool:
-        """Whether its first dimension is that of the experts."""
+        """True if its first dimension is that of the experts."""
         return slice_of(self.row.hf[self.index]) is not None
 
     @property
     def is_turned(self) -> bool:
-        """Whether SGLang keeps its matrices the other way round."""
+        """True if SGLang keeps its matrices transposed."""
         return self.is_stack and len(self.row.shapes[self.index]) == 2
 
     @property
     def is_wide(self) -> bool:
-        """Whether SGLang keeps it in float32, whatever the model's dtype is."""
+        """True if SGLang keeps it in float32, whatever the model's dtype."""
         return self.is_stack and not self.is_turned
 
 
 @lru_cache(maxsize=4)
 def fused_parameters(arch: ModelArch) -> Parameters:
-    """SGLang's name of each parameter -> the tensors that lie in it, end to end."""
+    """Returns SGLang's parameter names -> the tensors that are concatenated in each."""
     found: dict[str, list[Source]] = {}
     for row in weight_table(arch).values():
         found.setdefault(FAMILIES[arch.family].in_engine(_fused_name(row)), []).extend(
@@ -67,7 +67,7 @@ def fused_parameters(arch: ModelArch) -> Parameters:
 
 @lru_cache(maxsize=4)
 def plain_parameters(arch: ModelArch) -> Parameters:
-    """The same for engines that keep the hub's names; joined experts stand here as well."""
+    """Returns the same for engines that keep the hub's names, including joined experts."""
     found: dict[str, list[Source]] = {}
     for row in weight_table(arch).values():
         for i, name in enumerate(map(stored_name, row.hf)):
@@ -80,14 +80,14 @@ def plain_parameters(arch: ModelArch) -> Parameters:
 
 
 def taken_at_once(arch: ModelArch) -> Mapping[str, str]:
-    """The Hugging Face tensors that SGLang takes only together with others -> the parameter that they are in."""
+    """Returns Hugging Face tensor -> the joined parameter, for tensors that SGLang loads only together with others."""
     joined = [(name, row.joined) for row in weight_table(arch).values() if row.joined for name in row.hf]
     several = {each for each, count in Counter(each for _, each in joined).items() if count > 1}
     return {name: each for name, each in joined if each in several}
 
 
 def _stands_for_all(name: str) -> bool:
-    """False of a slice of a tensor that another slice is listed for already."""
+    """False for a slice of a tensor that another slice is listed for already."""
     found = slice_of(name)
     return found is None or found[1] == 0
 

@@ -1,4 +1,4 @@
-"""What decoders with experts share."""
+"""Common base of decoders with experts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ExpertDecoder(Decoder):
     """Experts in every layer. A family whose layers differ overrides `layers`.
 
     router, router_bias, expert_names: the hub's names in a layer; {} is the expert's number, the order gate, up, down
-    shared, shared_gate: of the MLP that every token goes through, and of what it is multiplied by
+    shared, shared_gate: names of the shared expert MLP and of its gate
     """
 
     router: str
@@ -34,11 +34,11 @@ class ExpertDecoder(Decoder):
         return Experts(count, per_token, normalize)
 
     def count_key(self, keys: Keys) -> str:
-        """What config.json calls the number of experts."""
+        """Returns config.json's key of the number of experts."""
         return "num_local_experts"
 
     def normalizes(self, keys: Keys) -> bool:
-        """Whether the chosen experts' weights are scaled to add up to 1."""
+        """Returns True if the chosen experts' weights are scaled to add up to 1."""
         return True
 
     def ffn_rows(self, arch: ModelArch, layer: Layer, m: str, h: str) -> Table:

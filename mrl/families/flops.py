@@ -1,5 +1,6 @@
-"""How many weights a model has, and how many floating-point operations its passes take. Arithmetic on the weight table,
-for what a run prints and for what is predicted of one."""
+"""Numbers of weights and of floating-point operations of a model, from the weight table, for reports and
+predictions.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +13,14 @@ from mrl.families.table import EMBEDDING, OUTPUT, VALUE_HEAD, Role, padded_vocab
 from mrl.families.vision import TOWER
 
 BACKWARD = 2  # times a forward pass: gradients of the inputs, gradients of the weights
-BACKWARD_OF_FROZEN = 1  # those of the inputs alone; what adapters add is left out
+BACKWARD_OF_FROZEN = 1  # gradients of the inputs alone; the adapters' operations are left out
 
 
 def num_parameters(arch: ModelArch, role: Role = "policy", tp: int | None = None) -> int:
-    """Weights of the whole model that may be trained, a tied embedding once; with `tp` also the rows that pad the
-    vocabulary for so many tensor-parallel ranks."""
+    """Returns the number of trainable weights of the whole model, counting a tied embedding once.
+
+    tp: also counts the rows that pad the vocabulary for that many tensor-parallel ranks
+    """
     rows = [row for row in weight_table(arch, role).values() if row.copy_of is None and not row.frozen]
     padding = 0 if tp is None else (padded_vocab_size(arch, tp) - arch.vocab_size) * arch.hidden_size
     return sum(sum(math.prod(shape) for shape in row.shapes) + (padding if row.kind == "vocab" else 0) for row in rows)
@@ -27,9 +30,9 @@ def num_parameters(arch: ModelArch, role: Role = "policy", tp: int | None = None
 class ForwardFlops:
     """Operations of a forward pass; a multiplication with its addition counts as two.
 
-    a_token: in the layers' matrices, with the experts that a token is sent to
-    a_pair: in attention, for a token and each of the tokens up to it that it looks at
-    an_output: in the head, for a token whose log-prob or value is asked for
+    a_token: in the layers' matrices, with the experts that a token is routed to
+    a_pair: in attention, for a token and each token it attends to
+    an_output: in the head, for a token whose log-prob or value is computed
     """
 
     a_token: int
@@ -39,8 +42,10 @@ class ForwardFlops:
     @classmethod
     @cache
     def of(cls, arch: ModelArch, role: Role = "policy") -> ForwardFlops:
-        """Norms, rotations and activations are left out: they are no matrix products. A vision tower is in
-        `TowerFlops`: its work is by the patch of a picture."""
+        """Counts matrix products only: no norms, rotations or activations.
+
+        A vision tower is counted in `TowerFlops`, by patches.
+        """
         inner = experts = 0
         for name, row in weight_table(arch, role).items():
             weights = sum(math.prod(shape) for shape in row.shapes if len(shape) > 1)
@@ -55,17 +60,20 @@ class ForwardFlops:
         return cls(2 * inner, a_pair, 2 * outputs * arch.hidden_size)
 
     def total(self, tokens: int, pairs: int, outputs: int) -> int:
-        """Of one forward pass. pairs: s (s + 1) / 2 of each sequence of s tokens, added up; outputs: tokens whose
-        log-prob or value is asked for."""
+        """Returns the operations of one forward pass.
+
+        pairs: s (s + 1) / 2 of each sequence of s tokens, added up; outputs: tokens whose log-prob or value is
+        computed.
+        """
         return self.a_token * tokens + self.a_pair * pairs + self.an_output * outputs
 
 
 @dataclass(frozen=True)
 class TowerFlops:
-    """Operations of a vision tower's forward pass, counted as those of `ForwardFlops`.
+    """Operations of a vision tower's forward pass, counted as in `ForwardFlops`.
 
-    a_patch: in its matrices, with a patch's share of what becomes one feature; a_pair: in attention, for a patch and
-    each that it looks at, in one layer
+    a_patch: in its matrices, with a patch's share of the merged feature; a_pair: in attention, for a patch and
+    each patch it attends to, in one layer
     """
 
     a_patch: int
@@ -75,7 +83,7 @@ class TowerFlops:
     @classmethod
     @cache
     def of(cls, arch: ModelArch) -> TowerFlops | None:
-        """None for a model of text alone."""
+        """Returns the counts; None for a text-only model."""
         vision = arch.vision
         if vision is None:
             return None
@@ -90,7 +98,7 @@ class TowerFlops:
         return cls(2 * blocks + 2 * merged // vision.merge**2, 4 * vision.width, vision)
 
     def picture(self, patches: int) -> int:
-        """Of one with so many."""
+        """Returns the operations for one image of `patches` patches."""
         vision = self.vision
         whole = vision.whole_layers if vision.window else vision.depth
         looked_at = whole * patches + (vision.depth - whole) * min(patches, vision.window)

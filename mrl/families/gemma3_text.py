@@ -1,5 +1,6 @@
-"""Gemma 3, the text models: layers that look at a window of tokens between layers that look at all, with rotary angles
-of their own; norms before and behind attention and MLP; an embedding that is scaled."""
+"""Gemma 3 text models: sliding-window and full attention layers with separate rotary angles, norms before and after
+attention and MLP, and a scaled embedding.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GLM-4.5, 4.6, 4.7 and Air: the plain decoder's attention, a part of whose channels turns, before sigmoid experts."""
+"""GLM-4.5, 4.6, 4.7 and Air: the plain decoder's attention with partial rotation, and sigmoid experts."""
 
 from __future__ import annotations
 

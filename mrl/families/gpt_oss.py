@@ -1,5 +1,4 @@
-"""gpt-oss: layers in turn look at a window and at all, with an attention sink a head; experts with biases, whose gate
-and up are clamped."""
+"""gpt-oss: alternating sliding-window and full attention layers with attention sinks; clamped experts with biases."""
 
 from __future__ import annotations
 

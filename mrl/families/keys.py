@@ -1,4 +1,4 @@
-"""The values of a config.json, each checked as it is read: of the right kind, and not absurd."""
+"""Values of a config.json, each checked for kind and range as it is read."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from typing import Any
 
 
 class UnsupportedModel(ValueError):
-    """The config describes something that mrl would compute wrongly; the message names the key."""
+    """The config describes a model that mrl would compute wrongly; the message names the key."""
 
 
 class Keys:
-    """Raises UnsupportedModel, naming file and key, for whatever is not what is asked for. A null is a missing key."""
+    """Checked access to config.json.
+
+    Raises UnsupportedModel, naming file and key, for a bad value. A null is a missing key.
+    """
 
     def __init__(self, content: dict[str, Any], where: str) -> None:
         self.content, self.where = content, where
@@ -19,14 +22,14 @@ class Keys:
         return self.content.get(key)
 
     def size(self, key: str, largest: int, default: int | None = None) -> int:
-        """A whole number from 1 to `largest`. Without a default the key must be there."""
+        """Returns a whole number from 1 to `largest`. Without a default the key must exist."""
         value = self._value(key, default)
         if type(value) is not int or not 1 <= value <= largest:
             raise self.wrong(key, f"a whole number from 1 to {largest}")
         return value
 
     def number(self, key: str, default: float | None, low: float, high: float) -> float:
-        """A finite number from `low` to `high`."""
+        """Returns a finite number from `low` to `high`."""
         value = self._value(key, default)
         if type(value) not in (int, float) or not low <= value <= high:
             raise self.wrong(key, f"a number from {low:.4g} to {high:.4g}")
@@ -39,7 +42,7 @@ class Keys:
         return value
 
     def table(self, key: str) -> Keys | None:
-        """An object with keys of its own; None where it is missing."""
+        """Returns an object with keys of its own; None if it is missing."""
         value = self[key]
         if value is None:
             return None
@@ -48,7 +51,7 @@ class Keys:
         return Keys(value, f"{self.where}: {key}")
 
     def token_ids(self, key: str, vocabulary: int) -> tuple[int, ...]:
-        """One id or a list of them, each below `vocabulary`; none where the key is missing."""
+        """Returns one id or a list of ids, each below `vocabulary`; none if the key is missing."""
         value = self[key]
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if not all(type(token) is int and 0 <= token < vocabulary for token in ids):

@@ -1,4 +1,4 @@
-"""OLMo 2: norms behind attention and MLP and none before them, and of queries and keys over all heads together."""
+"""OLMo 2: norms after attention and MLP instead of before, and q/k norms over all heads together."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Olmo2(Decoder):
         }
 
     def engine_lacks(self, arch: ModelArch, tensor: int, *, quantized: bool) -> str | None:
-        """SGLang norms the keys of all ranks together, also heads that several have."""
+        """SGLang norms the keys of all ranks together, including heads that several ranks hold."""
         if tensor <= arch.num_kv_heads:
             return None
         return f"needs a key-value head of {self.name} for each rank: set rollout.tensor to {arch.num_kv_heads} or less"

@@ -1,4 +1,4 @@
-"""OLMo 3: OLMo 2 with layers that look at a window of tokens between layers that look at all."""
+"""OLMo 3: OLMo 2 with sliding-window layers between full attention layers."""
 
 from __future__ import annotations
 
@@ -31,15 +31,17 @@ class Olmo3(SlidingDecoder, Olmo2):
             yield f"rope_parameters.{SLIDING}.rope_type={sliding['rope_type']} (only default)"
 
     def engine_config(self, keys: Keys) -> Mapping[str, Any]:
-        """SGLang has a class of its own for this config.json, which leaves angles by kind of layer out."""
+        """SGLang has a separate class for this config.json, which lacks angles by kind of layer."""
         full = _table(keys, FULL)
         plain = {"rope_type": "default", "rope_theta": _theta(full)}
         return {} if keys["rope_parameters"] is None else {"rope_parameters": plain | full.content}
 
 
 def _table(keys: Keys, kind: str) -> Keys:
-    """Of one kind of layer, as transformers writes it. Of the hub's one `rope_theta`, and of what scales angles,
-    transformers has nothing for sliding layers."""
+    """Rotary keys of one kind of layer, in transformers' form.
+
+    transformers applies the hub's single `rope_theta` and its scaling to full attention layers only.
+    """
     rope = keys.table("rope_parameters")
     own = rope.table(kind) if rope is not None else None
     return own or Keys({"rope_theta": keys["rope_theta"]} if kind == FULL else {}, keys.where)

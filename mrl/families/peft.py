@@ -1,4 +1,4 @@
-"""PEFT's words for adapters: the prefix of their names, and what its configuration file says."""
+"""PEFT's form of adapters: the prefix of their names, and the configuration file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PREFIX = "base_model.model."  # of every tensor's name
 
 
 def peft_config(base_name: str, arch: ModelArch, role: Role, lora: LoRA) -> dict[str, Any]:
-    """What adapter_config.json holds. base_name: what the model is called, no path of this machine."""
+    """Returns the content of adapter_config.json. base_name: the model's name, not a path of this machine."""
     trained = [row.hf[0] for row in adapter_table(arch, role, lora).values() if row.hf != (HF_VALUE_HEAD,)]
     parts = {part_of(name.partition(".lora_")[0]) for name in trained}
     alpha = lora.scale * lora.rank

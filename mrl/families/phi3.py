@@ -1,5 +1,6 @@
-"""Phi-4, and Phi-3 without its windows: Llama, whose query, key and value projections are one tensor, and gate and up
-another; a part of a head's channels may turn."""
+"""Phi-4, and Phi-3 without its windows: Llama with joined q/k/v and gate/up projections, and optional partial
+rotation.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ class Phi3(Decoder):
                 )
 
     def engine_config(self, keys: Keys) -> Mapping[str, Any]:
-        """SGLang looks for it where the hub has it; transformers writes it elsewhere."""
+        """Returns partial_rotary_factor where SGLang expects it, as on the hub; transformers writes it elsewhere."""
         rope = keys.table("rope_parameters")
         share = rope["partial_rotary_factor"] if rope is not None else None
         return {} if share is None else {"partial_rotary_factor": share}
@@ -50,5 +51,5 @@ class Phi3(Decoder):
         return rows
 
     def engine_lacks(self, arch: ModelArch, tensor: int, *, quantized: bool) -> str | None:
-        """A tensor's scales would be of several projections."""
+        """A tensor's fp8 scales would cover several projections."""
         return f"takes no joined projections of {self.name} in fp8: leave quantization out" if quantized else None

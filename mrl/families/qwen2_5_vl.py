@@ -1,4 +1,4 @@
-"""Qwen2.5-VL: Qwen2 with a tower whose layers look through windows."""
+"""Qwen2.5-VL: Qwen2 with a windowed-attention vision tower."""
 
 from __future__ import annotations
 

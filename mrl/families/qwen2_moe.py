@@ -1,4 +1,4 @@
-"""Qwen1.5-MoE and Qwen2-MoE: Qwen2's attention, before experts and one that every token goes through, by a gate."""
+"""Qwen1.5-MoE and Qwen2-MoE: Qwen2's attention, experts, and a gated shared expert."""
 
 from __future__ import annotations
 

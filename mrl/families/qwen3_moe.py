@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3's attention, before experts."""
+"""Qwen3-MoE: Qwen3's attention with experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3-VL (dense): Qwen3 whose first layers get deep features of the tower as well."""
+"""Qwen3-VL (dense): Qwen3 with deep features of the vision tower added after its first layers."""
 
 from __future__ import annotations
 

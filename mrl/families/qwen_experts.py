@@ -1,4 +1,4 @@
-"""What Qwen2-MoE and Qwen3-MoE share: experts in every so many layers, but for those that are named."""
+"""Common base of Qwen2-MoE and Qwen3-MoE: experts in every n-th layer, except in named dense layers."""
 
 from __future__ import annotations
 

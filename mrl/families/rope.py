@@ -1,4 +1,4 @@
-"""What config.json may ask of rotary embeddings."""
+"""Checks of config.json's rotary embeddings."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from mrl import float32
 from mrl.families.keys import Keys, UnsupportedModel, short
 
 Types = dict[str, tuple[str, ...]]
-ROPE_TYPES: Types = {  # with the numbers that each needs
+ROPE_TYPES: Types = {  # type -> its required numbers
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
@@ -18,7 +18,7 @@ FULL, SLIDING = BY_LAYER = ("full_attention", "sliding_attention")  # kinds of l
 
 
 def rotary_dim(keys: Keys, head_dim: int, default: float) -> int | None:
-    """Channels of a head that are turned, as config.json has it; None for all of them."""
+    """Returns config.json's number of rotated channels of a head; None for all of them."""
     rope = keys.table("rope_parameters")
     of = rope if rope is not None and rope["partial_rotary_factor"] is not None else keys
     found = int(head_dim * of.number("partial_rotary_factor", default, float32.TINY, 1.0))
@@ -28,10 +28,10 @@ def rotary_dim(keys: Keys, head_dim: int, default: float) -> int | None:
 
 
 def refuse_rope(keys: Keys, *, partial: bool = False, by_layer: bool = False, types: Types = ROPE_TYPES) -> None:
-    """What `mrl.models.rope` cannot give, found before a process starts. Raises UnsupportedModel, naming the key.
+    """Raises UnsupportedModel, naming the key, for rotary embeddings that `mrl.models.rope` does not support.
 
-    partial: the family turns a part of a head's channels; by_layer: its kinds of layers may have tables of their own;
-    types: that the family may have
+    partial: the family rotates a part of a head's channels; by_layer: its kinds of layers may have separate tables;
+    types: the family's supported types
     """
     refuse = _refuse_theta if partial else refuse_partial
     refuse(keys)
@@ -59,7 +59,7 @@ def _refuse_theta(keys: Keys) -> None:
 
 
 def refuse_partial(keys: Keys) -> None:
-    """Raises UnsupportedModel for a rotation of a part of a head's channels, or an absurd base."""
+    """Raises UnsupportedModel for a partial rotation of a head's channels, or an absurd base."""
     _refuse_theta(keys)
     if keys["partial_rotary_factor"] not in (None, 1):
         found = short(keys["partial_rotary_factor"])

@@ -1,4 +1,4 @@
-"""A row of a weight table, and the rows that the families share. No tensors: `mrl.weights.kinds` moves them.
+"""Rows of a weight table, including those that families share. No tensors: `mrl.weights.kinds` moves them.
 
 `m` and `h` are the Megatron and the Hugging Face prefix of a layer.
 """
@@ -10,7 +10,7 @@ from typing import Literal
 
 from mrl.families.arch import ModelArch
 
-# how the two sides correspond: see mrl.weights.kinds
+# mapping between the two sides: see mrl.weights.kinds
 Kind = Literal["copy", "vocab", "qkv", "gate_up", "interleaved", "transposed"]
 Start = Literal["normal", "ones", "zeros"]
 BODY = "model."  # the hub's prefix of a decoder's tensors
@@ -18,7 +18,7 @@ BODY = "model."  # the hub's prefix of a decoder's tensors
 
 @dataclass(frozen=True)
 class Alias:
-    """Another on-disk form of a tensor: a block of the tensor `name`.
+    """Other on-disk form of a tensor: a block of the tensor `name`.
 
     `ranges` gives (start, stop) for each dimension of `shape`; a leading dimension that the wanted tensor does not
     have is an expert number, one wide.
@@ -31,19 +31,19 @@ class Alias:
 
 @dataclass(frozen=True)
 class Row:
-    """One Megatron parameter (unsharded) and the Hugging Face tensors that it is made of.
+    """One Megatron parameter (unsharded) and the Hugging Face tensors that form it.
 
     hf: their names, `NAME[INDEX]` for a slice of one (mrl.families.stacks); shapes: in that order
-    pieces: rows of what kind `qkv` or `gate_up` is made of, where the hub has it end to end in one tensor
+    pieces: numbers of rows of the parts of kind `qkv` or `gate_up`, if the hub concatenates them in one tensor
     tp_dim: the dimension that tensor parallelism cuts; None: replicated
     expert: the parameter belongs to one expert (expert parallel, cut by expert tensor parallelism)
-    start: the values that training from scratch starts with
-    frozen: never trained, and float32 whatever the model's dtype is, in every file and engine
+    start: initial values when training from scratch
+    frozen: never trained, and float32 whatever the model's dtype, in every file and engine
     copy_of: a second copy of another parameter: written on load, never exported
     optional: the checkpoint may lack it; the parameter then stays as built
     aliases: other on-disk forms, one a tensor of `hf`, or none
-    joined: what SGLang calls the parameter that it is in, whole, with others of that name: it takes them at once only
-    zeros: names and shapes of tensors that others read beside it, and that are 0
+    joined: SGLang's name of the parameter that contains it, whole, with others of that name; they are loaded together
+    only zeros: names and shapes of all-zero tensors that other programs read beside it
     """
 
     kind: Kind
@@ -61,12 +61,12 @@ class Row:
     zeros: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     def in_one(self, name: str) -> Row:
-        """The same of a hub that has its tensors end to end in one, called `name`."""
+        """Returns the row of a hub that concatenates these tensors in one, called `name`."""
         rows = tuple(shape[0] for shape in self.shapes)
         return replace(self, hf=(name,), shapes=((sum(rows), *self.shapes[0][1:]),), pieces=rows)
 
     def below(self, body: str) -> Row:
-        """The same of a decoder whose tensors are called `body` and so on."""
+        """Returns the row of a decoder whose hub tensors have the prefix `body`."""
         names = tuple(body + name.removeprefix(BODY) if name.startswith(BODY) else name for name in self.hf)
         return replace(self, hf=names)
 
@@ -75,17 +75,17 @@ Table = dict[str, Row]
 
 
 def prefixes(layer: int) -> tuple[str, str]:
-    """(Megatron's, the hub's) of a layer, counted from 0."""
+    """Returns the (Megatron, hub) prefixes of a layer, counted from 0."""
     return f"decoder.layers.{layer}.", f"model.layers.{layer}."
 
 
 def norm(name: str, size: int) -> Row:
-    """The weight [size] of an RMSNorm, which the hub calls `name`."""
+    """Returns the row of an RMSNorm's weight [size] with the hub name `name`."""
     return Row("copy", (name,), ((size,),), start="ones")
 
 
 def attention(arch: ModelArch, m: str, h: str) -> Table:
-    """Rows of a layer's projections and of both its norms, with the biases and q/k norms that the model has."""
+    """Returns the rows of a layer's projections and of both its norms, with the model's biases and q/k norms."""
     width, kv_width, hidden = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim, arch.hidden_size
     rows = {
         m + "input_layernorm.weight": norm(h + "input_layernorm.weight", hidden),
@@ -112,7 +112,7 @@ def attention(arch: ModelArch, m: str, h: str) -> Table:
 
 
 def latent_attention(arch: ModelArch, m: str, h: str) -> Table:
-    """The same of a layer whose keys and values are made of a latent vector."""
+    """Returns the rows of a layer with multi-head latent attention, and of both its norms."""
     assert arch.latent is not None
     latent, hidden, heads = arch.latent, arch.hidden_size, arch.num_heads
     fused = f"{h}self_attn.fused_qkv_a_proj_with_mqa.weight" if latent.query_rank else None
@@ -142,7 +142,7 @@ def latent_attention(arch: ModelArch, m: str, h: str) -> Table:
 
 
 def dense_mlp(hidden: int, ffn: int, m: str, h: str, names: tuple[str, str] = ("mlp", "mlp")) -> Table:
-    """Rows of a gated MLP [hidden -> ffn -> hidden]. names: of the module, Megatron's and the hub's."""
+    """Returns the rows of a gated MLP [hidden -> ffn -> hidden]. names: of the module, Megatron's and the hub's."""
     own, theirs = f"{m}{names[0]}.", f"{h}{names[1]}."
     return {
         own + "linear_fc1.weight": Row(
@@ -156,19 +156,19 @@ def dense_mlp(hidden: int, ffn: int, m: str, h: str, names: tuple[str, str] = ("
 
 
 def router_bias(count: int, m: str, hf: str) -> Table:
-    """The row of what is added to the experts' scores before they are compared, and to nothing else."""
+    """Returns the row of the bias that is added to the experts' scores for their selection only."""
     return {m + "mlp.router.expert_bias": Row("copy", (hf,), ((count,),), start="zeros", frozen=True)}
 
 
 def expert_mlps(
     hidden: int, ffn: int, count: int, m: str, h: str, *, router: str, names: tuple[str, str, str]
 ) -> Table:
-    """Rows of a router and of `count` gated MLPs [hidden -> ffn -> hidden].
+    """Returns the rows of a router and of `count` gated MLPs [hidden -> ffn -> hidden].
 
     `router` and `names` (gate, up, down; {} is the expert's number) are the hub's, relative to the layer.
 
-    Checkpoints that were saved in transformers' own memory layout hold all experts of a layer in two tensors instead;
-    both forms are read, the hub's is written.
+    Checkpoints saved in transformers' own memory layout hold all experts of a layer in two tensors instead; both forms
+    are read, the hub's is written.
     """
     fused_in, fused_out = (count, 2 * ffn, hidden), (count, hidden, ffn)
     rows = {

@@ -1,5 +1,6 @@
-"""What GLM-4.5 and DeepSeek-V3 share: dense layers first, then experts with a biased sigmoid router and a shared
-expert."""
+"""Common base of GLM-4.5 and DeepSeek-V3: dense layers first, then experts with a biased sigmoid router and a shared
+expert.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +47,9 @@ class SigmoidExperts(ExpertDecoder):
         )
 
     def differences(self, keys: Keys) -> Iterator[str]:
-        """Megatron scores a group by its best num_experts_per_tok / topk_group experts, transformers and engines by
-        two."""
+        """Yields differences; Megatron scores a group by its best num_experts_per_tok / topk_group experts,
+        transformers by two.
+        """
         yield from super().differences(keys)
         if not keys.flag("norm_topk_prob", True):
             yield "norm_topk_prob=false (Megatron scales the weights of a sigmoid router)"
@@ -59,6 +61,6 @@ class SigmoidExperts(ExpertDecoder):
             yield f"n_group={groups} with num_experts_per_tok={per_token} other than twice topk_group={chosen}"
 
     def _groups(self, keys: Keys) -> tuple[int, int]:
-        """(groups of experts, those of a token)."""
+        """(number of expert groups, number of a token's groups)."""
         groups = keys.size("n_group", MAX_EXPERTS, 1)
         return groups, keys.size("topk_group", groups, 1)

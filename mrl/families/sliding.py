@@ -1,4 +1,4 @@
-"""What families share whose layers look at a window of tokens, or at all, as `layer_types` says."""
+"""Common base of families with sliding-window and full attention layers, as given by `layer_types`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WINDOW = 4096  # where config.json has none
 
 
 class SlidingDecoder(Decoder):
-    """rope_types: of the tables of rotary angles, one for each kind of layer."""
+    """rope_types: supported types of the tables of rotary angles, one table for each kind of layer."""
 
     rope_types: Types = ROPE_TYPES
 
@@ -23,7 +23,7 @@ class SlidingDecoder(Decoder):
         return tuple(kinds[kind] for kind in self._kinds(keys, count))
 
     def pattern(self, keys: Keys) -> int:
-        """The last of so many layers looks at all, where `layer_types` does not say."""
+        """Returns the period of full attention layers, each the last of its period, if `layer_types` is missing."""
         raise NotImplementedError
 
     def check_rope(self, keys: Keys) -> None:

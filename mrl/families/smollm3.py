@@ -1,4 +1,4 @@
-"""SmolLM3: Llama, in some of whose layers nothing turns with the position."""
+"""SmolLM3: Llama with some layers without rotary embeddings."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from mrl.families.arch import Layer, ModelArch
 from mrl.families.decoder import MAX_LAYERS, MAX_WIDTH, Decoder
 from mrl.families.keys import Keys
 
-INTERVAL = 4  # where config.json has none: the last of so many layers has no rotary angles
+INTERVAL = 4  # default period; the last layer of each has no rotary angles
 
 
 class SmolLM3(Decoder):
@@ -24,7 +24,7 @@ class SmolLM3(Decoder):
         return tuple(Layer(width, rope="" if each else None) for each in turned[:count])
 
     def engine_lacks(self, arch: ModelArch, tensor: int, *, quantized: bool) -> str | None:
-        """SGLang has no module of the family's own, and serves it by transformers'."""
+        """SGLang has no native module of the family, and serves it with transformers' modules."""
         if tensor > 1:
             return f"serves {self.name} on one rank alone: set rollout.tensor: 1"
         return f"serves {self.name} by transformers' modules, not in fp8: leave quantization out" if quantized else None

@@ -1,5 +1,7 @@
-"""Tensors of the hub's files that many parameters are in: a row names a slice of one, `NAME[INDEX]`, along its first
-dimension. What reads and writes files and engines has whole tensors, by the names without brackets."""
+"""Hub tensors that contain many parameters: a row names a slice of one, `NAME[INDEX]`, along its first dimension.
+
+Files and engines have whole tensors, under the names without brackets.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +11,19 @@ from mrl.families.rows import Row, Table
 
 
 def slice_of(name: str) -> tuple[str, int] | None:
-    """(stored tensor, index) of a slice's name; None for the name of a tensor that is stored by itself."""
+    """Returns (stored tensor, index) of a slice's name; None for a tensor that is stored by itself."""
     whole, opened, index = name.removesuffix("]").rpartition("[")
     return (whole, int(index)) if name.endswith("]") and opened and index.isdecimal() else None
 
 
 def stored_name(name: str) -> str:
-    """What files call the tensor that a row's `name` is, or is a slice of."""
+    """Returns the file's name of the tensor that a row's `name` is, or is a slice of."""
     found = slice_of(name)
     return name if found is None else found[0]
 
 
 def stored_shapes(rows: Iterable[Row]) -> dict[str, tuple[int, ...]]:
-    """The whole shape of each tensor that files have of these rows, by its name there, in the order of the rows."""
+    """Returns the whole shape of each stored tensor of these rows, by its name in files, in the order of the rows."""
     found: dict[str, tuple[int, ...]] = {}
     for row in rows:
         for name, shape in zip(row.hf, row.shapes, strict=True) if row.copy_of is None else ():
@@ -31,8 +33,10 @@ def stored_shapes(rows: Iterable[Row]) -> dict[str, tuple[int, ...]]:
 
 
 def stacked_experts(hidden: int, ffn: int, count: int, m: str, h: str) -> Table:
-    """Rows of `count` gated MLPs [hidden -> ffn -> hidden] with biases, which the hub has in four tensors a layer:
-    matrices the other way round, gate and up in turns. No rank has a part of one: Megatron would add biases up."""
+    """Returns the rows of `count` gated MLPs [hidden -> ffn -> hidden] with biases, stored in four hub tensors a layer.
+
+    The matrices are transposed, gate and up interleaved. They are not tensor-parallel: Megatron would sum the biases.
+    """
     rows: Table = {}
     for i in range(count):
         own, theirs = f"{m}mlp.experts.local_experts.{i}.", f"{h}mlp.experts."

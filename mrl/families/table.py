@@ -1,8 +1,8 @@
-"""The one weight table of a model: global Megatron name -> Row. Initialisation, loader, exporter, converter, sync and
-engines read it.
+"""Weight table of a model: global Megatron name -> Row, used by initialisation, loader, exporter, converter, weight
+sync and engines.
 
-Global means: layers and experts are numbered over the whole model, whatever part of it a rank holds. Names are those
-of Megatron's local layer specs; `mrl.models.naming` translates the transformer-engine ones.
+Global means that layers and experts are numbered over the whole model, whatever part of it a rank holds. Names are
+those of Megatron's local layer specs; `mrl.models.naming` translates the transformer-engine ones.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ VALUE_HEAD = "value_head.weight"
 HF_EMBEDDING = "model.embed_tokens.weight"
 HF_OUTPUT = "lm_head.weight"
 HF_VALUE_HEAD = "score.weight"
-HF_VALUE_BIAS = "score.bias"  # always zero: written for those who would otherwise make one up
+HF_VALUE_BIAS = "score.bias"  # always zero: written for programs that would otherwise initialise one randomly
 
-SINK_CHANNELS = 8  # by which attention with sinks is wider: one would do, but kernels want a multiple of these
+SINK_CHANNELS = 8  # extra channels of attention with sinks: one would suffice, but kernels need a multiple of 8
 VOCAB_ALIGN = 8
-VOCAB_ALIGN_GPU = 128  # whole tiles of tensor cores; checkpoints are the same, which leave the padding out
+VOCAB_ALIGN_GPU = 128  # whole tensor-core tiles; checkpoints leave the padding out
 
 
 @lru_cache(maxsize=16)
 def weight_table(arch: ModelArch, role: Role = "policy") -> Mapping[str, Row]:
-    """Rows in the order of the forward pass.
+    """Returns the rows in the order of the forward pass.
 
     A policy with tied embeddings has a row for the output layer too: with pipeline parallelism the last stage holds a
     copy of the embedding under that name. A critic has a value head (score_heads, h) in place of the output layer and
@@ -66,6 +66,6 @@ def weight_table(arch: ModelArch, role: Role = "policy") -> Mapping[str, Row]:
 
 
 def padded_vocab_size(arch: ModelArch, tp: int, align: int = VOCAB_ALIGN) -> int:
-    """Rows of the embedding over all tensor-parallel ranks, each of which holds a multiple of `align`."""
+    """Returns the embedding's rows over all tensor-parallel ranks, each of which holds a multiple of `align`."""
     unit = align * tp
     return -(-arch.vocab_size // unit) * unit

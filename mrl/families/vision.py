@@ -1,6 +1,6 @@
-"""The vision towers of Qwen2.5-VL and Qwen3-VL: their shape, and their weights under the hub's names.
+"""Vision towers of Qwen2.5-VL and Qwen3-VL: their shape, and their weights under the hub's names.
 
-The tower itself is transformers' module (`mrl.models.vision`); its parameters keep their names and are never cut.
+The tower itself is transformers' module (`mrl.models.vision`); its parameters keep their names and are never sharded.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ MAX_SIDE, MAX_WIDTH, MAX_DEPTH, MAX_TABLE = 1 << 10, 1 << 20, 4096, 1 << 20  # b
 
 
 def rope_axes(keys: Keys, head_dim: int, interleaved: bool) -> tuple[int, ...]:
-    """VisionArch.axes, of `mrope_section`: text, row and column in chunks one after the other, or taking turns while
-    row and column last (`interleaved`). Raises UnsupportedModel, naming the key, also where `mrope_interleaved` says
-    something else: engines believe it."""
+    """Returns VisionArch.axes from `mrope_section`: text, row and column in consecutive chunks, or alternating
+    (`interleaved`).
+
+    Raises UnsupportedModel, naming the key, also if `mrope_interleaved` disagrees, because engines follow it.
+    """
     name = "rope_parameters" if keys["rope_parameters"] is not None else "rope_scaling"
     rope = keys.table(name) or Keys({}, f"{keys.where}: {name}")
     section = rope["mrope_section"]
@@ -42,8 +44,11 @@ def rope_axes(keys: Keys, head_dim: int, interleaved: bool) -> tuple[int, ...]:
 
 
 def read_tower(keys: Keys, vision: Keys, axes: tuple[int, ...], width_key: str, hidden: int, vocab: int) -> VisionArch:
-    """Of config.json and its `vision_config`. width_key: what that calls the width of the tower; hidden, vocab: the
-    decoder's. Raises UnsupportedModel, naming the key."""
+    """Returns the VisionArch of config.json and its `vision_config`.
+
+    width_key: vision_config's key of the tower's width; hidden, vocab: the decoder's. Raises UnsupportedModel, naming
+    the key.
+    """
     tokens = keys.token_ids("image_token_id", vocab)
     if len(tokens) != 1:
         raise keys.wrong("image_token_id", f"one token id from 0 to {vocab - 1}")
@@ -82,7 +87,7 @@ def _deep(vision: Keys, depth: int) -> tuple[int, ...]:
 
 
 class Rows:
-    """Collects a tower's rows: parameter by parameter, under the prefix that the hub has for them."""
+    """Collects a tower's rows, parameter by parameter, under the hub's prefix."""
 
     def __init__(self, prefix: str) -> None:
         self.table: Table = {}
@@ -102,7 +107,7 @@ class Rows:
 
 
 def qwen2_5_tower(arch: VisionArch, prefix: str) -> Table:
-    """Rows of Qwen2.5-VL's tower, in the order of its module's parameters."""
+    """Returns the rows of Qwen2.5-VL's tower, in the order of its module's parameters."""
     rows, h = Rows(prefix), arch.width
     rows.add("patch_embed.proj.weight", h, arch.channels, arch.temporal, arch.patch, arch.patch)
     for i in range(arch.depth):
@@ -122,7 +127,7 @@ def qwen2_5_tower(arch: VisionArch, prefix: str) -> Table:
 
 
 def qwen3_tower(arch: VisionArch, prefix: str) -> Table:
-    """Rows of Qwen3-VL's tower, in the order of its module's parameters."""
+    """Returns the rows of Qwen3-VL's tower, in the order of its module's parameters."""
     rows, h = Rows(prefix), arch.width
     rows.add("patch_embed.proj.weight", h, arch.channels, arch.temporal, arch.patch, arch.patch)
     rows.add("patch_embed.proj.bias", h)

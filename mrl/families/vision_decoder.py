@@ -1,4 +1,4 @@
-"""A decoder that sees pictures: a text family's layers, with a tower before them (`mrl.families.vision`)."""
+"""Decoder with image inputs: a text family's layers behind a vision tower (`mrl.families.vision`)."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from mrl.families.rope import refuse_partial
 from mrl.families.rows import BODY, Table
 from mrl.families.vision import TOWER, read_tower, rope_axes
 
-IN_MEMORY = "model.language_model."  # what transformers calls the decoder of a model that it has loaded
+IN_MEMORY = "model.language_model."  # transformers' prefix of the decoder in a loaded model
 
 
 class VisionDecoder(Decoder):
-    """config.json has the decoder's keys under `text_config`, or on top as the hub's Qwen2.5-VL; the tower's under
-    `vision_config`.
+    """Vision-language family. config.json has the decoder's keys under `text_config`, or at the top level as in the
+    hub's Qwen2.5-VL; the tower's keys under `vision_config`.
 
-    tower: the hub's prefix of the tower's tensors; tower_width: what vision_config calls its width; tower_defaults: as
+    tower: the hub's prefix of the tower's tensors; tower_width: vision_config's key of its width; tower_defaults: as
     `defaults`, of vision_config
-    interleaved: text, row and column take turns over the rotary frequencies, whatever `mrope_interleaved` says
+    interleaved: text, row and column alternate over the rotary frequencies, whatever `mrope_interleaved` says
     """
 
     tower: str
@@ -51,7 +51,7 @@ class VisionDecoder(Decoder):
         super().refuse(self._text(keys))
 
     def check_rope(self, keys: Keys) -> None:
-        """Plain frequencies, whatever turns them: `mrope` on the hub is `default` with sections."""
+        """Raises UnsupportedModel unless the frequencies are plain; `mrope` on the hub is `default` with sections."""
         refuse_partial(keys)
         for name in ("rope_parameters", "rope_scaling"):
             rope = keys.table(name)
@@ -63,7 +63,7 @@ class VisionDecoder(Decoder):
             refuse_partial(rope)
 
     def tower_rows(self, vision: VisionArch) -> Table:
-        """Those of the tower's parameters, under global names."""
+        """Returns the tower's parameters, under global names."""
         raise NotImplementedError
 
     def in_memory(self, name: str) -> str:
@@ -83,7 +83,7 @@ class VisionDecoder(Decoder):
                 yield f"{key} (pictures and text only)"
 
     def _text(self, keys: Keys) -> Keys:
-        """The decoder's keys by themselves; what is of the whole model stays."""
+        """The decoder's keys alone, with the keys of the whole model."""
         text = keys.table("text_config")
         if text is None:
             return keys

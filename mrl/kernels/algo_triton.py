@@ -1,6 +1,6 @@
-"""Advantages and PPO's loss on a GPU, each in one pass over the tokens: what `mrl.kernels.native.algo` is on a CPU.
+"""Advantages and PPO's loss on a GPU, each in one pass over the tokens: the counterpart of `mrl.kernels.native.algo`.
 
-Parameters of kernels have no types but `constexpr`: triton looks their names up as values.
+Parameters of kernels have no types except `constexpr`: triton looks their names up as values.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ import triton.language as tl
 from torch import Tensor
 
 SUMS = 6
-_COLUMNS = 1024  # tokens that a program holds at once
+_COLUMNS = 1024  # tokens per program
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, decay: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(advantages [B, T], advantages + values, what whitening wants of the first: count, sum and sum of squares over
-    the mask, [3] float64). mask [B, T] bool, with holes or without, contiguous as all are."""
+    """Returns (advantages [B, T], advantages + values, the advantages' moments for whitening).
+
+    The moments are count, sum and sum of squares over the mask, [3] float64. mask [B, T] bool, with or without holes;
+    all tensors are contiguous.
+    """
     advantages, returns = torch.empty_like(rewards), torch.empty_like(rewards)
     rows, length = rewards.shape
     found = torch.zeros(rows, 3, dtype=torch.float64, device=rewards.device)
@@ -29,14 +32,14 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, decay: floa
 
 
 def whiten_(x: Tensor, mask: Tensor, moments: Tensor, eps: float, shift_mean: bool) -> None:
-    """As `mrl.algo.stats.whiten_`, with the `moments` that `gae` has found."""
+    """Whitens x [B, T] in place as `mrl.algo.stats.whiten_`, with the `moments` [3] of `gae`."""
     if x.numel():
         grid = (triton.cdiv(x.numel(), _COLUMNS),)
         _whiten[grid](x, mask.view(torch.int8), moments, eps, x.numel(), shifts=shift_mean, columns=_COLUMNS)
 
 
 def clipped_loss(vectors: Sequence[Tensor], clip: tuple[float, float, float, float]) -> tuple[Tensor, Tensor]:
-    """([6] float64, gradient [n]): what `mrl.kernels.clipped_loss` makes of its five vectors and a Clip's fields."""
+    """Returns ([6] float64, gradient [n]) of `mrl.kernels.clipped_loss`, from its five vectors and a Clip's fields."""
     gradient, (low, high, ceiling, furthest) = torch.empty_like(vectors[0]), clip
     programs = triton.cdiv(gradient.numel(), _COLUMNS)
     sums = torch.zeros(SUMS, programs, dtype=torch.float64, device=gradient.device)
@@ -48,7 +51,7 @@ def clipped_loss(vectors: Sequence[Tensor], clip: tuple[float, float, float, flo
 
 @triton.jit
 def _then(a, b, c, d):  # type: ignore[no-untyped-def]
-    """y -> a y + b, and then y -> c y + d."""
+    """Composes y -> a y + b with y -> c y + d."""
     return a * c, b * c + d
 
 
@@ -56,7 +59,7 @@ def _then(a, b, c, d):  # type: ignore[no-untyped-def]
 def _gae(  # type: ignore[no-untyped-def]
     rewards, values, mask, gamma, decay, advantages, returns, found, length, columns: tl.constexpr
 ):
-    """A program a row, from its end. What is masked hands on what it was handed."""
+    """One program per row, from its end. Masked positions carry values through."""
     row = tl.program_id(0)
     offset = row.to(tl.int64) * length
     lane = tl.arange(0, columns)
@@ -95,13 +98,13 @@ def _gae(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _whiten(x, mask, moments, eps, length, shifts: tl.constexpr, columns: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Every program makes mean and scale of the three sums: sooner done than a launch for each step of it."""
+    """Every program recomputes mean and scale from the three sums, which is faster than separate launches."""
     at = tl.program_id(0).to(tl.int64) * columns + tl.arange(0, columns)
     here = tl.load(mask + at, mask=at < length, other=0) != 0
     count, total, square = tl.load(moments), tl.load(moments + 1), tl.load(moments + 2)
     mean = (total / (count + eps)).to(tl.float32)
     centre = mean.to(tl.float64)
-    around = tl.maximum(square - 2 * centre * total + count * centre * centre, 0.0)  # rounded, where all are alike
+    around = tl.maximum(square - 2 * centre * total + count * centre * centre, 0.0)  # >= 0 despite rounding
     variance = tl.where(count > 1, around / (count + eps) * count / tl.maximum(count - 1, 1.0), 0.0)
     made = (tl.load(x + at, mask=here, other=0.0) - mean) * (1 / tl.sqrt(variance + eps)).to(tl.float32)
     if not shifts:
@@ -126,7 +129,7 @@ def _clipped_loss(  # type: ignore[no-untyped-def]
     furthest,
     columns: tl.constexpr,
 ):
-    """Comparisons, not minima: they leave NaN what it is. Signs are those of what is maximised."""
+    """Uses comparisons instead of minima, to propagate NaN. Signs are those of the maximised objective."""
     program = tl.program_id(0)
     at = program.to(tl.int64) * columns + tl.arange(0, columns)
     inside = at < length

@@ -1,5 +1,8 @@
-"""Attention of padded sequences. Short ones in bfloat16 on CPUs have their own gradient, which is computed in float32:
-torch's bfloat16 kernel takes four times as long there, at 128 keys of 32 channels."""
+"""Attention of padded sequences.
+
+Short ones in bfloat16 on CPUs have their own gradient, computed in float32: torch's bfloat16 kernel takes four times as
+long there, at 128 keys of 32 channels.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-SHORT = 1 << 14  # keys times channels of a head: up to here it is the faster one
+SHORT = 1 << 14  # keys times channels of a head up to which it is faster
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """[s, h, lq, d] of query [s, h, lq, d] and key, value [s, groups, lk, d]; mask: bool, true where a query sees a
-    key, broadcast to [s, h, lq, lk]; None: those up to its own place."""
+    """Returns [s, h, lq, d] from query [s, h, lq, d] and key, value [s, groups, lk, d].
+
+    mask: bool, True where a query attends to a key, broadcast to [s, h, lq, lk]; None: causal.
+    """
     is_short = key.size(-2) * key.size(-1) <= SHORT
     if query.device.type == "cpu" and query.dtype == torch.bfloat16 and is_short:
         out: Tensor = _WideGradient.apply(query, key, value, mask, scale)
@@ -23,7 +28,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sc
 
 
 class _WideGradient(torch.autograd.Function):
-    """The same bits as torch's, and a gradient that is rounded once."""
+    """Same output bits as torch's, with a gradient that is rounded once."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:

@@ -1,9 +1,10 @@
 """PPO's clipped surrogate with the dual clip: loss, gradient and metrics in one pass over the tokens.
 
-Each block of tokens stays in a core's cache while a few operations go over it, and the gradient is written down in
-closed form while its parts are at hand. What is said of a token never depends on the others of its block: a chunk of
-tokens is clipped as the whole is. (`torch.exp2` would be faster than `exp`, but rounds the last tokens otherwise.)
-In float32 `mrl.kernels.native` does it, where it is there, and on a GPU `mrl.kernels.algo_triton`.
+Each block of tokens stays in a core's cache while a few operations go over it, and the gradient is written in closed
+form from their results. A token's result never depends on the others of its block: a chunk of tokens is clipped like
+the whole. (`torch.exp2` would be faster than `exp`, but rounds the last tokens differently.)
+
+In float32 `mrl.kernels.native` computes it if available, and on a GPU `mrl.kernels.algo_triton`.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ from mrl.kernels.native import algo as native
 
 BLOCK = 1 << 17  # tokens: half a MiB a float32 vector, a handful of which stay in the cache that cores share
 METRICS = 5  # clipfrac, ppo_kl, clipfrac_lower, approxkl, ratio
-ROUNDING = 1e-3  # of log-ratios: a ratio is surely below one whose logarithm is so much larger
+ROUNDING = 1e-3  # margin of log-ratios beyond which their ratios surely differ
 
 
 @dataclass(frozen=True)
 class Clip:
-    """Ratios count between 1 - low and 1 + high, and up to `ceiling` where the advantage is negative. Log-ratios are
-    clamped to +- furthest: a token beyond that has no gradient."""
+    """Bounds of ratios: 1 - low and 1 + high, and `ceiling` where the advantage is negative.
+
+    Log-ratios are clamped to +- furthest: a token beyond that has no gradient.
+    """
 
     low: float
     high: float
@@ -36,7 +39,9 @@ class Clip:
 
 
 def fits(*tensors: Tensor) -> bool:
-    """Whether `clipped_loss` takes them: on a CPU, all float32 or all float64; on a GPU float32, with triton."""
+    """Returns True if `clipped_loss` supports the tensors: on a CPU, all float32 or all float64; on a GPU float32, with
+    triton.
+    """
     first = tensors[0]
     if triton_here.takes(*tensors):
         return True
@@ -52,8 +57,11 @@ def clipped_loss(
     metric_weights: Tensor,
     clip: Clip,
 ) -> tuple[Tensor, Tensor]:
-    """(sum of weights * loss 0-d, the metrics' sums [5] without a gradient): clipfrac, ppo_kl, clipfrac_lower,
-    approxkl, ratio, as `mrl.algo.policy_loss.compute` describes them. All tensors [n] of one dtype that `fits`."""
+    """Returns (sum of weights * loss 0-d, the metrics' sums [5] without a gradient). All tensors [n] of one dtype that
+    `fits`.
+
+    The metrics are clipfrac, ppo_kl, clipfrac_lower, approxkl, ratio, as in `mrl.algo.policy_loss.compute`.
+    """
     out: tuple[Tensor, Tensor] = _ClippedLoss.apply(log_probs, old_log_probs, advantages, weights, metric_weights, clip)
     return out
 
@@ -88,12 +96,12 @@ class _ClippedLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        is_one = not grad.is_cuda and grad == 1  # there it costs more to look
+        is_one = not grad.is_cuda and grad == 1  # on CUDA the check would synchronise
         return (gradient if is_one else gradient * grad, *[None] * 5)
 
 
 def _in_blocks(vectors: tuple[Tensor, ...], clip: Clip) -> tuple[Tensor, Tensor]:
-    """(loss and metrics [6] float64, the gradient)."""
+    """Returns (loss and metrics [6] float64, the gradient)."""
     gradient = torch.empty_like(vectors[0])
     room = gradient.new_empty(4, min(gradient.numel(), BLOCK))
     sums = [gradient.new_zeros(1 + METRICS)]
@@ -114,8 +122,10 @@ def _block(
     room: list[Tensor],
     out: Tensor,
 ) -> Tensor:
-    """A block's loss and metrics [6], and its gradient in `out`. The log-ratios and the three of room are overwritten.
-    Signs are those of what is maximised."""
+    """Returns a block's loss and metrics [6], and writes its gradient to `out`.
+
+    Overwrites the log-ratios and the three buffers of `room`. Signs are those of the maximised objective.
+    """
     ratio, bounded, scratch = room
     least, most = map(float, log_ratio.aminmax())
     far = None
@@ -129,7 +139,7 @@ def _block(
     torch.clamp(ratio, 1 - clip.low, 1 + clip.high, out=bounded).mul_(advantage)
     gain = ratio.mul_(advantage)
     smaller = torch.minimum(gain, bounded, out=scratch)
-    stopped = bounded.lt_(gain)  # 1 where the clip is at work, else 0
+    stopped = bounded.lt_(gain)  # 1 where the clip applies, else 0
     clipped, at_ceiling = stopped.dot(metric_weight), torch.zeros_like(kl)
     if not most <= math.log(clip.ceiling) - ROUNDING:
         floor = torch.clamp(advantage, max=0, out=log_ratio).mul_(clip.ceiling)

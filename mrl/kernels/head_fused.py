@@ -1,5 +1,7 @@
-"""The loss head's products by transformer-engine's fp8 matrix multiplication. Written from its sources of 2.9 to 2.11;
-on an H100 its casts were those of `mrl.kernels.fp8` to the bit."""
+"""The loss head's products with transformer-engine's fp8 matrix multiplication.
+
+Written from its sources of 2.9 to 2.11; on an H100 its casts equal those of `mrl.kernels.fp8` bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ _ALIGN = 128  # of rows: tiles of every recipe
 
 
 class Fused:
-    """The matrix is cast once for all chunks of a pass, hidden states and the gradient of the logits chunk by chunk."""
+    """fp8 products: the weight is cast once for all chunks of a pass, hidden states and logit gradients chunk by
+    chunk.
+    """
 
     logits_dtype = torch.float32
     waits = False
@@ -52,7 +56,7 @@ def _padded(x: Tensor) -> Tensor:
 
 
 def _cast(x: Tensor, role: Role, recipe: Recipe) -> Any:
-    """Along both dimensions, as transformer-engine's own layers hold it."""
+    """Casts along both dimensions, as transformer-engine's own layers do."""
     import transformer_engine_torch as tex
 
     dtype = tex.DType.kFloat8E5M2 if recipe.format(role) == E5M2 else tex.DType.kFloat8E4M3
@@ -71,8 +75,10 @@ def _cast(x: Tensor, role: Role, recipe: Recipe) -> Any:
 
 
 def _multiply(a: Any, b: Any, layout: str, dtype: torch.dtype, total: Tensor | None = None) -> Tensor:
-    """As cuBLAS names it, by columns: TN b @ a.T, NN b @ a, NT b.T @ a; added to `total`, in place, if there is one.
-    Older versions want room to work in."""
+    """Multiplies in cuBLAS' column order: TN b @ a.T, NN b @ a, NT b.T @ a; adds to `total`, in place, if given.
+
+    Older versions need a workspace.
+    """
     from transformer_engine.pytorch.cpp_extensions import general_gemm
 
     room: dict[str, Any] = {} if total is None else {"out": total, "accumulate": True}

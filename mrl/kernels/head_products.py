@@ -1,7 +1,7 @@
-"""The three products of the loss head: logits, and the gradients of hidden states and of the vocabulary's matrix.
+"""The three products of the loss head: logits, and the gradients of hidden states and of the lm_head weight.
 
-hidden [n, h], weight [V, h]; `rows` is a chunk of the n or several, dx [rows, V] the gradient of their logits, in
-hidden's dtype.
+hidden [n, h], weight [V, h]; `rows` is one chunk of the n rows or several, dx [rows, V] the gradient of their logits,
+in hidden's dtype.
 """
 
 from __future__ import annotations
@@ -19,35 +19,39 @@ _TILE = 1024  # rows of the matrix
 
 
 class Operands(Protocol):
-    """logits_dtype: float32, or that of the operands where the product is rounded to it in any case; waits: whether the
-    gradient's products are of several chunks at once, where they are narrower than logits"""
+    """Products of one pass.
+
+    logits_dtype: float32, or the operands' dtype if the product is rounded to it anyway; waits: True if the gradient
+    products cover several chunks at once, where gradients are narrower than logits
+    """
 
     logits_dtype: torch.dtype
     gradient_dtype: torch.dtype
     waits: bool
 
     def logits(self, rows: slice) -> Tensor:
-        """[chunk, V], which the caller may overwrite; the same memory at each call."""
+        """Returns [chunk, V], which the caller may overwrite; the same memory at each call."""
 
     def d_hidden(self, dx: Tensor) -> Tensor:
-        """[chunk, h], from dx of `gradient_dtype`."""
+        """Returns [chunk, h], from dx of `gradient_dtype`."""
 
     def add_d_weight(self, total: Tensor | None, dx: Tensor, rows: slice) -> Tensor:
-        """float32 [V, h]: the chunk's part, added to those before it, in place; of one chunk that is all there is
-        perhaps rounded to `gradient_dtype` already."""
+        """Returns float32 [V, h]: the chunk's part, added in place to `total`; a single chunk may already be in
+        `gradient_dtype`.
+        """
 
 
 Products = Callable[[Tensor, Tensor], Operands]
 
 
 def plain(hidden: Tensor, weight: Tensor) -> Operands:
-    """In the dtype of the operands, or in float32 where this machine multiplies that much faster."""
+    """Returns products in the operands' dtype, or in float32 where this machine multiplies that much faster."""
     is_slow = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and not has_bfloat16()
     return (Widened if is_slow else Plain)(hidden, weight)
 
 
 class Plain:
-    """In the dtype of the operands."""
+    """Products in the dtype of the operands."""
 
     def __init__(self, hidden: Tensor, weight: Tensor) -> None:
         self._hidden, self._weight = hidden, weight
@@ -83,7 +87,7 @@ class Plain:
 
 
 class Widened:
-    """bfloat16 in, float32 products: a tile of the matrix is converted at a time."""
+    """float32 products of bfloat16 operands; the weight is converted tile by tile."""
 
     logits_dtype = gradient_dtype = torch.float32
     waits = False
@@ -116,22 +120,25 @@ class Widened:
 
 
 class _Block:
-    """Room for a chunk's logits, the same for every chunk: new room of this size comes page by page from the system."""
+    """Reused memory for a chunk's logits: fresh memory of this size would be faulted in page by page."""
 
     def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
         self._like, self._dtype = weight, dtype
         self._room: Tensor | None = None
 
     def of(self, hidden: Tensor) -> Tensor:
-        """[rows of hidden, V]."""
+        """Returns [rows of hidden, V]."""
         if self._room is None or self._room.size(0) < hidden.size(0):
             self._room = self._like.new_empty(hidden.size(0), self._like.size(0), dtype=self._dtype)
         return self._room[: hidden.size(0)]
 
 
 class Rounded:
-    """In fp8, emulated: operands are rounded and multiplied as float32. Hidden states and the matrix are rounded once
-    for all chunks, the gradient of the logits chunk by chunk: with one scale a tensor it has one a chunk."""
+    """Emulated fp8 products: operands are rounded and multiplied as float32.
+
+    Hidden states and the weight are rounded once for all chunks, the logits' gradient chunk by chunk: with per-tensor
+    scaling it has one scale per chunk.
+    """
 
     logits_dtype = torch.float32
     waits = False
@@ -165,20 +172,20 @@ class Rounded:
 
 
 def _tiles(weight: Tensor) -> Iterator[slice]:
-    """Of its rows: products of some at a time stay in a processor's cache until they are converted."""
+    """Yields slices of the weight's rows: products of a tile stay in the cache until they are converted."""
     for start in range(0, weight.size(0), _TILE):
         yield slice(start, min(start + _TILE, weight.size(0)))
 
 
 def wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """float32 a @ b; without rounding it to a narrower dtype of a and b first, where torch can (on CUDA)."""
+    """Returns float32 a @ b, without rounding to a narrower dtype of a and b first, where torch can (on CUDA)."""
     if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16) and hasattr(torch.ops.aten.mm, "dtype"):
         return torch.mm(a, b, out_dtype=torch.float32)
     return (a @ b).float()
 
 
 def add_wide_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """float32 `total` with `wide_product` of a and b added, in place; where torch can, by the product itself."""
+    """Adds `wide_product` of a and b to float32 `total` in place; where torch can, in the product itself."""
     if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16) and hasattr(torch.ops.aten.addmm, "dtype_out"):
         return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     return total.add_(wide_product(a, b))
@@ -186,5 +193,5 @@ def add_wide_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 @cache
 def has_bfloat16() -> bool:
-    """Whether this processor multiplies bfloat16 itself (AVX-512 or AMX)."""
+    """Returns True if this processor multiplies bfloat16 natively (AVX-512 or AMX)."""
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

@@ -1,9 +1,9 @@
-"""What the loss head needs of each row of its logits, and the gradient of the logits from it.
+"""Row statistics of the loss head's logits, and the logits' gradient from them.
 
-A rank holds a part x [k, V] of k rows' logits, in float32 or as narrow as the hidden states. With z = x - its own
-maximum, divided by the temperature T, all that a row's distribution says is in five sums a rank, which one collective
-brings together. They are float64: beside the maximum's own 1 the rest of a sum keeps its digits, so that neither large
-logits nor a log-prob near 0 cost any, and no log-prob is above 0.
+A rank holds a part x [k, V] of k rows' logits, in float32 or the hidden states' dtype. With z = x - its own maximum,
+divided by the temperature T, five sums a rank describe a row's distribution, and one collective combines them. They are
+float64: beside the maximum's own 1 the rest of a sum keeps its digits, so neither large logits nor a log-prob near 0
+lose precision, and no log-prob is above 0.
 """
 
 from __future__ import annotations
@@ -23,16 +23,19 @@ from mrl.kernels.native import head as native
 
 
 def by_triton(x: Tensor) -> bool:
-    """Whether logits x are gone over by `mrl.kernels.head_rows_triton`."""
+    """Returns True if `mrl.kernels.head_rows_triton` processes logits x [k, V]."""
     return x.is_cuda and x.size(1) > 0 and x.dtype != torch.float64 and triton_here.is_chosen()
 
 
 class RowKernels(Protocol):
-    """What a module of compiled kernels has. x: logits [k, V]; all vectors [k]"""
+    """Interface of a module of compiled kernels. x: logits [k, V]; all vectors [k]."""
 
     def sums(self, x: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """(top [k] float32: each row's maximum; float64 [3, k]: the sums of e^z, z e^z and e^2z with z = (x - top) /
-        temperature). x is left as it is."""
+        """Returns (top [k] float32: each row's maximum; float64 [3, k]: the sums of e^z, z e^z and e^2z), leaving x
+        unchanged.
+
+        z = (x - top) / temperature.
+        """
 
     def gradient(
         self,
@@ -47,14 +50,15 @@ class RowKernels(Protocol):
         own: Tensor,
         out: Tensor,
     ) -> Tensor:
-        """`out` [k, V], which may be x: -p * (d_log_probs + d_entropy * (log p + entropy)), and `own` more at `column`.
+        """Writes -p * (d_log_probs + d_entropy * (log p + entropy)), plus `own` at `column`, to `out` [k, V], which may
+        be x.
 
         log p = (x - top) / temperature + shift
         """
 
 
 def _compiled(x: Tensor) -> RowKernels | None:
-    """Whose kernels go over logits x; None: torch does."""
+    """Returns the kernels that process logits x; None for torch."""
     if by_triton(x):
         from mrl.kernels import head_rows_triton
 
@@ -64,14 +68,16 @@ def _compiled(x: Tensor) -> RowKernels | None:
 
 @dataclass(frozen=True)
 class Labels:
-    """Of k rows: the column [k] of each label among this rank's, and whether it is one of them, [k] bool."""
+    """Label positions of k rows: column [k] among this rank's columns, and mine [k] bool, True if this rank holds
+    it.
+    """
 
     column: Tensor
     mine: Tensor
 
     @classmethod
     def of(cls, labels: Tensor, vocab_start: int, valid: int) -> Labels:
-        """valid: this rank's columns that are no padding"""
+        """Builds the positions of labels [k]; valid: this rank's columns without padding."""
         column = labels - vocab_start
         return cls(column.clamp(0, max(valid - 1, 0)), (column >= 0) & (column < valid))
 
@@ -81,11 +87,11 @@ class Labels:
 
 @dataclass(frozen=True)
 class Rows:
-    """Of k rows over the whole vocabulary, each [k] float32 (float64 of such logits).
+    """Statistics of k rows over the whole vocabulary, each [k] float32 (float64 for float64 logits).
 
-    squares: the sums of the squared probabilities, where they were asked for
-    is_top: 1 where the label is the likeliest, else 0
-    top: the maximum of this rank's logits, not yet divided by the temperature; shift: log p = z + shift of them
+    squares: sums of the squared probabilities, if requested
+    is_top: 1 where the label is the argmax, else 0
+    top: maximum of this rank's logits before the temperature; shift: log p = z + shift
     """
 
     log_probs: Tensor
@@ -108,8 +114,10 @@ def statistics(
     exponential: bool = False,
     squares: bool = False,
 ) -> Rows:
-    """x [k, V]: logits, overwritten by e^z where `exponential`, but by compiled kernels. group: None if x is all of the
-    vocabulary."""
+    """Returns the statistics of logits x [k, V]. group: None if x covers the whole vocabulary.
+
+    exponential: overwrites x with e^z, except with compiled kernels.
+    """
     picked = x.gather(1, labels.column[:, None])[:, 0].double() / temperature
     if (compiled := _compiled(x)) is not None:
         top, (total, weighted, square) = compiled.sums(x, temperature)
@@ -129,14 +137,17 @@ def statistics(
 
 
 def _exponentials(logits: Tensor, top: Tensor, temperature: float, y: Tensor, out: Tensor) -> Tensor:
-    """`out` by e^z, with y by z / log(2), whose power of two it is: processors have that at a third of the price."""
+    """Fills `out` with e^z and y with z / log(2): exp2 costs a third of exp on processors."""
     y.copy_(logits).sub_(top[:, None]).mul_(math.log2(math.e) / temperature)
     return torch.exp2(y, out=out)
 
 
 def _together(sums: Tensor, own_top: Tensor, group: dist.ProcessGroup | None) -> Rows:
-    """sums [5, k] float64: maximum, sum of e^z, the label's logit (0 where another rank has it), sums of z e^z and of
-    its square e^2z; of this rank, as is own_top [k], the maximum before the temperature."""
+    """Combines the ranks' sums [5, k] float64 into the statistics.
+
+    sums: maximum, sum of e^z, the label's logit (0 if another rank has it), sums of z e^z and of e^2z of this rank;
+    own_top [k]: this rank's maximum before the temperature.
+    """
     parts = sums[None]
     if group is not None:
         parts = sums.new_empty(group.size(), *sums.shape)
@@ -169,9 +180,10 @@ def d_logits(
     *,
     exponential: bool = False,
 ) -> Tensor:
-    """`out` [k, V], which may be x: the gradient of the logits, rounded to its dtype. slopes: the loss's, [k] each, by
-    log-probs and entropies; x: as `statistics` took it, or left it where `exponential`.
+    """Writes the gradient of the logits to `out` [k, V], which may be x, rounded to its dtype.
 
+    slopes: the loss gradients by log-probs and entropies, [k] each; x: as passed to `statistics`, or as it left x if
+    `exponential`.
     T d log_prob / dx = onehot(label) - p; T dH / dx = -p (log p + H)
     """
     d_log_probs, d_entropy = (None if slope is None else slope / temperature for slope in slopes)
@@ -197,7 +209,7 @@ def d_logits(
 
 
 def _blocks(x: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, slice]]:
-    """Some rows of x, as much room twice in float32 or wider, and which rows they are."""
+    """Yields blocks of rows of x, two float32-or-wider buffers of their size, and the rows' slice."""
     elements = BLOCK if x.device.type == "cpu" else BLOCK_GPU
     rows = max(1, elements // x.size(1))
     one, other = x.new_empty(2, rows, x.size(1), dtype=_wide(x))

@@ -1,7 +1,7 @@
-"""`mrl.kernels.head_rows` on a GPU: one kernel reads a row of logits once for all its sums, one writes its gradient.
+"""Triton kernels of `mrl.kernels.head_rows`: one reads a row of logits once for all its sums, one writes its gradient.
 
-The torch form goes over the logits five times for the one and four times for the other. Parameters of kernels have no
-types but `constexpr`: triton looks their names up as values.
+The torch form passes over the logits five and four times. Parameters of kernels have no types except `constexpr`:
+triton looks their names up as values.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_COLUMNS = 4096  # of a row that a program holds at once
+_COLUMNS = 4096  # columns of a row per program
 
 
 def sums(x: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """As `RowKernels` of mrl.kernels.head_rows; x has columns next to each other, and V > 0."""
+    """Implements `RowKernels.sums` of mrl.kernels.head_rows for x [k, V] with contiguous rows, and V > 0."""
     k, words = x.shape
     top = torch.empty(k, dtype=torch.float32, device=x.device)
     made = torch.empty(3, k, dtype=torch.float64, device=x.device)
@@ -39,7 +39,7 @@ def gradient(
     own: Tensor,
     out: Tensor,
 ) -> Tensor:
-    """As `RowKernels` of mrl.kernels.head_rows."""
+    """Implements `RowKernels.gradient` of mrl.kernels.head_rows; shapes as there."""
     k, words = x.shape
     if k:
         _gradient[(k, triton.cdiv(words, _COLUMNS))](
@@ -52,7 +52,7 @@ def gradient(
 
 @triton.jit
 def _sums(x, stride, words, scale, tops, made, rows, columns: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A program a row. The sums are float64: beside the maximum's own 1 the rest keeps its digits."""
+    """One program per row. The sums are float64: beside the maximum's own 1 the rest keeps its digits."""
     row = tl.program_id(0)
     x += row.to(tl.int64) * stride
     top = tl.full((), float("-inf"), tl.float32)
@@ -66,7 +66,7 @@ def _sums(x, stride, words, scale, tops, made, rows, columns: tl.constexpr):  # 
         higher = tl.maximum(top, tl.max(logits, 0))
         y = (logits - higher) * scale
         e = tl.exp2(y)
-        down = tl.where(total > 0, (top - higher) * scale, 0.0)  # what was summed below another maximum
+        down = tl.where(total > 0, (top - higher) * scale, 0.0)  # rescales sums taken with the previous maximum
         decay = tl.exp2(down)
         weighted = (weighted + down * total) * decay + tl.sum(tl.where(inside, y * e, 0.0).to(tl.float64), 0)
         total = total * decay + tl.sum(e.to(tl.float64), 0)
@@ -96,7 +96,7 @@ def _gradient(  # type: ignore[no-untyped-def]
     has_entropy: tl.constexpr,
     columns: tl.constexpr,
 ):
-    """A program a piece of a row."""
+    """One program per piece of a row."""
     row = tl.program_id(0)
     at = tl.program_id(1) * columns + tl.arange(0, columns)
     inside = at < words

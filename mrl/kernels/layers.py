@@ -1,7 +1,7 @@
 """Elementwise parts of a transformer layer with hand-written gradients: in plain torch, and some in C for CPUs.
 
-Each does what the composed form does with fewer passes over memory: no halves are concatenated, nothing is kept for the
-backward pass that is cheap to compute again.
+Each computes the composed form with fewer passes over memory: halves are not concatenated, and values that are cheap to
+recompute are not kept for the backward pass.
 """
 
 from __future__ import annotations
@@ -13,54 +13,61 @@ from torch import Tensor
 
 from mrl.kernels.native import layers as native
 
-SHARPNESS, LIMIT = 1.702, 7.0  # of the clamped activation
+SHARPNESS, LIMIT = 1.702, 7.0  # constants of the clamped activation
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """silu(gate) * up of x [..., 2 * n] = (gate, up) -> [..., n]."""
+    """Returns silu(gate) * up of x [..., 2 * n] = (gate, up) -> [..., n]."""
     form = native.SwiGLU if native.takes(x, width=x.size(-1) // 2) else _SwiGLU
     out: Tensor = form.apply(x)
     return out
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding: turns (x[i], x[i + r / 2]) by its angle, for the first r <= d channels of x
-    [t, heads, d]; cos, sin [t, 1, r] in the dtype of x, without gradients: as `RotaryAngles.cos_sin` has them."""
+    """Applies rotary position embedding to the first r <= d channels of x [t, heads, d]: rotates (x[i], x[i + r / 2]).
+
+    cos, sin [t, 1, r] in the dtype of x, without gradients, as from `RotaryAngles.cos_sin`.
+    """
     out: Tensor = _Rotate.apply(x, cos, sin)
     return out
 
 
 def geglu(x: Tensor) -> Tensor:
-    """gelu(gate), by tanh, * up of x [..., 2 * n] = (gate, up) -> [..., n]."""
+    """Returns gelu_tanh(gate) * up of x [..., 2 * n] = (gate, up) -> [..., n]."""
     gate, up = x.chunk(2, -1)
     return torch.nn.functional.gelu(gate, approximate="tanh") * up
 
 
 def clamped_swiglu(x: Tensor) -> Tensor:
-    """gate * sigmoid(SHARPNESS * gate) * (up + 1) of x [..., 2 * n] = (gate, up) -> [..., n], with gate at most LIMIT
-    and up from -LIMIT to LIMIT. As gpt-oss' (transformers' GptOssExperts)."""
+    """Returns gate * sigmoid(SHARPNESS * gate) * (up + 1) of x [..., 2 * n] = (gate, up) -> [..., n].
+
+    gate is clamped to at most LIMIT and up to +-LIMIT, as in gpt-oss (transformers' GptOssExperts).
+    """
     out: Tensor = _ClampedSwiGLU.apply(x)
     return out
 
 
 def shifted_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) over the last dimension times (1 + weight), all in float32, rounded to the dtype of x.
+    """Returns x / sqrt(mean(x^2) + eps) over the last dimension times (1 + weight), all in float32, rounded to the
+    dtype of x.
 
-    x [..., d], weight [d]; the result has the shape and dtype of x. As Gemma's (transformers' Gemma3RMSNorm).
+    x [..., d], weight [d]; the result has the shape and dtype of x. As in Gemma (transformers' Gemma3RMSNorm).
     """
     return wide_rms_norm(x, 1 + _wide(weight), eps)
 
 
 def wide_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) over the last dimension times weight, all in float32, rounded to the dtype of x.
+    """Returns x / sqrt(mean(x^2) + eps) over the last dimension times weight, all in float32, rounded to the dtype of
+    x.
 
-    x [..., d], weight [d]; the result has the shape and dtype of x. As OLMo's (transformers' Olmo2RMSNorm).
+    x [..., d], weight [d]; the result has the shape and dtype of x. As in OLMo (transformers' Olmo2RMSNorm).
     """
     return rms_norm(_wide(x), _wide(weight), eps).to(x.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) over the last dimension in float32, rounded to the dtype of x, then times weight.
+    """Returns x / sqrt(mean(x^2) + eps) over the last dimension in float32, rounded to the dtype of x, then times
+    weight.
 
     x [..., d], weight [d]; the result has the shape and dtype of x.
     """
@@ -125,7 +132,7 @@ class _Rotate(torch.autograd.Function):
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    """In passes over whole rows: several times as fast on a CPU as four over halves of a head."""
+    """Rotates in passes over whole rows, several times as fast on a CPU as four passes over halves of a head."""
     width = cos.size(-1)
     if native.takes(x, cos, sin, width=width):
         return native.rotated(x, cos, sin, sign)

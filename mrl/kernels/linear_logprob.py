@@ -1,13 +1,13 @@
-"""Hidden states -> log-probability and entropy of each row, without ever holding [n, vocab] logits.
+"""Log-probability and entropy of each row from hidden states, without storing [n, vocab] logits.
 
-Rows are worked through in chunks: beyond inputs and gradients there is one [chunk, vocab / tp] block of logits.
+Rows are processed in chunks: beyond inputs and gradients there is one [chunk, vocab / tp] block of logits.
 Vocabulary-parallel: each rank holds the weight rows `vocab_start ... vocab_start + V/tp`; columns at or beyond
-`vocab_size` are padding and take no probability.
+`vocab_size` are padding and have no probability.
 
-Gradients are formed in one of two ways. Where the loss of a token needs nothing of other tokens, its slopes are known
-as soon as the token's log-prob is: the gradients of `hidden` and `weight` are then formed in the forward pass, chunk by
-chunk, by three matrix products in all, and the backward pass multiplies them by one number. Other losses know their
-slopes when all is computed; the backward pass then computes a chunk's logits once more, a fourth product.
+Gradients are computed in one of two ways. If the loss of a token depends on that token's output alone, its loss
+gradients are known as soon as the token's log-prob is: the forward pass then forms the gradients of `hidden` and
+`weight`, chunk by chunk, with three matrix products in all, and the backward pass multiplies them by one number. For
+other losses the backward pass computes a chunk's logits again, a fourth product.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from mrl.kernels.head_chunks import chunk_rows, waiting_rows
 from mrl.kernels.head_products import Operands, Products, plain
 from mrl.kernels.head_rows import Labels, Rows, d_logits, statistics
 
-_NOTHING = -1e20  # the logit of padding: no probability at any temperature
-_SAME = 1e-4  # relative difference up to which slopes are those expected: they are rounded twice
+_NOTHING = -1e20  # logit of padding: no probability at any temperature
+_SAME = 1e-4  # relative tolerance of loss gradients, which are rounded twice
 
 
 @dataclass(frozen=True)
 class Slopes:
-    """of(log-probs [k], entropies [k], which of the n rows these are) -> the loss's derivatives by both, [k] each, up
-    to a factor that all rows share; None for the entropies unless `entropy`."""
+    """of(log-probs [k], entropies [k], slice of the n rows) -> loss gradients by both, [k] each.
+
+    They may lack a factor that all rows share. The second is None for the entropies unless `entropy`.
+    """
 
     of: Callable[[Tensor, Tensor, slice], tuple[Tensor, Tensor | None]]
     entropy: bool = False
@@ -39,7 +41,7 @@ class Slopes:
 
 @dataclass(frozen=True)
 class _Place:
-    """Everything about a call but its tensors."""
+    """Parameters of a call other than its tensors."""
 
     temperature: float
     vocab_start: int
@@ -61,15 +63,15 @@ def linear_log_prob(
     products: Products = plain,
     slopes: Slopes | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs of `labels` and entropies of softmax(hidden @ weight.T / temperature); without a gradient, 1 where no
-    token is likelier than the label, else 0.
+    """Returns log-probs of `labels`, entropies of softmax(hidden @ weight.T / temperature), and, without gradient, 1
+    where the label is the argmax, else 0.
 
     hidden [n, h], weight [V/tp, h], labels [n] int64 (global vocabulary ids) -> float32 [n], [n], [n].
     The gradient of `hidden` holds only this rank's vocabulary part: the caller sums it over the tensor-parallel group.
-    chunk: rows worked through at once; by the size of the vocabulary when None.
-    products: who multiplies, and in what
-    slopes: of the loss that will be computed from the results; None where they cannot be known for some rows alone.
-    The backward pass raises RuntimeError if the loss has other ones.
+    chunk: rows processed at once; None: from the size of the vocabulary.
+    products: implementation of the matrix products
+    slopes: loss gradients of the loss that will be computed from the results; None if the loss is not local to each
+    token. The backward pass raises RuntimeError if the loss has other gradients.
     """
     place = _Place(temperature, vocab_start, vocab_size, _if_parallel(tp_group), chunk, products)
     if slopes is None or not torch.is_grad_enabled():
@@ -91,17 +93,18 @@ def linear_distribution(
     chunk: int | None = None,
     products: Products = plain,
 ) -> Tensor:
-    """float32 [4, n]: the log-probs and entropies of `linear_log_prob`, the sums over the vocabulary of the squared
-    probabilities, and 1 where no token is likelier than the label, else 0. No gradient."""
+    """Returns float32 [4, n] without gradient: log-probs and entropies of `linear_log_prob`, the sums over the
+    vocabulary of the squared probabilities, and 1 where the label is the argmax, else 0.
+    """
     place = _Place(temperature, vocab_start, vocab_size, _if_parallel(tp_group), chunk, products)
     made = _Pass(hidden, weight, labels, place).all_statistics(squares=True)
     return torch.stack([made.log_probs, made.entropy, made.squares, made.is_top])
 
 
 class _Pass:
-    """One pass over the rows, and the gradients that it has formed so far.
+    """One pass over the rows, and the gradients formed so far.
 
-    of_weight: whether the weight's is wanted; that of a frozen one is not
+    of_weight: True if the weight's gradient is needed; not for a frozen weight
     """
 
     def __init__(self, hidden: Tensor, weight: Tensor, labels: Tensor, place: _Place, of_weight: bool = False) -> None:
@@ -115,7 +118,7 @@ class _Pass:
         self._d_weight: Tensor | None = None
         self._d_hidden = torch.empty_like(hidden, dtype=self._operands.gradient_dtype)
         self._waiting: Tensor | None = None  # gradients of logits
-        self._multiplied = 0  # rows whose gradients are formed
+        self._multiplied = 0  # rows with finished gradients
 
     def chunks(self) -> list[slice]:
         return [slice(start, start + self._chunk) for start in range(0, self._n, self._chunk)]
@@ -138,8 +141,10 @@ class _Pass:
     def add_gradients(
         self, rows: slice, x: Tensor, found: Rows, slopes: tuple[Tensor, Tensor | None], **how: bool
     ) -> None:
-        """x, how: as `d_logits` takes them. Chunks come in their order, and wait for others that are multiplied with
-        them."""
+        """Adds gradients of a chunk. x, how: as in `d_logits`.
+
+        Chunks come in order, and are buffered until they are multiplied together.
+        """
         room, first = self._room(x), self._multiplied
         start, stop = rows.start - first, rows.start - first + x.size(0)
         d_logits(x, found, self._labels.at(rows), self._temperature, slopes, room[start:stop], **how)
@@ -151,7 +156,7 @@ class _Pass:
             self._d_weight = self._operands.add_d_weight(self._d_weight, room[:stop], done)
 
     def _room(self, x: Tensor) -> Tensor:
-        """For the gradients of the rows from `_multiplied` on: x itself, or what is narrower."""
+        """Buffer for the gradients of the rows from `_multiplied` on: x itself, or a narrower one."""
         dtype = self._operands.gradient_dtype
         if x.dtype == dtype:
             return x
@@ -163,11 +168,11 @@ class _Pass:
         return self._waiting
 
     def close(self) -> None:
-        """Gives up what only chunks need."""
+        """Frees the buffers of chunks."""
         del self._operands, self._waiting
 
     def gradients(self, factor: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Of hidden and weight, in their dtypes; multiplied by the factor, once."""
+        """Returns the gradients of hidden and weight, in their dtypes, multiplied once by the factor."""
         made = [self._d_hidden]
         if self._of_weight:
             made.append(torch.zeros_like(self._weight) if self._d_weight is None else self._d_weight)  # None: no rows
@@ -191,7 +196,7 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        d_log_probs, d_entropy, _ = grads  # None: that output took no part in the loss
+        d_log_probs, d_entropy, _ = grads  # None: the loss does not use that output
         hidden, weight, labels, *vectors = ctx.saved_tensors
         found = Rows(*vectors)
         d_log_probs = torch.zeros_like(found.log_probs) if d_log_probs is None else d_log_probs
@@ -212,7 +217,7 @@ class _Formed(torch.autograd.Function):
         outputs, expected = torch.zeros(5, labels.numel(), dtype=wide, device=hidden.device).split([3, 2])
         for rows in work.chunks():
             x = work.logits(rows)
-            exponential = not slopes.entropy and x.dtype == torch.float32  # else they would lose digits
+            exponential = not slopes.entropy and x.dtype == torch.float32  # otherwise they would lose digits
             found = work.statistics(rows, x, exponential=exponential)
             outputs[:, rows] = torch.stack([found.log_probs, found.entropy, found.is_top])
             steep = slopes.of(found.log_probs, found.entropy, rows)
@@ -220,7 +225,7 @@ class _Formed(torch.autograd.Function):
                 if slope is not None:
                     kept[rows] = slope
             work.add_gradients(rows, x, found, steep, exponential=exponential)
-            del x  # before the next chunk's
+            del x  # frees it before the next chunk
         work.close()
         ctx.work = work
         ctx.save_for_backward(expected)
@@ -240,8 +245,10 @@ class _Formed(torch.autograd.Function):
 
 
 def _factor(expected: Tensor, slopes: Tensor) -> Tensor:
-    """[]: what the expected slopes [2, n] have to be multiplied by; RuntimeError unless it is one number. Slopes that
-    are not finite give one that is not."""
+    """Returns the factor [] of the expected loss gradients [2, n]; non-finite gradients give a non-finite factor.
+
+    Raises RuntimeError unless all have the same factor.
+    """
     if expected.numel() == 0:
         return expected.new_ones(())
     place = expected.abs().argmax()

@@ -1,4 +1,4 @@
-"""Whether kernels by triton can be compiled where this process runs."""
+"""Availability of triton kernels in this process."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from mrl.kernels.native import build
 
 
 def is_chosen() -> bool:
-    """For tensors on a GPU: everywhere where it can compile, but with MRL_KERNELS=torch."""
+    """Returns True if tensors on a GPU use triton: wherever it can compile, unless MRL_KERNELS=torch."""
     return os.environ.get("MRL_KERNELS") != "torch" and problem() is None
 
 
 def takes(*tensors: Tensor) -> bool:
-    """Whether the kernels of `mrl.kernels.algo_triton` take these, beside masks."""
+    """Returns True if the kernels of `mrl.kernels.algo_triton` support these tensors, besides masks."""
     fits = all(x.is_cuda and x.dtype == torch.float32 and x.is_contiguous() for x in tensors)
     return fits and is_chosen()
 
 
 @cache
 def problem() -> str | None:
-    """Why not, in one line; None if they can."""
+    """Returns in one line why triton cannot compile; None if it can."""
     try:
         importlib.import_module("triton")
     except Exception as error:
@@ -37,7 +37,7 @@ def problem() -> str | None:
 
 
 def compiler_problem() -> str | None:
-    """What a triton that is there lacks: it compiles a launcher, in C, at run time."""
+    """Returns what an installed triton lacks to compile its C launcher at run time; None if nothing."""
     try:
         build.compiler()
     except build.CannotBuild as error:

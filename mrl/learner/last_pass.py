@@ -1,4 +1,4 @@
-"""What a model said during the last backward pass, kept on its device until it is asked for."""
+"""Model outputs of the last backward pass, kept on the device until they are read."""
 
 from __future__ import annotations
 
@@ -12,28 +12,31 @@ from mrl.parallel import Mesh
 
 
 class LastPass:
-    """Outputs [k, r] of some response tokens, a micro-batch after the other. What is asked for is collective over the
-    world, about the rollout of that pass, and the same on every rank."""
+    """Outputs [k, r] of response tokens, accumulated over micro-batches.
+
+    Every query is collective over the world, refers to the rollout of the last pass, and returns the same on every
+    rank.
+    """
 
     def __init__(self, mesh: Mesh) -> None:
-        self._is_told = mesh.tp_rank == 0  # tensor-parallel ranks have the same outputs, which are to be added once
+        self._is_told = mesh.tp_rank == 0  # tensor-parallel ranks have equal outputs: count them once
         self._parts: list[tuple[Tensor, Tensor]] = []
 
     def begin(self) -> None:
-        """Forgets the pass before."""
+        """Discards the outputs of the previous pass."""
         self._parts = []
 
     def add(self, outputs: Tensor, dest: Tensor) -> None:
-        """outputs: [k, r]; dest: [r], which of the rollout's response tokens they are of."""
+        """Adds outputs [k, r] for the rollout's response tokens at `dest` [r]."""
         self._parts.append((outputs.detach(), dest))
 
     def log_probs(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
-        """(log-probs [R], 0 elsewhere; where there are some, [R] bool)."""
+        """Returns (log-probs [R], 0 where none was computed; [R] bool, True where one was)."""
         found = self.outputs(rollout, 1)
         return found[0], found[1].bool()
 
     def outputs(self, rollout: Rollout, channels: int) -> Tensor:
-        """[channels + 1, R]: the first of what was computed, 0 elsewhere; then 1 where it was."""
+        """Returns [channels + 1, R]: the first `channels` outputs, 0 where none was computed; then 1 where one was."""
         found = torch.zeros(channels + 1, rollout.num_response_tokens, device=platform.device())
         if self._is_told:
             for values, dest in self._parts:
@@ -42,7 +45,7 @@ class LastPass:
         return found.cpu()
 
     def nonfinite_samples(self, rollout: Rollout) -> list[int]:
-        """Samples at one of whose tokens an output was not finite."""
+        """Returns the samples with a non-finite output at any token."""
         bad = torch.zeros(rollout.num_response_tokens, device=platform.device())
         for values, dest in self._parts:
             bad[dest] = (~values.isfinite().all(0)).float()

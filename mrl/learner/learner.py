@@ -1,6 +1,6 @@
-"""One model under one layout: forward, loss, backward, optimizer step, all through Megatron's schedules.
+"""One model under one layout: forward, loss, backward and optimizer step through Megatron's schedules.
 
-Per-token results come back as flat [k, R] tensors that are the same on every rank (see mrl.core.Rollout).
+Per-token results are flat [k, R] tensors, equal on every rank (see mrl.core.Rollout).
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ PixelsOf = Callable[[Tensor], Tensor]
 
 
 class Learner:
-    """Actor, critic or reference. Construction and every method are collective over the world.
+    """Actor, critic or reference model. Construction and every method are collective over the world.
 
-    `pixels` says what the pictures of a rollout look like: [k, 5] as in `PackedBatch.images` -> [patches, patch values]
-    float32; the first stage's ranks ask it for those of each micro-batch.
+    `pixels` maps a rollout's images [k, 5], as in `PackedBatch.images`, to [patches, patch values] float32; ranks of
+    the first stage call it for each micro-batch.
 
-    trains_vision: the tower of a model that sees pictures is trained too; frozen, it is outside of the optimizer
-    replays: rollouts that say which experts their tokens go to are followed; `replay` then has what was noted
-    `trainable=False` builds no gradient buffers and no optimizer (the reference). With `train.lora` the model itself is
-    frozen, and `adapters` beside it are trained; `exporter` gives the weights with them.
+    trains_vision: the vision tower is trained too; a frozen tower is not in the optimizer
+    replays: passes use the expert routing that a rollout carries, and `replay` records routing
+    `trainable=False` builds no gradient buffers and no optimizer (the reference). With `train.lora` the base model is
+    frozen and `adapters` are trained; `exporter` gives the merged weights.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Learner:
         replays: bool = False,
     ) -> None:
         self.role, self.arch, self.train, self.mesh, self.trainable = role, arch, train, mesh, trainable
-        # a token's place in a cut, its pictures, and the experts that its sample was sent to, are not its prefix' alone
+        # with CP, images or replayed routing a token depends on more than its prefix, so prefixes cannot be shared
         self.split = Split(mesh, train, arch, role, shares=mesh.cp == 1 and arch.vision is None and not replays)
         self.pixels: PixelsOf | None = None
         with mesh.active():
@@ -116,32 +116,35 @@ class Learner:
         self._finite = True  # its loss and every rank's gradients
 
     def log_probs(self, rollout: Rollout, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probs of the response tokens under softmax(logits / temperature), and the entropies: [R], [R]."""
+        """Returns the response tokens' log-probs under softmax(logits / temperature) and the entropies: [R], [R]."""
         out = self._forward(rollout, "log_probs", 2, temperature)
         return out[0], out[1]
 
     def distribution(self, rollout: Rollout, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-        """`log_probs`, and the sums over the vocabulary of the squared probabilities: [R], [R], [R]."""
+        """Returns `log_probs` and the sums over the vocabulary of the squared probabilities: [R], [R], [R]."""
         out = self._forward(rollout, "distribution", 4, temperature)
         return out[0], out[1], out[2]
 
     def head_error(self, rollout: Rollout, temperature: float) -> Tensor:
-        """[R]: log-probs as the losses have them less those of the same hidden states in a head of model.dtype. 0 where
-        the head is not in fp8."""
+        """Returns the lm_head quantization error [R]: log-probs as in the losses minus those of a head in model.dtype
+        on the same hidden states. 0 if the head is not in fp8.
+        """
         return self._forward(rollout, "head_error", 1, temperature)[0]
 
     def predictions(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
-        """Log-probs of the response tokens at temperature 1, and which of them are the likeliest, bool: [R], [R]; 0 and
-        False for those that do not count."""
+        """Returns the response tokens' log-probs at temperature 1, and a bool mask of argmax tokens: [R], [R].
+
+        Uncounted tokens have 0 and False.
+        """
         out = self._forward(rollout, "distribution", 4, 1.0)
         return out[0], out[3] > 0
 
     def values(self, rollout: Rollout) -> Tensor:
-        """The critic's value before each response token: [R]."""
+        """Returns the critic's value before each response token: [R]."""
         return self.scores(rollout)[0]
 
     def scores(self, rollout: Rollout) -> Tensor:
-        """What each head of a critic or reward model says before each response token: [heads, R]."""
+        """Returns the score of each head of a critic or reward model before each response token: [heads, R]."""
         return self._forward(rollout, "values", self.arch.score_heads, 1.0)
 
     @torch.no_grad()
@@ -173,14 +176,15 @@ class Learner:
         full_gradients: bool = False,
         also: Sequence[Term] = (),
     ) -> dict[str, float]:
-        """Gradients of the summed loss over `sample_ids`, and its metrics (plus "loss"), the same on every rank.
+        """Computes gradients of the summed loss over `sample_ids`; returns its metrics and "loss", the same on every
+        rank.
 
-        also: further losses of the same update, whose metrics have other names; "loss" is the sum of all
+        also: further losses of the same update, with distinct metric names; "loss" is the sum of all
 
-        The per-token weights inside `loss` hold the one global denominator, so the gradient does not depend on the
-        split over micro-batches, DP, CP or PP. Megatron multiplies by CP, divides by the number of micro-batches, and
-        its DDP divides by DP x CP: the factor below undoes that. `full_gradients` leaves the whole reduced gradient on
-        every data-parallel rank instead of its shard.
+        The per-token weights inside `loss` hold the global denominator, so the gradient does not depend on the split
+        over micro-batches, DP, CP or PP. Megatron multiplies by CP, divides by the number of micro-batches, and its DDP
+        divides by DP x CP: the factor below undoes that. `full_gradients` leaves the whole reduced gradient on every
+        data-parallel rank instead of its shard.
         """
         self.memory.require("all", "a backward pass")
         terms = (Term(rollout, sample_ids, loss, temperature, entropy_grad), *also)
@@ -206,7 +210,7 @@ class Learner:
 
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
-            chunk.force_all_reduce = full_gradients  # of buckets that are summed before the end of the pass
+            chunk.force_all_reduce = full_gradients  # for buckets that are reduced before the end of the pass
         self.optimizer.zero_grad()
         output: Output = "log_probs" if self.role == "policy" else "values"
         rollouts = [term.rollout for term in terms]
@@ -214,10 +218,10 @@ class Learner:
         return self._reduce_metrics([(term.loss, made) for term, made in zip(terms, parts, strict=True)])
 
     def step(self) -> dict[str, float]:
-        """One optimizer update from the accumulated gradients; returns grad_norm, lr and skipped (0 or 1).
+        """Applies one optimizer update from the accumulated gradients; returns grad_norm, lr and skipped (0 or 1).
 
-        After a loss or gradient that is not finite on any rank, the update is skipped on all: weights, optimizer and
-        schedule stay as they are, to the bit.
+        If the loss or a gradient is not finite on any rank, all ranks skip the update: weights, optimizer and schedule
+        stay unchanged bit for bit.
         """
         self.memory.require("all", "an update")
         with self.mesh.active():
@@ -231,19 +235,20 @@ class Learner:
         return {"grad_norm": norm, "lr": lr, "skipped": float(not good)}
 
     def zero_gradients(self) -> None:
-        """Those of the last `backward`, as if its loss had been multiplied by 0; one that is not finite stays so."""
+        """Multiplies the gradients of the last `backward` by 0; non-finite gradients stay non-finite."""
         self.memory.require("all", "an update")
         for chunk in self.chunks:
             chunk.scale_gradients(0.0)
 
     def main_weights(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """As `main_parameters`, where their bytes are: in host memory while they are given up."""
+        """Yields `main_parameters` from where they are stored: host memory while they are offloaded."""
         for parameter, main in main_parameters(self.optimizer):
             yield parameter, self.memory.read(main)
 
     def total_over_context(self, partial: Tensor) -> Tensor:
-        """The sum of a tensor of any shape over the context-parallel ranks, which hold parts of the same sequences; in
-        place."""
+        """Sums a tensor of any shape, in place, over the context-parallel ranks, which hold parts of the same
+        sequences.
+        """
         if self.mesh.cp > 1:
             dist.all_reduce(partial, group=self.mesh.cp_group)
         return partial
@@ -280,7 +285,7 @@ class Learner:
                 data_iterator=[iter(batches) for _ in self.chunks] if self.mesh.vpp else iter(batches),
                 model=self.chunks if self.mesh.vpp else self.chunks[0],
                 num_microbatches=len(batches),
-                seq_length=1,  # not looked at (variable_seq_lengths): each micro-batch has its own
+                seq_length=1,  # ignored (variable_seq_lengths): each micro-batch has its own length
                 micro_batch_size=1,
                 **communication(self.mesh, self.bare[0].config, lengths),
                 **megatron_args,
@@ -294,7 +299,9 @@ class Learner:
         return Images.make(packed, self.pixels(packed.images))
 
     def _reduce_metrics(self, terms: list[tuple[Loss, list[LossParts]]]) -> dict[str, float]:
-        """Metrics of the whole mini-batch: every token is counted by exactly one rank. Notes whether all is finite."""
+        """Sums metrics over the mini-batch, each token counted by exactly one rank, and records whether everything
+        is finite.
+        """
         names = ["loss", *(name for loss, _ in terms for name in loss.sums)]
         sums = torch.zeros(1 + len(names), dtype=torch.float64, device=platform.device())
         sums[0] = ~has_finite_gradients(self.chunks)

@@ -1,4 +1,4 @@
-"""How likely held-out rows are: sums over all their tokens, so that no batch or rank has a mean of its own."""
+"""Likelihood of held-out rows as sums over all their tokens, so results do not depend on batches or ranks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ LARGEST = 700.0  # nats whose exponential is a float64
 
 @dataclass
 class Likelihood:
-    """Sums over tokens, each times what it counts: nll of the negative log-likelihood, right of those that are the
-    likeliest, counts of 1; tokens: how many count."""
+    """Sums over tokens, weighted by each token's count.
+
+    nll: negative log-likelihood; right: argmax predictions; counts: 1; tokens: number of counted tokens
+    """
 
     nll: float = 0.0
     right: float = 0.0
@@ -25,7 +27,7 @@ class Likelihood:
     tokens: int = 0
 
     def metrics(self, name: str, after: str = "") -> dict[str, float]:
-        """NAME/loss, its exponential NAME/perplexity, NAME/token_accuracy."""
+        """Returns NAME/loss, its exponential NAME/perplexity, and NAME/token_accuracy."""
         loss = self.nll / self.counts
         found = {
             "loss": loss,
@@ -38,9 +40,9 @@ class Likelihood:
 def likelihood(
     learner: Learner, batches: Iterable[tuple[Sequence[str | None], Rollout]]
 ) -> dict[str | None, Likelihood]:
-    """By what the rows say of their kind, and under None of all. Collective.
+    """Returns the likelihood by kind of row, and of all rows under None. Collective.
 
-    batches: for each some rows' kinds, one a sample, and the rows
+    batches: (kinds, one a sample; the samples) for each batch
     """
     found: dict[str | None, Likelihood] = {None: Likelihood()}
     for kinds, batch in batches:
@@ -60,8 +62,10 @@ def likelihood(
 
 
 def metrics(found: dict[str | None, Likelihood], name: str) -> dict[str, float]:
-    """NAME/loss, NAME/perplexity, NAME/token_accuracy, NAME/tokens of all; by kind NAME/loss/KIND and the others, where
-    rows are of several."""
+    """Returns NAME/loss, NAME/perplexity, NAME/token_accuracy and NAME/tokens over all rows.
+
+    If rows are of several kinds, adds NAME/loss/KIND and the others for each kind.
+    """
     made = found[None].metrics(name) | {f"{name}/tokens": float(found[None].tokens)}
     kinds = {kind: of for kind, of in found.items() if kind is not None}
     if len(kinds) > 1 or any(of.tokens < found[None].tokens for of in kinds.values()):

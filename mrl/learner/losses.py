@@ -1,8 +1,7 @@
-"""The training losses as sums over response tokens, built once a mini-batch from flat vectors.
+"""Training losses as sums over response tokens, built once a mini-batch from flat vectors.
 
-Each takes the model's output at some tokens and those tokens' places in the flat vectors of the step (`dest`); all
-per-token inputs are looked up there, on the device of the model. The weights hold the one global denominator of the
-mini-batch.
+Each takes the model's output at some tokens and those tokens' indices into the step's flat vectors (`dest`), where it
+looks up all per-token inputs on the model's device. The weights hold the global denominator of the mini-batch.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from mrl.options.losses import OwnLoss
 
 @dataclass(frozen=True)
 class PolicyTargets:
-    """Flat [R] vectors of a step. `old_log_probs` None: the update is of the old policy itself, the ratio is 1.
+    """Flat [R] vectors of a step. `old_log_probs` None: the update is on-policy, so the ratio is 1.
 
     weights: sum a token loss to the configured aggregate; mean_weights: to the mean over the mini-batch's tokens
-    policy_weights: `weights` times what the policy loss alone is multiplied by (importance weights, a choice of tokens)
-    sampling_log_probs: the engine's, where responses that the policy has left behind are masked
-    sequences: which response each token is of; chosen: bool, the tokens that the loss treats differently
+    policy_weights: `weights` times the factors of the policy loss alone (importance weights, token selection)
+    sampling_log_probs: the engine's, if off-policy responses are masked
+    sequences: the response of each token; chosen: bool, the tokens that the loss treats differently
     """
 
     advantages: Tensor
@@ -44,16 +43,16 @@ class PolicyTargets:
     chosen: Tensor | None = None
 
     def to(self, device: torch.device) -> PolicyTargets:
-        """Each vector on the device."""
+        """Moves each vector to the device."""
         return replace(self, **{name: x.to(device) for name, x in vars(self).items() if x is not None})
 
 
-POLICY_SUMS = ("actor/pg_loss", "actor/entropy", "actor/ref_kl")  # before those of the loss itself
+POLICY_SUMS = ("actor/pg_loss", "actor/entropy", "actor/ref_kl")  # followed by the loss's own metrics
 OFF_POLICY_MASKED = "actor/off_policy_masked"  # share of the tokens
 
 
 def policy(cfg: PolicyLossConfig, kl_cfg: KLConfig, kl_coef: float, targets: PolicyTargets) -> Loss:
-    """The policy loss - entropy_coef * entropy + kl_coef * KL(actor, ref)."""
+    """Returns the policy loss - entropy_coef * entropy + kl_coef * KL(actor, ref)."""
     t = targets.to(platform.device())
     masks = t.sampling_log_probs is not None
     which, options = chosen_loss(cfg)
@@ -95,15 +94,17 @@ def policy(cfg: PolicyLossConfig, kl_cfg: KLConfig, kl_coef: float, targets: Pol
 
 
 def chosen_loss(cfg: PolicyLossConfig) -> tuple[str | PolicyLoss, dict[str, Any]]:
-    """What `policy_loss.compute` is called with: the loss and its options. FunctionError for a user's own that cannot
-    be used."""
+    """Returns the loss and the options for `policy_loss.compute`.
+
+    Raises FunctionError for a user-defined loss that cannot be used.
+    """
     if isinstance(cfg, OwnLoss):
         return own.load_loss(cfg.function, cfg.options), {}
     return cfg.loss_mode, cfg.own_options
 
 
 def _kept(threshold: float | None, t: PolicyTargets, log_probs: Tensor, dest: Tensor) -> Tensor:
-    """[n] bool: the tokens that the off-policy mask leaves to the policy loss."""
+    """Returns the tokens [n] bool that the off-policy mask leaves to the policy loss."""
     if threshold is None or t.sampling_log_probs is None or t.sequences is None:
         return torch.ones_like(dest, dtype=torch.bool)
     return off_policy_mask.keep(
@@ -120,7 +121,10 @@ def _on_device(vector: Tensor) -> Tensor:
 
 
 def value(cfg: ValueLossConfig, old_values: Tensor, returns: Tensor, weights: Tensor, mean_weights: Tensor) -> Loss:
-    """Clipped squared error to the returns (`mrl.algo.value_loss`). All tensors are flat [R], as in PolicyTargets."""
+    """Returns the clipped squared error to the returns (`mrl.algo.value_loss`).
+
+    All tensors are flat [R], as in PolicyTargets.
+    """
     old_values, returns, weights, mean_weights = map(_on_device, (old_values, returns, weights, mean_weights))
 
     def compute(output: Tensor, dest: Tensor) -> LossParts:
@@ -139,8 +143,9 @@ def value(cfg: ValueLossConfig, old_values: Tensor, returns: Tensor, weights: Te
 
 
 def ptx(weights: Tensor, coef: float) -> Loss:
-    """coef * the negative log-likelihood of the response tokens, beside another loss (InstructGPT's PPO-ptx, arXiv
-    2203.02155). weights [R]. The metric is without the coefficient."""
+    """Returns coef * the negative log-likelihood of the response tokens, added to another loss (InstructGPT's PPO-ptx,
+    arXiv 2203.02155). weights [R]. The metric omits the coefficient.
+    """
     weights = _on_device(weights)
 
     def compute(output: Tensor, dest: Tensor) -> LossParts:
@@ -151,29 +156,35 @@ def ptx(weights: Tensor, coef: float) -> Loss:
 
 
 def cross_entropy(weights: Tensor, noise: float = 0.0, seed: int = 0) -> Loss:
-    """Negative log-likelihood of the response tokens (supervised fine-tuning), nats; weights [R] sum a token loss.
+    """Returns the negative log-likelihood of the response tokens (supervised fine-tuning), nats; weights [R] sum a
+    token loss.
 
-    noise: NEFTune's alpha, 0: none; seed: of that noise, and of what adapters drop
+    noise: NEFTune's alpha, 0: none; seed: of that noise and of the adapters' dropout
     """
     return _imitation(weights, lambda output: -output[0], Extras(noise=noise, drops=True, seed=seed), is_other=False)
 
 
 def smoothed_cross_entropy(weights: Tensor, smoothing: float, noise: float = 0.0, seed: int = 0) -> Loss:
-    """As `cross_entropy`, of labels that give this much of their probability to all tokens alike (Szegedy et al., arXiv
-    1512.00567). The metric actor/nll is that without."""
+    """Returns `cross_entropy` with label smoothing over all tokens (Szegedy et al., arXiv 1512.00567); weights [R].
+
+    The metric actor/nll is without smoothing.
+    """
     extras = Extras(smoothing=True, noise=noise, drops=True, seed=seed)
     return _imitation(weights, lambda output: -(1 - smoothing) * output[0] - smoothing * output[2], extras)
 
 
 def dft(weights: Tensor, noise: float = 0.0, seed: int = 0) -> Loss:
-    """Dynamic fine-tuning (arXiv 2508.05629): each token's negative log-likelihood times its probability, which has no
-    gradient. Otherwise as `cross_entropy`; the metric actor/nll is that without the probability."""
+    """Returns the dynamic fine-tuning loss (arXiv 2508.05629): each token's negative log-likelihood times its detached
+    probability.
+
+    Other arguments are those of `cross_entropy`; the metric actor/nll omits the probability. weights [R].
+    """
     extras = Extras(noise=noise, drops=True, seed=seed)
     return _imitation(weights, lambda output: -output[0].detach().exp() * output[0], extras)
 
 
 def _imitation(weights: Tensor, of_token: Callable[[Tensor], Tensor], extras: Extras, is_other: bool = True) -> Loss:
-    """is_other: the loss is another one than the negative log-likelihood, which is a metric then"""
+    """is_other: the loss differs from the negative log-likelihood, which is then a metric."""
     weights = _on_device(weights)
 
     def compute(output: Tensor, dest: Tensor) -> LossParts:

@@ -1,6 +1,6 @@
-"""What of a model is on the device: its parameters, and what only updates need.
+"""Offload of a model: which of its parameters, gradients and optimizer states are on the device.
 
-The moves are local; that all ranks make them at the same point is for the caller to see to.
+Moves are local; the caller makes all ranks move at the same point.
 """
 
 from __future__ import annotations
@@ -20,37 +20,42 @@ LEVELS: tuple[Level, ...] = ("nothing", "parameters", "all")
 
 
 class GivenUpError(RuntimeError):
-    """Something that must be on the device has been given up, and nobody has brought it back."""
+    """Required tensors are offloaded to host memory and have not been restored."""
 
 
 class LearnerMemory:
-    """Of one model: which of its storages wait in host memory.
+    """Device residency of one model's storages.
 
-    level: what the run wants on the device, at first all. How much of the rest is really given up says `offload`: the
-    optimizer's (gradients, which come back as zeros; main weights; Adam's moments), or the parameters too
-    bytes_copied: so far, either way
+    level: what the run wants on the device, initially all. `offload` decides what is really moved to the host: the
+    optimizer's storages (gradients, which return as zeros; main weights; Adam's moments), or the parameters too
+    bytes_copied: total so far, both directions
     """
 
     def __init__(
         self, model: str, offload: Offload, parameters: Iterable[Tensor], chunks: list[Any], optimizer: Any
     ) -> None:
-        """chunks: Megatron's DDP; optimizer: what takes their gradients, None for a model that is not trained"""
+        """chunks: Megatron's DDP modules; optimizer: the one that takes their gradients, None for an untrained
+        model.
+        """
         self.model, self.offload = model, offload
         self.level: Level = "all"
         self.bytes_copied = 0
         self._parameters, self._chunks, self._optimizer = list(parameters), chunks, optimizer
         self._rooms = {"optimizer": platform.HostRoom(), "parameters": platform.HostRoom()}
-        self._gradients: list[tuple[UntypedStorage, int]] = []  # that are given up, and their sizes
-        self._unchanged = False  # the parameters, since they came from host memory
+        self._gradients: list[tuple[UntypedStorage, int]] = []  # offloaded ones and their sizes
+        self._unchanged = False  # True if the parameters equal their host copy
         if optimizer is not None:
-            prime(optimizer)  # Adam's moments exist from now on: what is moved, or left for an engine, is the same
+            prime(optimizer)  # now, so that the memory to move, or left for an engine, stays constant
 
     def moves(self, level: Level) -> bool:
-        """Whether `move` to it would change anything."""
+        """Returns True if `move` to `level` would change anything."""
         return self._to_be_away(level) != self._away
 
     def give_up(self, level: Level) -> None:
-        """What `level` does not need. Raises RuntimeError, and that part is still there, if the host has no room."""
+        """Offloads everything that `level` does not need.
+
+        If the host lacks memory, raises RuntimeError and keeps that part on the device.
+        """
         new = self._to_be_away(level) - self._away
         if "optimizer" in new:
             self.bytes_copied += self._rooms["optimizer"].take(self._optimizer_storages())
@@ -63,7 +68,10 @@ class LearnerMemory:
         self.level = min(self.level, level, key=LEVELS.index)
 
     def bring(self, level: Level) -> None:
-        """What `level` needs. Raises RuntimeError, and that part is still away, if the device has no room."""
+        """Restores everything that `level` needs.
+
+        If the device lacks memory, raises RuntimeError and leaves that part on the host.
+        """
         back = self._away - self._to_be_away(level)
         if "parameters" in back:
             self.bytes_copied += self._rooms["parameters"].give_back()
@@ -88,18 +96,18 @@ class LearnerMemory:
             gradients.zero_()
 
     def move(self, level: Level) -> Level:
-        """To this level; what it was before."""
+        """Moves to `level`; returns the previous level."""
         before = self.level
         self.give_up(level)
         self.bring(level)
         return before
 
     def changed(self) -> None:
-        """To be called by who writes into the parameters at a level below "all"."""
+        """Marks the parameters as changed; call it after writing into them at a level below "all"."""
         self._unchanged = False
 
     def require(self, level: Level, doing: str) -> None:
-        """Raises GivenUpError if something that `doing` needs is away."""
+        """Raises GivenUpError if a part that `doing` needs is offloaded."""
         if missing := self._away - self._to_be_away(level):
             what = {"parameters": "parameters", "optimizer": "gradients, main weights and Adam's moments"}
             names = " and ".join(what[name] for name in sorted(missing))
@@ -109,8 +117,11 @@ class LearnerMemory:
             )
 
     def read(self, tensor: Tensor) -> Tensor:
-        """A parameter, a main weight or a moment of the model where its bytes are: in host memory while it is away,
-        else the tensor itself; of a parameter in fp8 what it stands for, in its nominal dtype."""
+        """Returns a parameter, main weight or moment where its bytes are: the host copy while offloaded, else the
+        tensor itself.
+
+        An fp8 parameter is returned dequantized, in its nominal dtype.
+        """
         for room in self._rooms.values():
             if (found := room.read(tensor)) is not None:
                 return found
@@ -129,7 +140,7 @@ class LearnerMemory:
         return away
 
     def _optimizer_storages(self) -> list[UntypedStorage]:
-        """Of main weights, where they are not the parameters themselves, and of moments."""
+        """Storages of moments, and of main weights that are not the parameters themselves."""
         parameters = {storage._cdata for storage in _once(self._parameters)}
         return [storage for storage in _once(_optimizer_tensors(self._optimizer)) if storage._cdata not in parameters]
 
@@ -140,7 +151,7 @@ class LearnerMemory:
 
 
 def _optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
-    """Counters apart, which are numbers on the host or single ones."""
+    """Yields main weights and moments, without counters."""
     for part in optimizer.chained_optimizers:
         for group in part.optimizer.param_groups:
             for main in group["params"]:
@@ -149,5 +160,5 @@ def _optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
 
 
 def _once(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
-    """The storages that lie below them, in order."""
+    """Returns the distinct storages of the tensors, in order."""
     return list({storage._cdata: storage for storage in map(Tensor.untyped_storage, tensors)}.values())

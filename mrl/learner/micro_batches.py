@@ -1,4 +1,4 @@
-"""How samples are split over ranks and micro-batches: by tokens, the same number of micro-batches on every rank."""
+"""Split of samples over ranks and micro-batches, balanced by tokens, with equal micro-batch counts on every rank."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ from mrl.units import starts
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A rank's part of some samples, and what is asked of the model there. term: of which loss, if there are several;
-    extras: as in `Loss`; loss: this one, where gradients will be taken"""
+    """Packed samples of one rank and how to run the model on them.
+
+    term: index of the loss, if there are several; extras: as in `Loss`; loss: the loss, if gradients are needed
+    """
 
     packed: PackedBatch
     temperature: float
@@ -40,7 +42,7 @@ class MicroBatch:
 
     @property
     def slopes(self) -> Slopes | None:
-        """Of the loss by the model's output, where each token's are known without the others'."""
+        """Gradients of the loss with respect to the model's output; None unless the loss is local to each token."""
         if self.loss is None or not self.loss.local:
             return None
         compute = self.loss.compute
@@ -57,8 +59,11 @@ class MicroBatch:
 
 @dataclass
 class Split:
-    """Of a model under a layout. role: what its outputs cost; shares: whether it can compute once what sequences of a
-    micro-batch begin with in common"""
+    """Micro-batch planner of a model under a layout.
+
+    role: determines the cost of its outputs; shares: True if prefixes common to a micro-batch's sequences are computed
+    once
+    """
 
     mesh: Mesh
     train: TrainConfig
@@ -69,7 +74,7 @@ class Split:
     def micro_batches(
         self, rollout: Rollout, sample_ids: Sequence[int], together: Together = 1, extras: Extras = NOTHING
     ) -> list[PackedBatch]:
-        """This rank's micro-batches; their number is the same on every rank. together, extras: as in `Loss`."""
+        """Returns this rank's micro-batches, equally many on every rank. together, extras: as in `Loss`."""
         require_ids(rollout, self.arch.vocab_size)
         mesh = self.mesh
         rollout, ids = _shown(rollout, sample_ids, together)
@@ -89,8 +94,9 @@ class Split:
         ]
 
     def _plan(self, rollout: Rollout, ids: list[int], sizes: Tensor, *, shares: bool) -> tuple[Bins, list[Bins]]:
-        """(groups of samples, and which of these each rank's micro-batches have). Samples that begin alike are in one
-        group as far as it leaves the busiest rank the least to do."""
+        """Returns (groups of samples, the groups of each rank's micro-batches), choosing the grouping by shared
+        prefix that gives the busiest rank the least work.
+        """
         mesh, forward, lens = self.mesh, ForwardFlops.of(self.arch, self.role), rollout.seq_lens[ids]
         tokens, costs = self._padded(lens), costs_of(forward, lens, rollout.response_lens[ids])
         common = common_prefixes(rollout, ids) if shares else torch.zeros_like(lens)
@@ -116,10 +122,11 @@ class Split:
     def _ways(
         self, rollout: Rollout, ids: list[int], sizes: Tensor, tokens: Tensor, common: Tensor
     ) -> Iterator[Tensor]:
-        """Sizes of groups: `sizes`, but before these, where samples may go where they like, larger ones of samples that
-        begin alike and fit into a micro-batch.
+        """Yields candidate group sizes: larger groups of samples with a shared prefix that fit a micro-batch, then
+        `sizes`.
 
-        tokens, common: of each sample its tokens and `common_prefixes`
+        Larger groups are tried only if samples may be placed freely. tokens, common: each sample's tokens and
+        `common_prefixes`
         """
         if len(sizes) == len(common) and bool(common.any()):
             ahead = ahead_of_outputs(rollout, torch.tensor(ids))
@@ -132,7 +139,7 @@ class Split:
         yield sizes
 
     def fits(self, rollout: Rollout, together: Together) -> bool:
-        """Whether so many samples, one after the other, are never more tokens than a micro-batch may have."""
+        """Returns True if `together` consecutive samples never exceed a micro-batch's token limit."""
         tokens = _sums(self._padded(rollout.seq_lens), _sizes(rollout.num_samples, together))
         return int(tokens.max()) <= self.train.max_tokens_per_microbatch
 
@@ -142,7 +149,7 @@ class Split:
 
 
 def _shown(rollout: Rollout, sample_ids: Sequence[int], together: Together) -> tuple[Rollout, list[int]]:
-    """Sequences, and their places. Those of one sample need not share a micro-batch."""
+    """Returns the sequences and their indices. Sequences of one sample need not share a micro-batch."""
     if rollout.sequence_lens is not None and together != 1:
         raise ValueError("samples of several sequences cannot be kept together in a micro-batch")
     shown, places = rollout.apart(sample_ids)
@@ -150,12 +157,12 @@ def _shown(rollout: Rollout, sample_ids: Sequence[int], together: Together) -> t
 
 
 def _sizes(samples: int, together: Together) -> Tensor:
-    """[groups] int64: how many samples each has."""
+    """Returns the number of samples in each group, [groups] int64."""
     return torch.tensor([together] * (samples // together) if isinstance(together, int) else together).long()
 
 
 def _sums(of_samples: Tensor, sizes: Tensor) -> Tensor:
-    """[groups], of so many samples each, one after the other."""
+    """Sums `of_samples` over consecutive groups of the given sizes, [groups]."""
     of_group = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
     return of_samples.new_zeros(len(sizes)).index_add(0, of_group, of_samples)
 

@@ -23,16 +23,19 @@ _WIDE = ParamKey(predicate=ParamPredicate("is_float32", lambda parameter: parame
 
 
 def sums_overlap(mesh: Mesh) -> bool:
-    """Whether gradients are summed over data parallelism beside the backward pass. gloo would take turns with it."""
+    """Returns True if the data-parallel gradient reduction overlaps the backward pass; gloo cannot run the two
+    concurrently.
+    """
     return platform.backend() == "nccl" and mesh.dp * mesh.cp > 1
 
 
 def wrap_ddp(chunks: list[MegatronModule], *, overlap: bool = False) -> list[DistributedDataParallel]:
-    """Gradients accumulate in float32 buffers and are summed over DP x CP in float32, whatever the weights' dtype.
+    """Wraps the chunks in DDP that accumulates and reduces gradients over DP x CP in float32, whatever the weights'
+    dtype.
 
-    overlap: bucket after bucket, as soon as the last micro-batch' backward pass has been through its parameters (from
-    the second pass on: the first one finds out when that is). New weights are gathered at once in any case: only
-    modules that Megatron calls would wait for them, and the head, exports and copies read them otherwise.
+    overlap: each bucket is reduced as soon as the last micro-batch's backward pass has gone through its parameters
+    (from the second pass on: the first one records when that is). New weights are always gathered at once: only modules
+    that Megatron calls would wait for them, and the head, exports and copies read them otherwise.
     """
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -41,7 +44,7 @@ def wrap_ddp(chunks: list[MegatronModule], *, overlap: bool = False) -> list[Dis
         average_in_collective=False,
         fp8_param_gather=chunks[0].config.fp8_param,
         reuse_grad_buf_for_mxfp8_param_ag=_shares_buffers(chunks),
-        check_for_nan_in_grad=False,  # it raises on the one rank that sees it: Learner.step decides on all alike
+        check_for_nan_in_grad=False,  # it raises on the affected rank alone; Learner.step decides for all ranks
     )
     wrapped = [DistributedDataParallel(chunk.config, ddp, chunk) for chunk in chunks]
     for chunk in wrapped:
@@ -53,14 +56,15 @@ def wrap_ddp(chunks: list[MegatronModule], *, overlap: bool = False) -> list[Dis
 
 
 def _shares_buffers(chunks: list[MegatronModule]) -> bool:
-    """Whether new weights are gathered where gradients were: what Megatron asks for with weights in mxfp8."""
+    """Returns True if new weights are gathered in the gradient buffers, as Megatron requires for mxfp8 weights."""
     return bool(chunks[0].config.fp8_param) and chunks[0].config.fp8_recipe == "mxfp8"
 
 
 def _keep_padding_between_buckets(chunk: DistributedDataParallel) -> None:
-    """For checkpoints Megatron joins a buffer's buckets without their padding, and then cuts parameters out at places
-    that count it. Two buckets, as a tied embedding makes them, would save everything in the second one shifted. Only
-    the padding after the last bucket may be left out.
+    """Keeps the padding between buckets in checkpoints; only the padding after the last bucket may be left out.
+
+    Megatron joins a buffer's buckets without their padding, and then slices parameters at offsets that count it. With
+    two buckets, as a tied embedding makes them, everything in the second one would be saved shifted.
     """
     for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
         for bucket, (start, end) in zip(buffer.buckets[:-1], buffer.bucket_indices[:-1], strict=True):
@@ -71,10 +75,9 @@ def _keep_padding_between_buckets(chunk: DistributedDataParallel) -> None:
 def build_optimizer(
     cfg: OptimizerConfig, chunks: list[DistributedDataParallel], dtype: torch.dtype
 ) -> tuple[ChainedOptimizer, OptimizerParamScheduler]:
-    """AdamW on float32 main parameters, sharded over data parallelism, and its schedule.
+    """Returns AdamW on float32 main parameters, sharded over data parallelism, and its schedule.
 
-    Parameters that are float32 in a model that is not have a group of their own: of a group with both Megatron takes
-    the ones for the others.
+    float32 parameters of a model in another dtype get a group of their own: in a mixed group Megatron confuses the two.
     """
     options = MegatronOptimizerConfig(
         optimizer="adam",
@@ -94,13 +97,13 @@ def build_optimizer(
     if dtype != torch.float32:
         groups[_WIDE] = {}
     optimizer = get_megatron_optimizer(options, chunks, groups)
-    parts = optimizer.chained_optimizers  # of dense parameters none, where adapters of experts alone are trained
+    parts = optimizer.chained_optimizers  # the dense part is empty if only experts' adapters are trained
     optimizer.chained_optimizers = [part for part in parts if not part.is_stub_optimizer]
     return optimizer, Schedule(cfg, optimizer)
 
 
 def grad_norm(optimizer: ChainedOptimizer) -> float:
-    """Of the whole model, over every rank, so the same on all of them. `apply_update` may follow."""
+    """Returns the gradient norm of the whole model over all ranks, equal on every rank. `apply_update` may follow."""
     optimizer.prepare_grads()
     norm: float = optimizer.get_grad_norm()
     return norm
@@ -108,7 +111,7 @@ def grad_norm(optimizer: ChainedOptimizer) -> float:
 
 @torch.no_grad()
 def apply_update(optimizer: ChainedOptimizer, norm: float) -> None:
-    """The second half of Megatron's own step: clips by the norm that `grad_norm` gave, and updates."""
+    """Runs the second half of Megatron's own step: clips by `norm` from `grad_norm`, and updates."""
     for part in optimizer.chained_optimizers:
         if parameters := part.get_parameters():
             clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, norm)
@@ -116,7 +119,7 @@ def apply_update(optimizer: ChainedOptimizer, norm: float) -> None:
 
 
 def main_parameters(optimizer: ChainedOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
-    """(parameter of the model, float32 main weights [n] of the range of it that this data-parallel rank updates)."""
+    """Yields (model parameter, float32 main weights [n] of the range of it that this data-parallel rank updates)."""
     for part in optimizer.chained_optimizers:
         groups = part.optimizer.param_groups
         for parameter, (group, place) in part.model_param_group_index_map.items():
@@ -124,7 +127,7 @@ def main_parameters(optimizer: ChainedOptimizer) -> Iterator[tuple[Tensor, Tenso
 
 
 def own_ranges(optimizer: ChainedOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
-    """(parameter of the model, [n], the range of it itself that this data-parallel rank updates)."""
+    """Yields (model parameter, [n], the range of the parameter itself that this data-parallel rank updates)."""
     for part in optimizer.chained_optimizers:
         for parameter in part.model_param_group_index_map:
             own = part._get_model_param_range_map(parameter)["param"]
@@ -132,15 +135,18 @@ def own_ranges(optimizer: ChainedOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def publish_own_ranges(chunks: list[DistributedDataParallel]) -> None:
-    """After they were written: gives every data-parallel rank the others' ranges. Collective."""
+    """Gathers every data-parallel rank's range on all of them, after the ranges were written. Collective."""
     for chunk in chunks:
         chunk.start_param_sync()
 
 
 @torch.no_grad()
 def round_again(optimizer: ChainedOptimizer, chunks: list[DistributedDataParallel]) -> None:
-    """Weights that are held in fp8 become what the last update made of their main weights; nothing where none are.
-    Collective. A checkpoint has what they stood for, in the model's dtype: its rounding is another."""
+    """Requantizes fp8 weights from their main weights, as the last update did; does nothing without fp8 weights.
+    Collective.
+
+    A checkpoint holds their dequantized values in the model's dtype, which round differently.
+    """
     bare = [chunk.module for chunk in chunks]
     if not bare[0].config.fp8_param:
         return
@@ -153,15 +159,18 @@ def round_again(optimizer: ChainedOptimizer, chunks: list[DistributedDataParalle
 
 
 def prime(optimizer: ChainedOptimizer) -> None:
-    """Before the first update there is no Adam state yet: makes the zeros that the first update would start from."""
+    """Creates the Adam state, as zeros, that otherwise the first update would create."""
     platform.prime_adam(optimizer)
     for part in optimizer.chained_optimizers:
         part.init_state_fn(part.optimizer, part.config)
 
 
 def has_finite_gradients(chunks: list[DistributedDataParallel]) -> Tensor:
-    """Scalar bool on the device: of this rank's whole gradient buffers, also of copies that the norm leaves out. True
-    where nothing of a pipeline stage is trained."""
+    """Returns a scalar bool on the device: True if all of this rank's gradient buffers are finite, including replicas
+    that the norm leaves out.
+
+    True for a pipeline stage without trained parameters.
+    """
     finite = torch.ones((), dtype=torch.bool, device=platform.device())
     for chunk in chunks:
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
@@ -170,7 +179,7 @@ def has_finite_gradients(chunks: list[DistributedDataParallel]) -> Tensor:
 
 
 class Schedule(OptimizerParamScheduler):
-    """Megatron's, with the learning rates of `cfg`: the same function for every trainer."""
+    """Megatron's scheduler with the learning rates of `cfg`: the same function for every trainer."""
 
     def __init__(self, cfg: OptimizerConfig, optimizer: ChainedOptimizer) -> None:
         self._cfg = cfg
@@ -189,5 +198,5 @@ class Schedule(OptimizerParamScheduler):
         )
 
     def get_lr(self, param_group: dict[str, Any]) -> float:
-        """Of update `num_steps`, from 1; before the first one, what a warm-up starts from."""
+        """Returns the learning rate of update `num_steps`, from 1; before the first update, the warm-up's start."""
         return self._cfg.learning_rate(self.num_steps)

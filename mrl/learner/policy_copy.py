@@ -1,4 +1,4 @@
-"""Weights beside a learner's own: their moving average, or what they were some steps ago."""
+"""Second set of a learner's weights: a moving average, or the weights of some steps ago."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from mrl.learner.optimizer import own_ranges, publish_own_ranges
 
 
 class PolicyCopy:
-    """A second set of a trained policy's weights: at first the same as its own.
+    """Second set of a trained policy's weights, initially equal to the policy's.
 
-    They are float32 whatever the model's dtype (a bfloat16 average would stand still: its steps are far below 1/256 of
-    a weight), and cut as the optimizer cuts them: each data-parallel rank keeps the range that it updates. There is no
-    second model: to compute with them the learner takes them for a while.
+    The copy is float32 whatever the model's dtype: the steps of a bfloat16 average would be lost to rounding, far below
+    1/256 of a weight. It is sharded like the optimizer: each data-parallel rank keeps the range that it updates. There
+    is no second model; the learner loads these weights temporarily to compute with them.
 
-    offload: keep them in host memory
+    offload: keep the copy in host memory
     """
 
     def __init__(self, learner: Learner, *, offload: bool) -> None:
@@ -31,9 +31,10 @@ class PolicyCopy:
 
     @torch.no_grad()
     def follow(self, share: float) -> None:
-        """kept <- kept + share * (the learner's - kept): 1 - decay of a moving average; 1 takes the learner's weights.
+        """Updates kept <- kept + share * (the learner's - kept). share: 1 - decay of a moving average; 1 copies the
+        learner.
 
-        Call it after an update. Every rank moves its own part; nothing is sent.
+        Call it after an update. Every rank updates its own shard without communication.
         """
         for parameter, main in self.learner.main_weights():
             kept = self.kept[parameter]
@@ -41,10 +42,10 @@ class PolicyCopy:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[Learner]:
-        """The learner, with these weights; afterwards it has its own again, to the bit. Collective.
+        """Yields the learner with these weights and restores its own weights, bit for bit, afterwards. Collective.
 
-        It must not be updated or saved meanwhile. After an error it keeps the weights that it has: an error on one rank
-        must not wait for the others here.
+        The learner must not be updated or saved meanwhile. After an error the learner keeps the copy's weights:
+        restoring is collective, and an error on one rank would deadlock.
         """
         own = self._own()
         self._give(self.kept)
@@ -52,7 +53,7 @@ class PolicyCopy:
         self._give(own)
 
     def log_probs(self, rollout: Rollout, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies as Learner.log_probs, [R] each, under these weights."""
+        """Returns log-probs and entropies as Learner.log_probs does, [R] each, under these weights."""
         with self.in_place() as learner:
             return learner.log_probs(rollout, temperature)
 
@@ -61,7 +62,7 @@ class PolicyCopy:
 
     @torch.no_grad()
     def _give(self, weights: dict[Tensor, Tensor]) -> None:
-        """To the model alone: main weights and moments stay what they are, and need not be on the device."""
+        """Writes weights into the model alone: main weights and moments stay unchanged and may be offloaded."""
         self.learner.memory.require("parameters", "taking other weights")
         for parameter, own in own_ranges(self.learner.optimizer):
             own.copy_(weights[parameter])

@@ -1,8 +1,9 @@
-"""The losses of preference learning over a step's batch: which sums they are functions of, and their gradients.
+"""Preference losses over a step's batch: the sums they depend on, and their gradients.
 
-One pass: whole rows lie in one micro-batch, which sums its own tokens; context-parallel ranks add up their parts, whose
-gradient stays where they lie. Two passes: all sums are known first, from them the derivative of the loss by each, and
-the tokens then carry these as weights, wherever they lie.
+One pass: whole rows lie in one micro-batch, which sums its own tokens. Context-parallel ranks add up their partial
+sums;
+gradients stay local. Two passes: the first computes all sums, and the loss's derivative by each sum then weights
+the tokens of the second pass, wherever they lie.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ DESCRIBED = Extras(described=True)
 
 @dataclass(frozen=True)
 class Targets:
-    """Of a step of B responses; the sums are float64.
+    """Targets of a step of B responses; the sums are float64.
 
     losses: by name
-    member [R] int64: which response each token is of, or is in the prompt of, where prompts are learnt too
-    token_weights [2, R]: what it counts in its response's sum, and in that of the text that `sft` learns
-    mean_weights [R]: of the mean over the responses' tokens
+    member [R] int64: the response that each token belongs to, or is in the prompt of if prompts are trained on too
+    token_weights [2, R]: the token's weight in its response's sum, and in the sum of the text that `sft` trains on
+    mean_weights [R]: weights of the mean over the responses' tokens
     reference [B]: sums; tokens [B]: numbers; labels [B] bool: chosen, or labelled true
     together: responses of a row; row_weights: of the B / together rows
     kl, shift: as in `mrl.algo.preference_unpaired.Labelled`
@@ -52,23 +53,24 @@ class Targets:
     shift: float = 0.0
 
     def to(self, device: torch.device) -> Targets:
-        """Each tensor on the device."""
+        """Moves each tensor to the device."""
         moved: dict[str, Any] = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
         return replace(self, **moved)
 
     def sums(self, log_probs: Tensor, places: Tensor | slice = slice(None)) -> Tensor:
-        """[2, B] float64: of the tokens at `places` [n], whose log-probs [n] these are."""
+        """Returns the sums [2, B] float64 of the tokens at `places` [n], given their log-probs [n]."""
         weighed = self.token_weights[:, places] * log_probs.double()
         return self.reference.new_zeros(2, self.reference.numel()).index_add(1, self.member[places], weighed)
 
     @property
     def text_tokens(self) -> Tensor:
-        """0-d: what `sft` learns."""
+        """Number of tokens that `sft` trains on, 0-d."""
         return self.token_weights[1].sum()
 
     def described(self) -> dict[str, tuple[int, Tensor]]:
-        """The means over response tokens that a step reports, by name: which of the model's outputs, and what each
-        token [R] counts. TRL's names."""
+        """Returns the means over response tokens that a step reports, by TRL's names: (index of the model output,
+        each token's weight [R]).
+        """
         found = {"actor/entropy": (1, self.mean_weights)}
         for half, of in (("chosen", self.labels), ("rejected", ~self.labels)):
             if of.any():
@@ -80,13 +82,15 @@ class Targets:
         return found
 
     def sides(self, policy: Tensor) -> Pairs:
-        """Of pairs, from the sums [2, B]."""
+        """Returns the pairs, from the sums [2, B]."""
         parts = [(x[0::2], x[1::2]) for x in (policy[0], self.reference, self.tokens)]
         chosen, rejected = (Sums(*(part[half] for part in parts)) for half in (0, 1))
         return Pairs(chosen, rejected, policy[1, 0::2], self.text_tokens)
 
     def by_loss(self, policy: Tensor) -> dict[str, Tensor]:
-        """Every loss of every row, from the policy's sums [2, B]: [B / together] each, without the losses' weights."""
+        """Returns every loss of every row, [B / together] each, from the policy's sums [2, B], without the losses'
+        weights.
+        """
         found = {}
         for name, options in self.losses.items():
             if options.is_unpaired:
@@ -100,7 +104,9 @@ class Targets:
         return found
 
     def value(self, policy: Tensor, rows: Tensor | None = None) -> Tensor:
-        """0-d: the weighted sum of the losses' means over the step's rows; of `rows` bool alone their share of it."""
+        """Returns the weighted sum of the losses' means over the step's rows, 0-d; for `rows` bool only their share
+        of it.
+        """
         total = torch.zeros_like(self.row_weights)
         for name, values in self.by_loss(policy).items():
             total = total + self.losses[name].weight * values
@@ -114,9 +120,9 @@ def targets(
     ld_alpha: float | None = None,
     with_prompts: bool = False,
 ) -> Targets:
-    """With a reference that gives every response a log-prob of 0, rows of weight 1, and no baseline.
+    """Returns targets with reference log-probs of 0, row weights of 1, and no baseline.
 
-    with_prompts: of the tokens of `mrl.data.preference.with_prompts(batch)`
+    with_prompts: the tokens are those of `mrl.data.preference.with_prompts(batch)`
     """
     labels, lens = batch.scores > 0.5, batch.response_lens
     before = (batch.prompt_lens - 1).clamp(min=0) * labels * int(with_prompts)
@@ -138,8 +144,11 @@ def targets(
 
 
 def _response_weights(place: Tensor, member: Tensor, lens: Tensor, ld_alpha: float | None) -> Tensor:
-    """[R] float64, of tokens at `place` in their response, below 0 in the prompt. With ld_alpha the tokens of a pair's
-    longer response count that much behind the other's length (LD-DPO, arXiv 2409.06411)."""
+    """Returns token weights [R] float64; `place` is the index in the response, negative in the prompt.
+
+    With ld_alpha, the tokens of a pair's longer response beyond the other's length have that weight (LD-DPO, arXiv
+    2409.06411).
+    """
     weights = (place >= 0).double()
     if ld_alpha is None:
         return weights
@@ -148,8 +157,10 @@ def _response_weights(place: Tensor, member: Tensor, lens: Tensor, ld_alpha: flo
 
 
 def one_pass(on_host: Targets, total_over_context: Callable[[Tensor], Tensor], context: int) -> Loss:
-    """For losses of single rows. context: ranks that hold parts of the same responses; each has the whole value, and
-    reports its share."""
+    """Returns the loss for losses of single rows.
+
+    context: number of ranks that hold parts of the same responses; each has the whole value, and reports its share.
+    """
     t, (names, means) = on_host.to(platform.device()), _means(on_host)
 
     def compute(output: Tensor, dest: Tensor) -> LossParts:
@@ -167,7 +178,7 @@ def one_pass(on_host: Targets, total_over_context: Callable[[Tensor], Tensor], c
 
 
 def two_pass(on_host: Targets, policy: Tensor) -> tuple[Loss, float]:
-    """The second pass's loss, and the value of the whole. policy [2, B]: the sums of the first pass."""
+    """Returns the second pass's loss and the total value. policy [2, B]: the sums of the first pass."""
     sums = policy.detach().clone().requires_grad_()
     value = on_host.value(sums)
     [slope] = torch.autograd.grad(value, sums)
@@ -181,7 +192,7 @@ def two_pass(on_host: Targets, policy: Tensor) -> tuple[Loss, float]:
 
 
 def _means(on_host: Targets) -> tuple[tuple[str, ...], Callable[[Tensor, Tensor], list[Tensor]]]:
-    """What a step reports of its tokens: the names, and what adds up to their values."""
+    """Returns the names of a step's token metrics, and the function whose results add up to their values."""
     described = on_host.described()
     kept = [(output, weights.to(platform.device())) for output, weights in described.values()]
 

@@ -1,4 +1,6 @@
-"""Of a learner whose model has experts: which ones its passes take, and how many its routers would not have chosen."""
+"""Expert routing replay of a mixture-of-experts learner, and the share of replayed choices its routers would not
+make.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from mrl.parallel import Mesh
 
 
 class RoutingReplay:
-    """A rollout that says which experts its tokens go to gets those; with one that does not the routers choose."""
+    """Applies the expert routing that a rollout carries; the routers choose for a rollout without one."""
 
     def __init__(self, chunks: Sequence[MegatronModule], arch: ModelArch, mesh: Mesh) -> None:
         assert arch.experts is not None
@@ -31,7 +33,7 @@ class RoutingReplay:
         self._noted: Tensor | None = None
 
     def routing(self, rollout: Rollout, packed: PackedBatch) -> Routing | None:
-        """Of a micro-batch of the rollout, on this rank's device; None: nobody asks."""
+        """Returns the routing of a micro-batch on this rank's device; None if nothing is replayed or recorded."""
         if rollout.experts is None and not self._notes:
             return None
         source, device = packed.source, platform.device()
@@ -50,7 +52,9 @@ class RoutingReplay:
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
-        """What routers choose inside, in one pass over a rollout that does not say it, is `noted` afterwards."""
+        """Records the routers' choices of one pass over a rollout without routing; read them with `noted`
+        afterwards.
+        """
         self._notes, self._noted = True, None
         try:
             yield
@@ -58,17 +62,23 @@ class RoutingReplay:
             self._notes = False
 
     def noted(self, rollout: Rollout) -> Tensor:
-        """[N, layers with experts, experts a token] uint8 or int16, as `Rollout.experts`. Collective."""
+        """Returns the recorded choices [N, MoE layers, experts per token] uint8 or int16, as `Rollout.experts`.
+
+        Collective.
+        """
         found = torch.zeros(len(rollout.tokens), *self._shape, dtype=self._dtype, device=platform.device())
         if self._noted is not None and (self._mesh.tp_rank == 0 or self._mesh.cfg.sequence):
             found = self._noted[:-1].contiguous()
         self._noted = None
-        dist.all_reduce(found.view(torch.uint8))  # each byte is of one rank alone
+        dist.all_reduce(found.view(torch.uint8))  # each byte is nonzero on one rank at most
         return found.cpu()
 
     def take_changed(self) -> float | None:
-        """Since the last call: the share of the given choices (a token's expert in a layer) that this model's routers
-        would not have made; None where none were given. Collective."""
+        """Returns the share of replayed choices (a token's expert in a layer) since the last call that this model's
+        routers would not have made.
+
+        None if no routing was replayed. Collective.
+        """
         dist.all_reduce(self._changed)
         changed, of = self._changed.tolist()
         self._changed.zero_()

@@ -1,8 +1,8 @@
-"""The losses of a reward model over a step's batch: which scores they are functions of, and their gradients.
+"""Losses of a reward model over a step's batch: the scores they depend on, and their gradients.
 
-In one pass whole rows lie in one micro-batch; context-parallel ranks, each of which has some of its scores, add up what
-they have, and the gradient stays where it lies. In two passes all scores are known first, from them the derivative of
-the loss by each, and then these are their weights, wherever they lie.
+One pass: whole rows lie in one micro-batch. Context-parallel ranks, each of which has some of its scores, add up their
+scores; gradients stay local. Two passes: the first computes all scores, and the loss's derivative by each score then
+weights the outputs of the second pass, wherever they lie.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ from mrl.options.reward_losses import Form
 
 @dataclass(frozen=True)
 class RewardTargets:
-    """Of a step with S scores of R outputs.
+    """Targets of a step with S scores of R outputs.
 
-    loss, options: as in mrl.algo.reward_losses; form: what its units are
-    places [S] int64: of the scores among the outputs; row_of [S] int64: the row of the data that each is of, from 0, in
-    order
-    targets [S] float64: scores or labels; of pairs and lists ranks, 1 the best
-    margin [rows] float64: of pairs
+    loss, options: as in mrl.algo.reward_losses; form: the kind of its units
+    places [S] int64: the scores' indices among the outputs; row_of [S] int64: the data row of each score, ascending
+    from 0 targets [S] float64: scores or labels; for pairs and lists ranks, 1 the best
+    margin [rows] float64: for pairs
     outputs: R; together: samples of a row, or of each row
     """
 
@@ -45,13 +44,13 @@ class RewardTargets:
     together: Together
 
     def to(self, device: torch.device) -> RewardTargets:
-        """Each tensor on the device."""
+        """Moves each tensor to the device."""
         moved: dict[str, Any] = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
         return replace(self, **moved)
 
     @cached_property
     def score_at(self) -> Tensor:
-        """[R] int64: which score an output is; S: none."""
+        """Index of each output's score, [R] int64; S for outputs without a score."""
         count = self.places.numel()
         found = self.places.new_full((self.outputs,), count)
         found[self.places] = torch.arange(count, device=found.device)
@@ -59,7 +58,7 @@ class RewardTargets:
 
     @cached_property
     def table(self) -> Tensor:
-        """[rows, m] int64: the scores of each row, left-aligned; S where there are no more."""
+        """Indices of each row's scores, [rows, m] int64, left-aligned; padded with S."""
         counts = self.row_of.bincount()
         present = torch.arange(int(counts.max()), device=counts.device)[None] < counts[:, None]
         found = torch.full(present.shape, self.places.numel(), device=counts.device)
@@ -67,12 +66,14 @@ class RewardTargets:
 
     @cached_property
     def first(self) -> Tensor:
-        """[units] int64: the first score of each."""
+        """Index of each unit's first score, [units] int64."""
         whole_rows = self.form in ("pairs", "lists")
         return self.table[:, 0] if whole_rows else torch.arange(self.places.numel(), device=self.places.device)
 
     def units(self, scores: Tensor) -> Tensor:
-        """[heads, units] from the scores [heads, S], both float64: the losses of pairs, lists, responses or steps."""
+        """Returns the losses [heads, units] of pairs, lists, responses or steps from the scores [heads, S], both
+        float64.
+        """
         loss = REWARD_LOSSES.get(self.loss)
         of: ScorePairs | ScoreLists | Labels = Labels(scores, self.targets)
         if self.form == "pairs":
@@ -83,23 +84,27 @@ class RewardTargets:
 
     @property
     def present(self) -> Tensor:
-        """[rows, m] bool: where `table` has a score."""
+        """[rows, m] bool: True where `table` has a score."""
         return self.table < self.places.numel()
 
     def value(self, scores: Tensor, is_here: Tensor | None = None) -> Tensor:
-        """0-d: the mean over the step's units and the heads; of the scores that `is_here` [S] bool their share of
-        it."""
+        """Returns the mean over the step's units and the heads, 0-d; with `is_here` [S] bool, those scores' share of
+        it.
+        """
         each = self.units(scores).mean(0)
         return (each if is_here is None else torch.where(is_here[self.first], each, 0.0)).sum() / each.numel()
 
 
 def _padded(values: Tensor) -> Tensor:
-    """[..., S] -> [..., S + 1], the last one 0."""
+    """Appends a 0: [..., S] -> [..., S + 1]."""
     return torch.cat([values, values.new_zeros(*values.shape[:-1], 1)], -1)
 
 
 def one_pass(on_host: RewardTargets, total_over_context: Callable[[Tensor], Tensor], context: int) -> Loss:
-    """context: ranks that hold parts of the same texts; each has the whole value, and reports its share."""
+    """Returns the loss of one pass.
+
+    context: number of ranks that hold parts of the same texts; each has the whole value, and reports its share.
+    """
     t = on_host.to(platform.device())
     count = t.places.numel()
 
@@ -115,7 +120,7 @@ def one_pass(on_host: RewardTargets, total_over_context: Callable[[Tensor], Tens
 
 
 def two_pass(on_host: RewardTargets, scores: Tensor) -> tuple[Loss, float]:
-    """The second pass's loss, and the value of the whole. scores [heads, S]: of the first pass."""
+    """Returns the second pass's loss and the total value. scores [heads, S]: of the first pass."""
     known = scores.detach().double().requires_grad_()
     value = on_host.value(known)
     [slope] = torch.autograd.grad(value, known)

@@ -1,4 +1,4 @@
-"""What a learner is told to minimize: losses over some samples of a rollout."""
+"""Objectives of a learner: losses over some samples of a rollout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Together = int | tuple[int, ...]
 
 @dataclass(frozen=True)
 class LossParts:
-    """What a loss gives for one micro-batch: its local sum, and metrics to add up; all 0-d."""
+    """Result of a loss for one micro-batch: its local sum, and metrics to add up; all 0-d."""
 
     loss: Tensor
     sums: list[Tensor]
@@ -23,12 +23,13 @@ class LossParts:
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss and the names of its metrics (known on every rank, also where no output arrives).
+    """Loss and the names of its metrics, known on every rank, including ranks without outputs.
 
-    compute(model output [k, n], places [n] of its tokens in the flat response vectors) -> LossParts
-    together: so many samples, one after the other, are in one micro-batch; or of each such group how many
-    extras: what the pass does besides
-    local: whether what it is of a token needs no other token's output, so that `compute` may see some tokens alone
+    compute(model output [k, n], indices [n] of its tokens in the flat response vectors) -> LossParts
+    together: number of consecutive samples that share a micro-batch, or the size of each such group
+    extras: additional computations of the pass
+    local: True if the loss of a token depends on that token's output alone, so that `compute` may get a part of the
+    tokens
     """
 
     compute: Callable[[Tensor, Tensor], LossParts]
@@ -40,10 +41,10 @@ class Loss:
 
 @dataclass(frozen=True)
 class Term:
-    """A loss over some samples of a rollout, whose log-probs are those at `temperature`. An update may sum several."""
+    """Loss over some samples of a rollout, with log-probs at `temperature`. An update may sum several."""
 
     rollout: Rollout
     sample_ids: range | list[int]
     loss: Loss
     temperature: float
-    entropy_grad: bool = False  # whether the entropies take part in the loss
+    entropy_grad: bool = False  # True if the loss depends on the entropies

@@ -1,4 +1,4 @@
-"""Floating-point operations of the passes of one model."""
+"""Count of the floating-point operations of one model's passes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mrl.families.table import Role
 
 
 class Work:
-    """`total`: operations of all passes so far, over all ranks; recomputed activations are not counted."""
+    """`total`: operations of all passes so far, over all ranks, without recomputed activations."""
 
     def __init__(self, arch: ModelArch, role: Role, *, trains_tower: bool) -> None:
         self.total = 0
@@ -22,11 +22,11 @@ class Work:
         self._trains_tower = trains_tower
 
     def add(self, rollout: Rollout, sample_ids: Sequence[int], passes: int) -> None:
-        """So many passes over these samples; a frozen tower's backward passes are none."""
+        """Adds `passes` passes over these samples; a frozen vision tower has no backward passes."""
         rollout, ids = rollout.apart(list(sample_ids))
         lens, outputs = rollout.seq_lens[ids], int(rollout.response_lens[ids].sum())
         self.total += passes * self._body.total(int(lens.sum()), int((lens * (lens + 1) // 2).sum()), outputs)
-        if self._tower is not None:  # each picture once, however many samples and micro-batches have it
+        if self._tower is not None:  # each image counts once, even if several samples or micro-batches contain it
             images = image_places(rollout.pick(torch.tensor(ids)), self._tower.vision).images
             seen = sum(self._tower.picture(patches) for patches in images[:, 2:4].prod(1).tolist())
             self.total += (passes if self._trains_tower else 1) * seen

@@ -1,1 +1,1 @@
-"""Megatron models of Hugging Face architectures. What such an architecture is stands in `mrl.families`."""
+"""Megatron models of Hugging Face architectures; `mrl.families` describes the architectures."""

@@ -1,7 +1,7 @@
 """Causal attention over packed sequences: grouped queries, context parallelism, no loop over sequences.
 
-In plain torch sequences of similar length share a bucket: they are gathered into one padded batch, and each bucket is
-one call of scaled dot product attention (see `AttentionPlan`). In float32 on a CPU a kernel takes them where they lie.
+In plain torch, sequences of similar length share a bucket: they are gathered into one padded batch, and each bucket is
+one call of scaled dot product attention (see `AttentionPlan`). In float32 on a CPU a kernel reads them in place.
 
 Context parallelism: rank r holds chunks r and 2 * cp - 1 - r of every sequence. Keys and values are all-gathered
 (their gradients reduce-scattered); each chunk of queries attends to the keys up to its own end, so no rank computes
@@ -36,9 +36,11 @@ from mrl.models.mcore import (
 
 
 class _Spread(torch.autograd.Function):
-    """x[index], where padding slots get no gradient: the backward pass is a gather by `slot`, not a scatter-add. Then a
-    copy into zeros, if `where` says which of x these slots are of; None: of all. Where x has several slots each, a sum
-    of those of one from `begin` to the next one's."""
+    """x[index] without gradients for padding slots: the backward pass gathers by `slot` instead of a scatter-add.
+
+    where: the rows of x that these slots belong to, copied into zeros; None: all. begin: with several slots a row, the
+    sum of each row's slots from its `begin` to the next one's.
+    """
 
     @staticmethod
     def forward(
@@ -61,7 +63,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Collect(torch.autograd.Function):
-    """x[slot], where each slot is taken once: the backward pass is a copy into zeros."""
+    """x[slot], with distinct slots: the backward pass is a copy into zeros."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, slot: Tensor) -> Tensor:
@@ -85,8 +87,11 @@ def packed_attention(
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """query [t, h, d]; key, value [all ranks' tokens, groups, d] -> [n, h, d], those that the plan gives. sinks [h]:
-    the score by a head's queries of a key more, whose value is 0."""
+    """Returns the attention outputs [n, h, d] that the plan selects.
+
+    query [t, h, d]; key, value [all ranks' tokens, groups, d]. sinks [h]: each head's score of one extra key with value
+    0.
+    """
     if native.takes(query, key, value, sinks) and plan.segments.longest * query.size(-1) <= native.LONG:
         out: Tensor = native.NativeAttention.apply(query, key, value, sinks, plan.segments, scale, window)
         return out
@@ -123,8 +128,10 @@ def _bucket_attention(
 
 
 def _with_sinks(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same [s, h or groups, l, d + 8] with a key more, the first, of value 0: in a channel more it has 1, where
-    queries have `sinks` [h] and other keys 0."""
+    """Adds a first key with value 0, and channels: query, key, value [s, h or groups, l, d] -> [..., d + 8].
+
+    In one added channel the new key has 1, queries have `sinks` [h] and other keys 0.
+    """
     s, groups, _, width = key.shape
     column = sinks.to(query.dtype)[:, None, None].expand(s, -1, query.size(2), 1)
     sink = F.pad(key.new_ones(s, groups, 1, 1), (width, SINK_CHANNELS - 1))
@@ -134,15 +141,20 @@ def _with_sinks(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> tup
 
 
 def _needs_own_keys(query: Tensor, mask: Tensor | None) -> bool:
-    """Of CUDA's kernels only flash attention lets queries share keys, and it takes neither a mask nor float32. Given a
-    copy of the keys for each query, the next one serves; the last, which shares them, would hold all scores."""
+    """Returns True if a CUDA kernel needs the keys repeated for each query head.
+
+    Only flash attention lets queries share keys, and it takes neither a mask nor float32. With repeated keys the next
+    kernel serves; the last one, which shares keys, would store all scores.
+    """
     return query.is_cuda and (mask is not None or query.dtype == torch.float32)
 
 
 class PackedAttention(MegatronModule):
-    """Core attention for Megatron's layer spec; `packed_seq_params` is a ModelBatch. window, rope: as of `Layer`;
-    sinks: it learns a score a head that stands for no token;
-    is_last: gives the results of the tokens alone whose output is wanted, where the others leave."""
+    """Core attention for Megatron's layer spec; `packed_seq_params` is a ModelBatch.
+
+    window, rope: as in `Layer`; sinks: learns an attention sink score per head;
+    is_last: returns only the tokens whose output is needed, if the others can be dropped
+    """
 
     def __init__(
         self,
@@ -178,9 +190,12 @@ class PackedAttention(MegatronModule):
         attention_bias: None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """query [t, 1, h, d]; key, value [t, 1, groups, d] -> [t, 1, h * d], of n tokens where others leave. Rotates
-        query and key itself, but not those [t, h, d] that an attention by latent vectors gives, whose values [t, h, v]
-        may be narrower."""
+        """Returns [t, 1, h * d], or n tokens if the others are dropped. query [t, 1, h, d]; key, value [t, 1, groups,
+        d].
+
+        Rotates query and key itself, except those [t, h, d] of latent attention, whose values [t, h, v] may be
+        narrower.
+        """
         if query.dim() == 4:
             query, key, value = (x.squeeze(1) for x in (query, key, value))
         if self.rope is not None:
@@ -196,7 +211,7 @@ class PackedAttention(MegatronModule):
         return out[..., :width].flatten(1).unsqueeze(1)
 
     def _sinks(self) -> nn.Parameter:
-        """Of this rank's heads; they start at 0, as if a token were there whose key is nothing to any query."""
+        """Sink scores of this rank's heads, initially 0."""
         heads = self.config.num_attention_heads // self.tp_group.size()
         sinks = nn.Parameter(torch.zeros(heads, dtype=self.config.params_dtype, device=platform.device()))
         set_tensor_model_parallel_attributes(sinks, True, 0, 1)
@@ -205,7 +220,7 @@ class PackedAttention(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Megatron takes the weights of modules that are not its own to be the same on all ranks."""
+        """Shards the sinks; Megatron assumes that weights of foreign modules are equal on all ranks."""
         own = self.state_dict(prefix="", keep_vars=True)
         replicas = ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"]
         found: dict[str, Any] = make_sharded_tensors_for_checkpoint(
@@ -215,7 +230,7 @@ class PackedAttention(MegatronModule):
 
 
 def transformer_engine_attention() -> type:
-    """transformer-engine's attention on the same inputs: it takes `thd` tensors, RoPE has been applied before."""
+    """Returns transformer-engine's attention for the same inputs: it takes `thd` tensors, after RoPE."""
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
     class PackedTEAttention(TEDotProductAttention):

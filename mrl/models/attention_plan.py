@@ -1,4 +1,4 @@
-"""How packed sequences of unlike lengths are gathered into padded buckets for attention, and back.
+"""Plan for gathering packed sequences of different lengths into padded attention buckets, and back.
 
 Sequences of similar length share a bucket. The gather indices depend on the lengths only: they are computed once a
 micro-batch and used by all layers, forward and backward. Padding sits at the end, where the causal order hides it from
@@ -28,9 +28,9 @@ SHORT_TOKENS = 64  # up to this length padding is cheaper than another call
 class Bucket:
     """s segments of queries, padded to lq queries and lk keys.
 
-    last_key [s, lq]: the last key that each query sees; is_causal: it is the one in its own place
-    window: how many keys up to that one a query sees; None: all
-    sink: there is a key more, the first, which all see
+    last_key [s, lq]: the last key that each query attends to; is_causal: that key is at the query's own position
+    window: number of keys up to that one a query attends to; None: all
+    sink: a first key is added, which all queries attend to
     """
 
     size: tuple[int, int]  # s, lq
@@ -42,13 +42,15 @@ class Bucket:
 
     @property
     def scores(self) -> int:
-        """That are computed, as kernels leave out half of a causal square."""
+        """Number of computed scores; kernels skip half of a causal square."""
         return math.prod(self.size) * self.keys[1] // (2 if self.is_causal else 1)
 
     @cached_property
     def mask(self) -> Tensor | None:
-        """[s or 1, 1, lq, lk (1 more with a sink)]: which keys each query sees; None where causal order is all. Made
-        where it is used: it is much larger than what it follows from."""
+        """[s or 1, 1, lq, lk (1 more with a sink)]: the keys that each query attends to; None if causal order suffices.
+
+        Built on demand, because it is much larger than its inputs.
+        """
         window = None if self.window is None or self.keys[1] <= self.window else self.window
         if self.is_causal and window is None and not self.sink:
             return None
@@ -62,16 +64,16 @@ class Bucket:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """How to gather packed tokens into padded buckets and back.
+    """Gather indices of packed tokens into padded buckets and back.
 
     query_index [P]: the local token behind each padded query slot (a segment's own first token behind padding)
-    query_slot [q]: the padded slot of each token that asks; asking [q]: which these are, None: all [t]
-    result_slot [n]: the padded slot of each result that is given; None: all, as they lie
+    query_slot [q]: the padded slot of each querying token; asking [q]: the querying tokens, None: all [t]
+    result_slot [n]: the padded slot of each returned result; None: all, in place
     key_index [K]: the token behind each padded key slot, among the tokens of all context-parallel ranks
-    key_slot [t]: the inverse, where every token is a key once (no context parallelism); where sequences share tokens
+    key_slot [t]: the inverse, if every token is a key once (no context parallelism); if sequences share tokens
         [K], the slots of each token one after the other, from key_begin [t] on; else None
-    in_place: the packed tokens are the padded ones already (longest first, no padding): nothing has to be gathered
-        but for tokens that do not ask, and results that are not given
+    in_place: the packed tokens equal the padded ones (longest first, no padding), so nothing has to be gathered
+        except to skip tokens that do not query, or results that are not returned
     """
 
     buckets: tuple[Bucket, ...]
@@ -86,7 +88,7 @@ class AttentionPlan:
     _within: dict[tuple[int | None, bool], tuple[Bucket, ...]] = field(default_factory=dict)
 
     def within(self, window: int | None, *, sink: bool = False) -> tuple[Bucket, ...]:
-        """The buckets with these; made once for all layers that have them."""
+        """Returns the buckets with this window and sink; built once for all layers that use them."""
         if window is None and not sink:
             return self.buckets
         if (window, sink) not in self._within:
@@ -95,7 +97,7 @@ class AttentionPlan:
 
     @cached_property
     def segments(self) -> Segments:
-        """The same of tokens where they lie, without padding; on the CPU."""
+        """The same plan for tokens in place, without padding; on the CPU."""
         slot = torch.arange(len(self.query_index)) if self.result_slot is None else self.result_slot
         slot, order = slot.sort()
         queries, keys = (
@@ -118,8 +120,11 @@ class AttentionPlan:
         )
 
     def giving(self, rows: Tensor) -> AttentionPlan:
-        """A plan that gives the results of these local tokens [n] alone. Where that makes fewer scores no others ask;
-        on a GPU all do: to count them there would be to wait for it."""
+        """Returns a plan that returns the results of the local tokens `rows` [n] only.
+
+        On a CPU the other tokens do not query if that saves scores; on a GPU all query, since counting would
+        synchronise.
+        """
         if rows.device.type == "cpu":
             few = _FewQueries(self, rows)
             if few.scores < sum(bucket.scores for bucket in self.buckets):
@@ -130,8 +135,11 @@ class AttentionPlan:
     def make(
         cu_seqlens: Tensor, cp: int, cp_rank: int, device: torch.device, spread: Tensor | None = None
     ) -> AttentionPlan:
-        """cu_seqlens [S + 1]: starts of the padded sequences before the context-parallel cut. spread: as in
-        `mrl.core.PackedBatch`."""
+        """Builds the plan.
+
+        cu_seqlens [S + 1]: starts of the padded sequences before the context-parallel cut. spread: as in
+        `mrl.core.PackedBatch`.
+        """
         cu = cu_seqlens.to("cpu", torch.int64)
         cu = cu[torch.cat([cu.diff() > 0, torch.ones(1, dtype=torch.bool)])]
         builder, start, length = _PlanBuilder(cu, cp), cu[:-1], cu.diff()
@@ -147,7 +155,7 @@ class AttentionPlan:
 
 
 class _PlanBuilder:
-    """Numbers tokens as if every sequence had all of its own, until the plan is made."""
+    """Builder of a plan; until `plan`, it numbers tokens as if every sequence had its own copy of shared ones."""
 
     def __init__(self, cu: Tensor, cp: int) -> None:
         self.cu, self.cp, self.tokens = cu, cp, int(cu[-1]) // cp
@@ -158,8 +166,10 @@ class _PlanBuilder:
         self.slots = 0
 
     def add(self, *, start: Tensor, length: Tensor, before: Tensor, of: Tensor | None = None) -> None:
-        """A segment of queries each, of all sequences or those of the numbers `of`: local tokens start .. start +
-        length, `before` tokens after the sequence's start."""
+        """Adds one query segment for each sequence, or for the sequences `of`.
+
+        A segment is the local tokens start .. start + length, `before` tokens after the sequence's start.
+        """
         of = torch.arange(len(start)) if of is None else of
         for group in same_length_groups((before + length)[of]):
             for similar in same_length_groups(length[of[group]]):
@@ -167,9 +177,12 @@ class _PlanBuilder:
                 self._bucket(members, start[members], length[members], before[members])
 
     def add_sharing(self, start: Tensor, length: Tensor, spread: Tensor) -> None:
-        """Sequences, some of whose first tokens are others' too. These tokens ask without what follows them in any one:
-        were that not finite, kernels would give them weights of 0 times it. In each sequence they ask again, for
-        nothing, where that makes fewer scores: kernels leave out half of a causal square, and nothing of a mask."""
+        """Adds sequences that share some of their first tokens.
+
+        Shared tokens query without the tokens that follow them in any sequence: kernels would multiply non-finite ones
+        by 0. They query again, unused, in each sequence if that means fewer scores: kernels skip half of a causal
+        square, but nothing of a mask.
+        """
         sequence, first = torch.arange(len(start)).repeat_interleave(length), is_first(spread)
         to_others = first & (spread.bincount()[spread] > 1)
         count = torch.arange(len(sequence)) - start[sequence] + 1
@@ -196,7 +209,7 @@ class _PlanBuilder:
         self.buckets.append(Bucket(size, keys, before[:, None] + offset * real, not before.any()))
 
     def _tokens_of(self, sequence: Tensor, position: Tensor) -> Tensor:
-        """Where position [s, lk] of each sequence lies among the tokens of all context-parallel ranks."""
+        """Indices of position [s, lk] of each sequence among the tokens of all context-parallel ranks."""
         start = self.cu[:-1][sequence][:, None]
         if self.cp == 1:
             return start + position
@@ -231,7 +244,7 @@ class _PlanBuilder:
 
 
 class _FewQueries:
-    """Of a plan on the CPU, where the tokens `rows` [n] alone ask: the same segments see the same keys."""
+    """CPU plan in which only the tokens `rows` [n] query: the same segments attend to the same keys."""
 
     def __init__(self, whole: AttentionPlan, rows: Tensor) -> None:
         self.whole, self.rows = whole, rows
@@ -246,12 +259,12 @@ class _FewQueries:
             begin = end
 
     def _bucket(self, bucket: Bucket, first: Tensor, here: Tensor, slot: Tensor) -> None:
-        """first [s, 1]: the segments' first tokens; here: which of `rows` are in it, in these slots of it"""
+        """first [s, 1]: the segments' first tokens; here: the `rows` in this bucket, at its slots `slot`."""
         segment, place = slot // bucket.size[1], slot % bucket.size[1]
         counts = segment.bincount(minlength=bucket.size[0])
         turn, order = torch.empty_like(segment), segment.argsort(stable=True)
         turn[order] = torch.arange(len(order)) - (counts.cumsum(0) - counts)[segment[order]]
-        most = max(1, int(counts.max()))  # a segment that asks nothing still shows its keys where their gradients go
+        most = max(1, int(counts.max()))  # a segment without queries still needs its keys' gradient slots
         index, last_key = first.repeat(1, most), bucket.last_key[:, :1].repeat(1, most)
         index[segment, turn] = self.rows[here]
         last_key[segment, turn] += place
@@ -279,7 +292,9 @@ class _FewQueries:
 
 
 def same_length_groups(lengths: Tensor) -> list[Tensor]:
-    """Indices of `lengths`, longest first, cut where padding to the group's longest would cost too much."""
+    """Returns groups of indices of `lengths`, longest first, split where padding to the group's longest would cost
+    too much.
+    """
     order = lengths.argsort(descending=True, stable=True)
     ordered = lengths[order]
     groups, begin = [], 0

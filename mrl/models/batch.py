@@ -1,4 +1,4 @@
-"""What a forward pass needs to know about its packed tokens, in the place where Megatron hands it to every layer."""
+"""Inputs of a forward pass besides its packed tokens, passed where Megatron hands them to every layer."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ Output = Literal["log_probs", "distribution", "head_error", "logits", "values"]
 
 @dataclass(frozen=True)
 class Extras:
-    """What a pass that trains does besides.
+    """Additional computations of a training pass.
 
-    smoothing: whether the mean log-prob over the vocabulary is computed too
-    described: whether it is also said which labels are the likeliest, and the mean logits
-    noise: alpha of NEFTune's noise on the embeddings, 0: none; drops: whether adapters drop some of what they get;
-    seed: of both, another one for every step
+    smoothing: also computes the mean log-prob over the vocabulary
+    described: also computes which labels are the argmax, and the mean logits
+    noise: alpha of NEFTune's noise on the embeddings, 0: none; drops: applies the adapters' dropout;
+    seed: of both, different for every step
     """
 
     smoothing: bool = False
@@ -40,7 +40,7 @@ class Extras:
 
     @property
     def by_sample(self) -> bool:
-        """Whether what it does to a token depends on the sample which that is of."""
+        """True if a token's result depends on the sample it belongs to."""
         return self.drops or self.noise > 0
 
 
@@ -48,8 +48,9 @@ NOTHING = Extras()
 
 
 def on_device(batch: PackedBatch) -> PackedBatch:
-    """The batch with what a model computes with on this rank's device; `cu_seqlens` stays on the CPU, where attention
-    is planned."""
+    """Returns the batch with the model's inputs on this rank's device; `cu_seqlens` stays on the CPU for attention
+    planning.
+    """
     names = ("tokens", "position_ids", "rows", "labels", "dest", "image_at", "image_row")
     here = platform.to_device([vars(batch)[name] for name in names], platform.device())
     return replace(batch, **cast(dict[str, Any], dict(zip(names, here, strict=True))))
@@ -57,11 +58,11 @@ def on_device(batch: PackedBatch) -> PackedBatch:
 
 @dataclass
 class Images:
-    """The pictures of a micro-batch, for the first stage.
+    """Images of a micro-batch, for the first stage.
 
-    pixels [patches, patch values] float32; grids [k, 3]: of each picture 1 and its rows and columns of patches
-    at [m]: positions of this context-parallel rank that take a feature; row [m]: which one
-    deep: what layer i adds after itself, and where: filled in by the model, from which layers take it
+    pixels [patches, patch values] float32; grids [k, 3]: for each image 1 and its rows and columns of patches
+    at [m]: positions of this context-parallel rank that take a feature; row [m]: the feature's index
+    deep: (positions, features) that layer i adds to its output; filled in by the model
     """
 
     pixels: Tensor
@@ -72,7 +73,7 @@ class Images:
 
     @staticmethod
     def make(batch: PackedBatch, pixels: Tensor) -> Images:
-        """batch: as `on_device` gives it."""
+        """Builds the images of `batch`, which comes from `on_device`; pixels [patches, patch values]."""
         grids = torch.nn.functional.pad(batch.images[:, 2:4], (1, 0), value=1)
         pixels, grids = platform.to_device([pixels, grids], platform.device())
         return Images(pixels, grids, batch.image_at, batch.image_row)
@@ -84,13 +85,15 @@ def _none() -> Tensor:
 
 @dataclass
 class ModelBatch(PackedSeqParams):
-    """Travels as `packed_seq_params`. Its `qkv_format` is not "thd", so that Megatron hands [t, 1, h, d] tensors to the
-    attention and, with transformer-engine, applies RoPE to them in one go with our angles per token.
+    """Inputs of every layer, passed as `packed_seq_params`.
+
+    Its `qkv_format` is not "thd", so that Megatron passes [t, 1, h, d] tensors to the attention and, with
+    transformer-engine, applies RoPE to them at once with mrl's angles per token.
 
     positions [t] int64: of the local tokens in their sequences
-    rows [n] int64: local positions whose output is wanted; labels [n] int64: the token that follows each
-    entropy_grad: whether the entropies take part in the loss; slopes: of the loss by log-probs and entropies, where a
-    token's are known without the other tokens'
+    rows [n] int64: local positions whose output is needed; labels [n] int64: the token that follows each
+    entropy_grad: the loss depends on the entropies; slopes: gradients of the loss by log-probs and entropies, if the
+    loss is local to each token
     """
 
     positions: Tensor = field(default_factory=_none)
@@ -100,18 +103,18 @@ class ModelBatch(PackedSeqParams):
     output: Output = "log_probs"
     entropy_grad: bool = False
     slopes: Slopes | None = None
-    # of the tokens' rotary angles, by table, filled in by the model
+    # cosines and sines of the tokens' rotary angles, by table, filled in by the model
     cos_sin: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     starts: Tensor = field(default_factory=_none)  # [S + 1]: of the padded sequences, before the context-parallel cut
     longest: int = 0  # tokens of such a sequence
     spread: Tensor | None = None  # as in `mrl.core.PackedBatch`
     cp: tuple[int, int] = (1, 0)  # context-parallel size and rank
     extras: Extras = NOTHING
-    samples: Tensor = field(default_factory=_none)  # [S] of the packed sequences, their places in the rollout
+    samples: Tensor = field(default_factory=_none)  # [S]: the packed sequences' indices in the rollout
     seq_lens: Tensor = field(default_factory=_none)  # [S], without padding
     images: Images | None = None  # on the first stage, where there are any
-    routing: Routing | None = None  # what routers are told; None: they choose, and nobody asks
-    has_left: bool = False  # whether the hidden states are those of `rows` alone: from the last layer on
+    routing: Routing | None = None  # routing to replay or record; None: routers choose, unrecorded
+    has_left: bool = False  # True if the hidden states are those of `rows` alone: from the last layer on
 
     @staticmethod
     def make(
@@ -125,7 +128,7 @@ class ModelBatch(PackedSeqParams):
         images: Images | None = None,
         routing: Routing | None = None,
     ) -> ModelBatch:
-        """batch: as `on_device` gives it"""
+        """Builds the inputs from `batch`, which comes from `on_device`."""
         return ModelBatch(
             qkv_format="packed",
             positions=batch.position_ids[0],
@@ -148,28 +151,29 @@ class ModelBatch(PackedSeqParams):
 
     @cached_property
     def plan(self) -> AttentionPlan:
-        """For our own attention; made once for all layers."""
+        """Plan of mrl's own attention; built once for all layers."""
         return AttentionPlan.make(self.starts, *self.cp, platform.device(), self.spread)
 
     @property
     def leaves(self) -> bool:
-        """Whether the tokens that are not in `rows` can leave in the last layer: adapters that drop some of what they
-        get do so by a token's place among all."""
+        """True if tokens outside `rows` can be dropped in the last layer; adapter dropout prevents it, as it depends
+        on a token's index.
+        """
         return not self.extras.drops
 
     @cached_property
     def leaving(self) -> AttentionPlan:
-        """Of the last layer's attention, which only the tokens in `rows` come out of, if the others can leave."""
+        """Plan of the last layer's attention, which returns only the tokens in `rows` if the others can be dropped."""
         return self.plan.giving(self.rows) if self.leaves else self.plan
 
     @cached_property
     def shared(self) -> SharedTokens | None:
-        """For transformer-engine's attention, which is told of whole sequences; made once for all layers."""
+        """Shared tokens for transformer-engine's attention, which takes whole sequences; built once for all layers."""
         return None if self.spread is None else SharedTokens.make(self.spread, platform.device())
 
     @cached_property
     def thd(self) -> PackedSeqParams:
-        """For transformer-engine's attention; made once for all layers."""
+        """Parameters of transformer-engine's attention; built once for all layers."""
         (starts,) = platform.to_device([self.starts.to(torch.int32)], platform.device())
         return PackedSeqParams(
             qkv_format="thd",

@@ -1,4 +1,4 @@
-"""From a Hugging Face directory's config and a layout to this rank's chunks of the model."""
+"""Construction of this rank's model chunks from a Hugging Face directory's config and a layout."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ def build_model(
     *,
     trains_vision: bool = False,
 ) -> list[MegatronModule]:
-    """One chunk a virtual pipeline stage, on this rank's device, not wrapped. Collective; call inside `mesh.active()`.
+    """Builds one chunk a virtual pipeline stage, on this rank's device, unwrapped. Collective; call inside
+    `mesh.active()`.
 
-    The weights follow from `seed` alone, whatever the layout; None leaves them undefined, for a checkpoint to fill
+    The weights depend on `seed` alone, whatever the layout; None leaves them undefined, for a checkpoint to fill
     (the critic's value head is zero in any case). Only config.json of `hf_path` is read. A vision tower is frozen
     unless `trains_vision`. Raises UnsupportedModel, also for a first chunk without the layers that take deep features.
     """
@@ -56,8 +57,11 @@ def build_model(
 
 
 def build_skeleton(arch: ModelArch, hf_path: str, mesh: Mesh, role: Role) -> MegatronModule:
-    """A model of one process whose matrices have shapes and names but no memory, of Megatron's own layers on every
-    machine: what checkpoints call a parameter does not depend on the kind of layer. Call inside `mesh.active()`."""
+    """Builds a single-process model on the meta device, whose matrices have shapes and names but no memory.
+
+    It uses Megatron's own layers on every machine, as checkpoint names do not depend on the kind of layer. Call inside
+    `mesh.active()`.
+    """
     train = TrainConfig()
     config = transformer_config(arch, train, mesh, torch.float32)
     config.transformer_impl, config.use_cpu_initialization, config.moe_grouped_gemm = "local", True, False

@@ -1,4 +1,4 @@
-"""The critic: the policy's body with a scalar head. Never tied, so that it pipelines from a tied checkpoint too."""
+"""Critic: the policy's body with a score head. It is never tied, so that a tied checkpoint can be pipelined too."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ from mrl.models.mcore import MegatronModule, TransformerConfig, ensure_metadata_
 
 
 class Critic(PackedGPT):
-    """`value_head.weight` [score_heads, h] is float32 whatever the model's dtype is: rounded, it would score alike what
-    differs. (Not so beside weights in mxfp8: see `FP8Config.shares_buffers`.) It is replicated over the tensor-parallel
-    group and starts at zero: the first values are 0. Every rank applies it to the same rows, so its gradient is
-    complete on each and must not be summed over them."""
+    """Critic or reward model. `value_head.weight` [score_heads, h] is float32 whatever the model's dtype.
+
+    Rounded, the head would score different inputs alike. (Beside mxfp8 weights it is not float32: see
+    `FP8Config.shares_buffers`.) It is replicated over the tensor-parallel group and starts at zero: the first values
+    are 0. Every rank applies it to the same rows, so each rank's gradient is complete and must not be summed over the
+    group.
+    """
 
     def __init__(
         self,
@@ -42,7 +45,7 @@ class Critic(PackedGPT):
             nn.init.zeros_(self.value_head.weight)
 
     def head(self, hidden: Tensor, batch: ModelBatch) -> Tensor:
-        """float32 [score_heads, n]."""
+        """Returns the scores, float32 [score_heads, n]. Raises ValueError for another output than "values"."""
         if batch.output != "values":
             raise ValueError(f"a critic has no output {batch.output!r}; it has values")
         rows = self.response_rows(hidden, batch, partial_grad=False)
@@ -51,7 +54,7 @@ class Critic(PackedGPT):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """GPTModel's own expects an output layer; the plain form of its base class is right for a replicated head."""
+        """Uses the base class's plain form, because GPTModel's own expects an output layer."""
         return MegatronModule.sharded_state_dict(
             self, prefix, sharded_offsets, ensure_metadata_has_dp_cp_group(metadata)
         )

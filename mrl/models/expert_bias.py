@@ -1,4 +1,4 @@
-"""What Megatron gets wrong of experts with biases."""
+"""Workaround for Megatron's handling of experts with biases."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from mrl.models.mcore import RowParallelLinear, set_tensor_model_parallel_attrib
 
 
 class BiasedExpertRow(RowParallelLinear):
-    """The second product of an expert with biases.
+    """Second product of an expert with biases.
 
-    Megatron adds the bias to the result in place, which autograd refuses of a view: here it is none. It marks the bias
-    as one of ranks that share the tokens out, whose parts of its gradient it then adds up over tensor parallelism,
-    whose ranks have other experts; and as a copy, which is left out of the gradient's norm on all ranks but one.
+    Megatron adds the bias to the result in place, which autograd rejects for a view; here the result is not a view.
+    Megatron
+    also marks the bias as sequence-parallel, and would sum its gradient over tensor-parallel ranks that hold other
+    experts; and as a replica, which the gradient's norm skips on all ranks but one.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

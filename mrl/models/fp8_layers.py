@@ -1,8 +1,8 @@
-"""Megatron's own linear layers, whose products take operands rounded to fp8 as transformer-engine's layers round them.
+"""Megatron's own linear layers with operands rounded to fp8 as in transformer-engine's layers.
 
-Inputs are gathered over sequence parallelism before they are rounded: a tensor's scale is then that of all its tokens,
-as transformer-engine makes it by a reduction, and blocks are the same. Of a matrix that tensor parallelism cuts, each
-rank scales its part; blocks do not see that where parts are whole blocks.
+Inputs are gathered over sequence parallelism before they are rounded: a tensor's scale then covers all its tokens,
+as transformer-engine achieves by a reduction, and blocks are the same. Each tensor-parallel rank scales its own part of
+a matrix; block scaling is unaffected where parts are whole blocks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mrl.models.precision import STATE, Emulation
 
 
 class _Rounded(nn.Module):
-    """What a layer does instead of Megatron's product, and what it keeps for that."""
+    """Mixin that replaces Megatron's product with an fp8 one and keeps its scales."""
 
     emulation: Emulation
     scales: Scales | None
@@ -57,15 +57,17 @@ class _Rounded(nn.Module):
         return fp8_linear(input, weight, bias, self.emulation.recipe, self.scales)
 
     def get_extra_state(self) -> Tensor | None:
-        """uint8 [n] for the checkpoint; None without a memory."""
+        """State for the checkpoint, uint8 [n]; None without delayed scaling."""
         if self.scales is None:
             return None
         content = self.scales.state().cpu().view(torch.uint8)
         return torch.cat([torch.frombuffer(bytearray(STATE), dtype=torch.uint8), content])
 
     def set_extra_state(self, state: Any) -> None:
-        """Takes it back. A checkpoint of layers that do not remember has none: then it starts anew. Raises ValueError
-        for that of other layers."""
+        """Restores the state.
+
+        A checkpoint without one leaves the scales fresh. Raises ValueError for another implementation's state.
+        """
         if self.scales is None or not isinstance(state, Tensor) or state.numel() == 0:
             return
         if state[: len(STATE)].cpu().numpy().tobytes() != STATE:
@@ -86,10 +88,12 @@ class RoundedRowParallel(_Rounded, RowParallelLinear):
 
 
 def end_of_update(chunks: Iterable[nn.Module], *, is_kept: bool) -> None:
-    """Delayed scaling: what was seen since the last update becomes the newest of the past, over every rank that had a
-    part of it; not `is_kept`: it is forgotten, the update having been skipped. Call it inside the mesh; collective.
+    """Delayed scaling: appends the amax seen since the last update to the history, reduced over the ranks that share
+    the layer.
 
-    transformer-engine does so after every micro-batch. Once an update is what makes it the same under every layout.
+    If not `is_kept` (a skipped update), the amax is discarded. Call it inside the mesh; collective.
+
+    transformer-engine does so after every micro-batch. Doing it once an update makes it the same under every layout.
     """
     layers = list(_remembering(chunks))
     if not is_kept:
@@ -109,7 +113,7 @@ def end_of_update(chunks: Iterable[nn.Module], *, is_kept: bool) -> None:
 
 @contextlib.contextmanager
 def without_memory(chunks: Iterable[nn.Module]) -> Iterator[None]:
-    """What passes see here moves no scale: they are of no update."""
+    """Keeps the passes inside from changing any scale, as they belong to no update."""
     kept = [(scales, scales.seen.clone()) for _, scales in _remembering(chunks)]
     yield
     for scales, seen in kept:
@@ -124,7 +128,7 @@ def _remembering(chunks: Iterable[nn.Module]) -> Iterator[tuple[bool, Scales]]:
 
 
 def _groups(is_expert: bool) -> list[Any]:
-    """The ranks that hold a part of the same layer, or of the same expert, or see other tokens of it."""
+    """Ranks that hold a part of the same layer or expert, or see other tokens of it."""
     if not is_expert:
         return [parallel_state.get_amax_reduction_group(with_context_parallel=True)]
     return [parallel_state.get_expert_tensor_parallel_group(), parallel_state.get_expert_data_parallel_group()]

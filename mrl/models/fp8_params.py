@@ -1,7 +1,7 @@
-"""Parameters that transformer-engine holds in fp8 (`precision.fp8.params`), and all others, by the same two functions.
+"""Reading and writing of parameters, including those that transformer-engine holds in fp8 (`precision.fp8.params`).
 
-Such a parameter keeps, until the optimizer takes it, the values that it was made from (`get_high_precision_init_val`):
-float32 main weights start from those. Whoever writes the parameter alone would see the first update throw it away.
+Until the optimizer takes it, an fp8 parameter keeps its original values (`get_high_precision_init_val`), from which the
+float32 main weights start. Writing the parameter alone would be undone by the first update.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ _INITIAL = "get_high_precision_init_val"
 
 
 def is_quantized(parameter: Tensor) -> bool:
-    """Whether its values are in fp8."""
+    """Returns True if the parameter's values are in fp8."""
     return hasattr(parameter, "dequantize") and hasattr(parameter, _INITIAL)
 
 
 @torch.no_grad()
 def write(parameter: Tensor, values: Tensor) -> None:
-    """Gives it these values, of its shape; of one in fp8 they are rounded, but not for its main weights."""
+    """Writes values of the parameter's shape; an fp8 parameter rounds them, its main weights do not."""
     parameter.data.copy_(values)
     if is_quantized(parameter) and (initial := getattr(parameter, _INITIAL)()) is not None:
         initial.copy_(values)
 
 
 def values_of(parameter: Tensor) -> Tensor:
-    """Its values, without gradient: itself, or of one in fp8 what that stands for, in its nominal dtype."""
+    """Returns the values without gradient: the parameter itself, or an fp8 one dequantized to its nominal dtype."""
     return parameter.dequantize().detach() if is_quantized(parameter) else parameter.detach()

@@ -1,4 +1,4 @@
-"""What the policy and the critic share: a Megatron GPT over packed tokens, whose head sees the response rows only."""
+"""Common base of policy and critic: a Megatron GPT over packed tokens, whose head sees the response rows only."""
 
 from __future__ import annotations
 
@@ -28,8 +28,11 @@ from mrl.models.vision import add_pictures
 
 
 class PackedGPT(GPTModel):
-    """One chunk of the model. chunk(tokens [1, t], position_ids [1 or 3, t], None, packed_seq_params=ModelBatch) gives
-    hidden states [t, 1, h] on inner stages (t / tp under sequence parallelism) and the head's output on the last."""
+    """One chunk of the model.
+
+    chunk(tokens [1, t], position_ids [1 or 3, t], None, packed_seq_params=ModelBatch) returns hidden states [t, 1, h]
+    on inner stages (t / tp under sequence parallelism) and the head's output on the last.
+    """
 
     def __init__(
         self,
@@ -67,11 +70,14 @@ class PackedGPT(GPTModel):
         packed_seq_params: ModelBatch,
         **unused: Any,
     ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
-        """(embeddings or None on later stages, angles [t, 1, 1, d], and four things that training does not use).
-        No angles for our own attention: it finds their cosines in the batch, computed once for all layers."""
+        """Returns embeddings (None on later stages), angles [t, 1, 1, d], and four values that training does not use.
+
+        mrl's own attention gets no angles: it reads their cosines and sines from the batch, computed once for all
+        layers.
+        """
         if self.pre_process and decoder_input is None:
             decoder_input = self.embedding(input_ids=input_ids, position_ids=position_ids)
-            if FAMILIES[self.arch.family].scaled_embedding:  # by what transformers rounds as it rounds weights
+            if FAMILIES[self.arch.family].scaled_embedding:  # rounded first, as in transformers
                 decoder_input = decoder_input * torch.tensor(self.arch.hidden_size**0.5).to(decoder_input.dtype)
             if packed_seq_params.extras.noise:
                 group = self.pg_collection.tp
@@ -89,13 +95,18 @@ class PackedGPT(GPTModel):
         return self.head(hidden_states, packed_seq_params) if self.post_process else hidden_states
 
     def head(self, hidden: Tensor, batch: ModelBatch) -> Tensor:
-        """The last stage's output, from final hidden states [t, 1, h] ([t / tp, 1, h] under sequence parallelism,
-        [n, 1, h] where the others have left)."""
+        """Returns the last stage's output, from final hidden states [t, 1, h].
+
+        They are [t / tp, 1, h] under sequence parallelism, and [n, 1, h] if other tokens were dropped.
+        """
         raise NotImplementedError
 
     def response_rows(self, hidden: Tensor, batch: ModelBatch, *, partial_grad: bool) -> Tensor:
-        """[n, h], the same on all tensor-parallel ranks. `partial_grad`: the ranks' gradients are parts of a sum (a
-        head split over the vocabulary), else each rank has all of it (a replicated head)."""
+        """Returns [n, h], equal on all tensor-parallel ranks.
+
+        `partial_grad`: the ranks' gradients are parts of a sum (a head split over the vocabulary); otherwise each rank
+        has the whole gradient (a replicated head).
+        """
         group = self.pg_collection.tp
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=partial_grad, group=group)
@@ -106,5 +117,5 @@ class PackedGPT(GPTModel):
 
 
 def vocab_align() -> int:
-    """On this machine."""
+    """Returns the vocabulary alignment of this machine."""
     return VOCAB_ALIGN if platform.device().type == "cpu" else VOCAB_ALIGN_GPU

@@ -1,4 +1,4 @@
-"""A model's config.json as transformers reads it."""
+"""A model's config.json as read by transformers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from typing import Any
 
 @cache
 def hub_config(hf_path: str) -> Any:
-    """The PretrainedConfig of this directory, read once a process (tens of milliseconds where a model sees): not to be
-    changed. Raises whatever transformers makes of a file that it cannot read."""
+    """Returns the PretrainedConfig of this directory, cached per process (reading a vision model takes tens of
+    milliseconds).
+
+    Do not modify it. Raises whatever transformers raises for a file that it cannot read.
+    """
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(hf_path, trust_remote_code=False, local_files_only=True)

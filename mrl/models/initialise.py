@@ -1,4 +1,4 @@
-"""Random weights that depend on the seed and the parameter's global name only, never on the layout."""
+"""Random weights that depend only on the seed and the parameter's global name, never on the layout."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ BLOCK_ROWS = 128  # part of the definition of the weights: every block has its o
 
 @torch.no_grad()
 def initialise(chunk: nn.Module, arch: ModelArch, mesh: Mesh, role: Role, seed: int) -> None:
-    """Matrices ~ normal(0, initializer_range); norms 1; biases, the value head and the vocabulary's padding 0.
+    """Fills matrices ~ normal(0, initializer_range); norms 1; biases, the value head and the vocabulary's padding 0.
 
-    Each rank draws the row blocks that it holds a part of and keeps its part: at most one block beyond its own weights
-    is in memory. A tied output layer gets the embedding's values. Raises ValueError for a parameter that is not in the
-    weight table.
+    Each rank generates the row blocks that it holds a part of and keeps its part: at most one block beyond its own
+    weights is in memory. A tied output layer gets the embedding's values. Raises ValueError for a parameter that is not
+    in the weight table.
     """
     table = weight_table(arch, role)
     for local_name, parameter in chunk.named_parameters():
@@ -44,7 +44,7 @@ def initialise(chunk: nn.Module, arch: ModelArch, mesh: Mesh, role: Role, seed: 
 
 def _draw(parameter: Tensor, name: str, row: Row, arch: ModelArch, mesh: Mesh, seed: int) -> None:
     parts, part = mesh.tensor_cut(row.expert) if row.tp_dim is not None else (1, 0)
-    parameter = parameter.flatten(1)  # a view: of a tower's patch projection
+    parameter = parameter.flatten(1)  # a view, for a vision tower's patch projection
     rows, cols = parameter.shape
     if row.tp_dim == 1:
         _fill(parameter, name, 0, arch.initializer_range, seed, part * cols, parts * cols)
@@ -60,13 +60,14 @@ def _draw(parameter: Tensor, name: str, row: Row, arch: ModelArch, mesh: Mesh, s
 
 @torch.no_grad()
 def draw_head(head: Tensor, std: float, seed: int) -> None:
-    """Fills the score head [heads, h], which every rank that has it has whole, with normal values; the same ones
-    wherever it is."""
+    """Fills the score head [heads, h] with normal values, the same ones on every rank; no rank holds only a part of
+    it.
+    """
     _fill(head, VALUE_HEAD, 0, std, seed, 0, head.size(1))
 
 
 def _fill(target: Tensor, name: str, first_row: int, std: float, seed: int, first_col: int, all_cols: int) -> None:
-    """target [r, c] = the whole matrix' rows from first_row and columns from first_col; it is all_cols wide."""
+    """Fills target [r, c] with rows from first_row and columns from first_col of the whole matrix, all_cols wide."""
     done = 0
     for rows in _blocks(name, first_row, target.size(0), all_cols, seed):
         target[done : done + rows.size(0)] = rows[:, first_col : first_col + target.size(1)] * std
@@ -74,7 +75,7 @@ def _fill(target: Tensor, name: str, first_row: int, std: float, seed: int, firs
 
 
 def _blocks(name: str, first: int, count: int, cols: int, seed: int) -> Iterator[Tensor]:
-    """Standard normal rows first .. first + count of the named matrix, block by block."""
+    """Yields standard normal rows first .. first + count of the named matrix, block by block."""
     for block in range(first // BLOCK_ROWS, -(-(first + count) // BLOCK_ROWS)):
         digest = hashlib.sha256(f"{seed}/{name}/{block}".encode()).digest()
         stream = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)

@@ -1,8 +1,9 @@
-"""Attention by latent vectors (MLA) over packed tokens, of Megatron's modules, for machines without transformer-engine.
+"""Multi-head latent attention (MLA) over packed tokens, from Megatron's modules, for machines without
+transformer-engine.
 
 Megatron 0.16's own takes positions from the packed row, and with these layers its gradient is wrong under tensor
-parallelism: the one rotary key of all heads is gathered by an operation whose backward pass takes a slice of what is
-the gradient of this rank's heads alone.
+parallelism: the rotary key that all heads share is gathered by an operation whose backward pass takes a slice of the
+gradient, although that covers this rank's heads alone.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from mrl.models.mcore import (
 
 
 class LatentAttention(MLASelfAttention):
-    """`packed_seq_params` is a ModelBatch."""
+    """MLA whose `packed_seq_params` is a ModelBatch."""
 
     def get_query_key_value_tensors(
         self,
@@ -33,8 +34,11 @@ class LatentAttention(MLASelfAttention):
         inference_context: None = None,
         **unused: Any,
     ) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        """hidden_states [t, 1, h] (t / tp under sequence parallelism) -> query, key [t, heads of this rank, plain +
-        turned channels], value [t, heads, v], and two things that training does not use."""
+        """Returns query, key [t, heads of this rank, unrotated + rotated channels], value [t, heads, v], and two unused
+        values.
+
+        hidden_states [t, 1, h] (t / tp under sequence parallelism).
+        """
         config, heads = self.config, self.num_attention_heads_per_partition
         plain, turned = config.qk_head_dim, config.qk_pos_emb_head_dim
         compressed, _ = self.linear_kv_down_proj(hidden_states)
@@ -60,17 +64,17 @@ class LatentAttention(MLASelfAttention):
         return query
 
     def _whole(self, x: Tensor) -> Tensor:
-        """All ranks' channels of all tokens."""
+        """Gathers all ranks' channels of all tokens."""
         group = self.pg_collection.tp
         return gather_from_tensor_model_parallel_region(x, group=group) if group.size() > 1 else x
 
     def _own(self, x: Tensor) -> Tensor:
-        """What of the tokens a norm and a column-parallel layer take."""
+        """Returns the tokens that a norm and a column-parallel layer take."""
         if not self.config.sequence_parallel:
             return x
         return scatter_to_sequence_parallel_region(x, group=self.pg_collection.tp)
 
 
 def _halves(x: Tensor) -> Tensor:
-    """The channels that turn together, which lie side by side, in two halves."""
+    """Moves channels that rotate together from neighbours into two halves."""
     return torch.cat([x[..., 0::2], x[..., 1::2]], -1)

@@ -1,4 +1,4 @@
-"""Which layers a model is made of, where the configuration leaves it to the machine."""
+"""Choice of the layer implementation, where the configuration leaves it to the machine."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ LayerKind = Literal["local", "transformer_engine"]
 def layer_kind(
     wanted: Literal["auto", "local", "transformer_engine"], dtype: torch.dtype, arch: ModelArch
 ) -> LayerKind:
-    """What `wanted` is here, for weights of `dtype`: transformer-engine's for "auto" where it can be used.
+    """Resolves `wanted` for weights of `dtype`: "auto" becomes transformer-engine's where it can be used.
 
-    Families that need what it has not are always local; so is float32: transformer-engine multiplies it as TF32,
-    whatever torch is told. Raises UnsupportedModel if transformer-engine is asked for and cannot do it.
+    Families that need features it lacks are always local; so is float32, which transformer-engine multiplies as TF32
+    whatever torch's settings. Raises UnsupportedModel if transformer-engine is requested and cannot be used.
     """
     if wanted == "local":
         return "local"

@@ -1,8 +1,8 @@
-"""Adapters beside the linear layers of a built and loaded model, which itself is frozen.
+"""LoRA adapters on the linear layers of a built and loaded model, whose own weights are frozen.
 
-A layer is left as it is: a hook adds the adapters' part to what it gives, whatever made it (Megatron's, transformer-
-engine's). All that travels between ranks has `rank` numbers a token. Where A or B is on every tensor-parallel rank, and
-sequence parallelism gives each rank some of the tokens, its gradient is marked to be summed.
+Layers stay unmodified: a forward hook adds the adapters' part to the output, whatever implements the layer (Megatron or
+transformer-engine). All communication between ranks has `rank` numbers a token. If A or B is replicated over
+tensor-parallel ranks that hold different tokens (sequence parallelism), its gradient is marked to be summed.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from mrl.parallel import Mesh
 
 
 class Adapters:
-    """Those of a model's chunks on this rank.
+    """Adapters of a model's chunks on this rank.
 
-    spec: what they are; base: digest of the weights that they belong to, once somebody has set it
+    spec: their configuration; base: digest of the base weights, set by the caller
     """
 
     def __init__(self, spec: LoRA, layers: dict[nn.Parameter, AdaptedLayer]) -> None:
         self.spec, self._layers, self.base = spec, layers, ""
-        self._rounding = torch.zeros(2, device=platform.device())  # of `merged`, since somebody has asked
+        self._rounding = torch.zeros(2, device=platform.device())  # of `merged`, since the last `metrics`
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
-        """The model computes as it was before it had any."""
+        """Disables the adapters, so that the model computes as its base model."""
         for layer in self._layers.values():
             layer.is_on = False
         try:
@@ -51,8 +51,11 @@ class Adapters:
 
     @torch.no_grad()
     def merged(self, parameter: nn.Parameter) -> Tensor:
-        """What a weight of the model stands for with its adapters, in its dtype and laid out like it: made in float32
-        and rounded once. One without adapters is given back. Collective over tensor parallelism with DoRA."""
+        """Returns a weight merged with its adapters, in its dtype and layout; a weight without adapters is returned as
+        is.
+
+        Computed in float32 and rounded once. Collective over tensor parallelism with DoRA.
+        """
         layer = self._layers.get(parameter)
         if layer is None:
             return parameter.detach()
@@ -61,9 +64,11 @@ class Adapters:
         return weight
 
     def metrics(self) -> dict[str, float]:
-        """sync/adapter_rounding: by how much of its length rounding has moved what adapters add, in all weights that
-        have been merged since the last call: near 1, and engines have hardly anything of them. Collective over the
-        world."""
+        """Returns sync/adapter_rounding: the relative length by which rounding changed the adapters' contribution.
+
+        Covers all weights merged since the last call. Near 1, engines receive almost nothing of the adapters.
+        Collective over the world.
+        """
         dist.all_reduce(self._rounding)
         lost, added = self._rounding.tolist()
         self._rounding.zero_()
@@ -71,11 +76,10 @@ class Adapters:
 
 
 def attach(chunks: Sequence[nn.Module], arch: ModelArch, mesh: Mesh, train: TrainConfig, seed: int) -> Adapters:
-    """Those that `train.lora` asks for. They, and a value head, are what is trained of the chunks from now on: the rest
-    is frozen. The chunks are not wrapped yet, and have their weights. Call inside `mesh.active()`.
+    """Attaches the adapters that `train.lora` configures and freezes everything but them and a value head.
 
-    The first values follow from the seed and the layer's name alone. Raises UnsupportedModel for layers whose weights
-    of several experts are in one module.
+    The chunks must be loaded and not yet wrapped. Call inside `mesh.active()`. Initial values depend on the seed and
+    the layer's name alone. Raises UnsupportedModel for layers that hold several experts' weights in one module.
     """
     assert train.lora is not None
     made: dict[nn.Parameter, AdaptedLayer] = {}
@@ -136,7 +140,7 @@ def _dropout(name: str, row: Row, place: Place, tp_rank: int, share: float) -> D
 
 
 def _tell_batches(chunk: Any) -> None:
-    """Every pass of a layer, also one that is computed again, begins with the word of whose tokens they are."""
+    """Passes the batch to the adapters before every pass of a layer, including recomputed ones."""
 
     def tell(module: nn.Module, inputs: Any, named: dict[str, Any]) -> None:
         for layer in module.modules():
@@ -148,7 +152,7 @@ def _tell_batches(chunk: Any) -> None:
 
 
 def _first_values(name: str, rank: int, columns: int, init: str, seed: int) -> Tensor:
-    """A [rank, columns] float32, the same at every layout."""
+    """Initial A [rank, columns] float32, the same under every layout."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     stream = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     if init == "gaussian":
@@ -157,8 +161,11 @@ def _first_values(name: str, rank: int, columns: int, init: str, seed: int) -> T
 
 
 def _keep_gradients_alive(chunk: Any) -> None:
-    """Megatron computes layers again only in the backward pass of their input, which a frozen embedding's output would
-    not have: every gradient behind it would be zero, without an error."""
+    """Makes the embedding's output require gradients.
+
+    Megatron recomputes layers only in the backward pass of their input. A frozen embedding's output would have none,
+    and every gradient behind it would silently be zero.
+    """
 
     def asks(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
         return output.requires_grad_() if torch.is_grad_enabled() else output

@@ -1,4 +1,4 @@
-"""The adapters of one linear layer of Megatron's, which may be several of the hub's, under tensor parallelism.
+"""LoRA adapters of one Megatron linear layer, which may join several of the hub's, under tensor parallelism.
 
 column (its rows are cut)     A on every rank, B cut by rows:    u = x A^T, gathered over the sequence; B u
 row (its columns are cut)     A cut by columns, B on every rank: u = x A^T, summed over the ranks;      B u
@@ -29,11 +29,11 @@ from mrl.models.noise import dropped
 
 @dataclass(frozen=True)
 class Place:
-    """How a layer lies on its tensor-parallel ranks.
+    """Sharding of a layer over its tensor-parallel ranks.
 
-    by_rows: these are cut, else its columns
-    is_sequence: its ranks have different tokens outside of it
-    groups: query groups on this rank, by which the parts take turns; 1: one part lies behind the other
+    by_rows: rows are cut, else columns
+    is_sequence: the ranks have different tokens outside of the layer
+    groups: query groups on this rank, by which the parts' rows interleave; 1: the parts are concatenated
     """
 
     by_rows: bool
@@ -43,7 +43,7 @@ class Place:
     groups: int
 
     def join(self, parts: Sequence[Tensor], dim: int) -> Tensor:
-        """The parts' rows, along `dim`, in the order of the layer's."""
+        """Joins the parts' rows along `dim`, in the order of the layer's rows."""
         if len(parts) == 1:
             return parts[0]
         if self.groups == 1:
@@ -51,7 +51,7 @@ class Place:
         return torch.cat([part.unflatten(dim, (self.groups, -1)) for part in parts], dim + 1).flatten(dim, dim + 1)
 
     def split(self, whole: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """The parts, by their numbers of rows, of what has the layer's rows along dimension 0."""
+        """Splits a tensor with the layer's rows along dimension 0 into parts with these numbers of rows."""
         if self.groups == 1:
             return list(whole.split(tuple(sizes)))
         parts = whole.unflatten(0, (self.groups, -1)).split([size // self.groups for size in sizes], 1)
@@ -60,10 +60,10 @@ class Place:
 
 @dataclass(frozen=True)
 class Dropout:
-    """Of what a layer's adapters get.
+    """Dropout of the adapters' input in one layer.
 
-    share: that is 0; stream: another number for every layer; first: this rank's first column; part: which of how many
-    parts of the tokens it gets
+    share: of zeros; stream: distinct for every layer; first: this rank's first column; part: (index, count) of the
+    equal parts of the tokens
     """
 
     share: float
@@ -73,13 +73,14 @@ class Dropout:
 
 
 class Adapter(nn.Module):
-    """Of one linear layer of the hub's: this rank's parts of A [rank, in] and B [out, rank], and with DoRA of magnitude
-    [out]."""
+    """Adapter of one of the hub's linear layers: this rank's parts of A [rank, in], B [out, rank], and DoRA's
+    magnitude [out].
+    """
 
     magnitude: nn.Parameter | None
 
     def __init__(self, first: Tensor, rows: int, like: Tensor) -> None:
-        """first: what A is at first; like: a tensor of the dtype and on the device that all are to be"""
+        """first: initial A; like: a tensor of the dtype and device to use."""
         super().__init__()
         self.A = nn.Parameter(first.contiguous().to(like.device, like.dtype))
         self.B = nn.Parameter(torch.zeros(rows, first.size(0), dtype=like.dtype, device=like.device))
@@ -87,9 +88,10 @@ class Adapter(nn.Module):
 
 
 class AdaptedLayer(nn.Module):
-    """parts: the hub's linear layers, by name, in the order of the layer's rows; None: it has no adapter.
+    """Adapters of one Megatron linear layer.
 
-    batch: of the present pass, which `dropout` needs
+    parts: the hub's linear layers, by name, in the order of the layer's rows; None: no adapter
+    batch: of the current pass, for `dropout`
     """
 
     batch: ModelBatch | None = None
@@ -117,8 +119,10 @@ class AdaptedLayer(nn.Module):
                     self._adapter(name).magnitude = nn.Parameter(squares.sqrt().to(self._weight.dtype))
 
     def mark(self, *, is_expert: bool) -> None:
-        """For Megatron: what is cut, what is an expert's, and which gradients are parts of a sum. Nothing of an expert
-        is on two tensor-parallel ranks: all of it counts for the gradients' norm."""
+        """Marks sharded parameters, experts' parameters, and gradients that are parts of a sum, for Megatron.
+
+        No expert's adapter is replicated over tensor-parallel ranks: all of it counts for the gradients' norm.
+        """
         by_rows, uncut = self._place.by_rows, 0 if is_expert else None
         for adapter in self._adapters:
             cuts = [(adapter.A, uncut if by_rows else 1), (adapter.B, 0 if by_rows else uncut)]
@@ -133,7 +137,7 @@ class AdaptedLayer(nn.Module):
                 vars(parameter).update(marks)
 
     def add(self, linear: nn.Module, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None]) -> Any:
-        """A forward hook's: what the layer gives together with its adapters. output [..., rows]"""
+        """Forward hook that adds the adapters' part to the layer's output [..., rows]."""
         if not self.is_on:
             return None
         out, bias = output
@@ -146,8 +150,11 @@ class AdaptedLayer(nn.Module):
         return (scaled if added is None else scaled + added), bias
 
     def merged(self) -> tuple[Tensor, Tensor]:
-        """([rows, columns], the weight with its adapters, computed in float32 and rounded once to the weight's dtype;
-        [2] float32, squares of what rounding has left out of the sum, and of what was added to the weight)."""
+        """Returns ([rows, columns] merged weight; [2] float32 squared lengths of the rounding error and of the added
+        part).
+
+        The weight is computed in float32 and rounded once to its dtype.
+        """
         plain = weight = self._weight.detach().float()
         pieces = [
             weight.new_zeros(size, weight.size(1)) if adapter is None else adapter.B.float() @ adapter.A.float()
@@ -160,7 +167,7 @@ class AdaptedLayer(nn.Module):
         return rounded, torch.stack([(rounded.float() - weight).square().sum(), (weight - plain).square().sum()])
 
     def forward(self) -> None:
-        """Not called: `add` is a hook of the layer."""
+        """Raises NotImplementedError: `add` is a hook of the layer."""
         raise NotImplementedError
 
     @property
@@ -182,19 +189,19 @@ class AdaptedLayer(nn.Module):
         return adapter
 
     def _normed(self, x: Tensor) -> Tensor:
-        """What the matrix is multiplied with: transformer-engine's layers have the norm before it inside."""
+        """Input of the matrix product: transformer-engine's layers apply the preceding norm inside."""
         norm = self._linear[0]._parameters.get("layer_norm_weight")
         return x if norm is None else rms_norm(x, norm, float(self._linear[0].eps))  # type: ignore[arg-type]
 
     def _dropped(self, x: Tensor) -> Tensor:
-        """What is left of it in a pass that trains."""
+        """Applies dropout in a training pass."""
         drop, batch = self._dropout, self.batch
         if drop is None or batch is None or not batch.extras.drops:
             return x
         return dropped(x, batch, drop.share, drop.stream, drop.part, drop.first)
 
     def _update(self, x: Tensor) -> Tensor:
-        """B A x in the order and of the shape of the layer's own output."""
+        """B A x, in the order and shape of the layer's own output."""
         place, adapters = self._place, self._adapters
         low = F.linear(x, torch.cat([adapter.A for adapter in adapters]))
         if place.tp > 1 and place.by_rows:
@@ -210,15 +217,15 @@ class AdaptedLayer(nn.Module):
 
     @torch.no_grad()
     def _row_squares(self) -> Tensor:
-        """[rows] float32: of the lengths of the weight's rows, over all columns."""
+        """Squared lengths of the weight's rows over all columns, [rows] float32."""
         squares = torch.linalg.vector_norm(self._weight.detach(), dim=1, dtype=torch.float32).square()
         return self._over_columns(squares)
 
     def _lengthening(self) -> Tensor:
-        """[rows] float32: what DoRA multiplies each row of W + scale B A by: the magnitude, which alone takes a
-        gradient, over its present length; 1 for rows without an adapter.
+        """DoRA's factor for each row of W + scale B A, [rows] float32; 1 for rows without an adapter.
 
-        |w + s b A|^2 = |w|^2 + 2 s b (A w) + s^2 b (A A^T) b: no matrix of the weight's size is made.
+        It is the magnitude, which alone takes a gradient, over the row's current length:
+        |w + s b A|^2 = |w|^2 + 2 s b (A w) + s^2 b (A A^T) b, without a matrix of the weight's size.
         """
         factors = []
         with torch.no_grad():
@@ -241,27 +248,27 @@ class AdaptedLayer(nn.Module):
         return self._place.join(factors, 0)
 
     def _over_columns(self, part: Tensor) -> Tensor:
-        """The sum over the ranks that the columns are cut over."""
+        """Sums over the ranks that share the columns."""
         if self._place.tp > 1 and not self._place.by_rows:
             dist.all_reduce(part, group=self._place.group)
         return part
 
 
 def _entering(low: Tensor, place: Place) -> Tensor:
-    """The same on every rank, of all their tokens; its gradient is the sum of theirs."""
+    """Gathers all ranks' tokens, or copies; the gradient is the sum over the ranks."""
     if place.is_sequence:
         return gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=place.group)
     return copy_to_tensor_model_parallel_region(low, group=place.group)
 
 
 def _leaving(low: Tensor, place: Place) -> Tensor:
-    """The sum of the ranks' parts; under sequence parallelism each gets some of the tokens."""
+    """Sums the ranks' parts; under sequence parallelism each rank keeps its tokens."""
     if place.is_sequence:
         return reduce_scatter_to_sequence_parallel_region(low, group=place.group)
     return reduce_from_tensor_model_parallel_region(low, group=place.group)
 
 
 def _bias_in(linear: nn.Module, returned: Tensor | None) -> Tensor | None:
-    """The bias that the layer has added to its output; None where it has none or gives it back beside."""
+    """Returns the bias that the layer has already added to its output; None without one, or if returned separately."""
     bias = linear._parameters.get("bias")
     return bias if returned is None and bias is not None and bias.numel() else None

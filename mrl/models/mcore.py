@@ -1,4 +1,4 @@
-"""Everything that this room takes from megatron-core, imported after the platform has been made ready for it."""
+"""Imports of this package from megatron-core, made after the platform is set up for it."""
 
 from __future__ import annotations
 

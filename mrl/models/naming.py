@@ -1,4 +1,4 @@
-"""Names of parameters inside of the whole model: the same for every layout and for both kinds of layer spec."""
+"""Global parameter names in the whole model: the same for every layout and for both kinds of layer spec."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FUSED_NORMS = {  # transformer-engine names a norm after the linear layer that 
 
 
 def unwrap(chunk: nn.Module) -> nn.Module:
-    """The model inside of Megatron's data-parallel wrapper."""
+    """Returns the model inside Megatron's data-parallel wrapper."""
     inner: Any = chunk
     while isinstance(getattr(inner, "module", None), nn.Module):
         inner = inner.module
@@ -25,8 +25,10 @@ def unwrap(chunk: nn.Module) -> nn.Module:
 
 
 def global_name(chunk: nn.Module, name: str) -> str:
-    """`name` of a parameter in this rank's chunk -> its name in the whole model, in the local spec's words: layers and
-    experts counted over all ranks, from 0."""
+    """Maps `name` in this rank's chunk to its name in the whole model, with the local spec's names.
+
+    Layers and experts are counted over all ranks, from 0.
+    """
     model: Any = unwrap(chunk)
     for fused, plain in _FUSED_NORMS.items():
         if name.endswith(fused):

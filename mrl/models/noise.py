@@ -1,9 +1,10 @@
-"""What is random in a pass that trains: NEFTune's noise on the embeddings (arXiv 2310.05914), and dropout. Functions of
-seed, sample, position and dimension alone: the same under every layout and every split into micro-batches, and when a
-layer is computed again.
+"""Randomness of a training pass: NEFTune's noise on the embeddings (arXiv 2310.05914), and dropout.
 
-The noise is uniform in [-1, 1) times alpha / sqrt(L h), L the sequence's own tokens. transformers takes L of the padded
-or packed row, which makes the noise of a sequence smaller the more there is beside it.
+Both are functions of seed, sample, position and dimension alone: the same under every layout and micro-batch split, and
+when a layer is recomputed.
+
+The noise is uniform in [-1, 1) times alpha / sqrt(L h), L the sequence's own tokens. transformers uses L of the padded
+or packed row, so that a sequence's noise shrinks with the tokens beside it.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ _ELEMENTS = 1 << 22  # of noise at once
 
 
 def embedding_noise(batch: ModelBatch, like: Tensor, part: tuple[int, int]) -> Tensor:
-    """[t, 1, h], or the part of it that a rank has, as `like`; no gradient. part: which of how many equal parts of the
-    tokens"""
+    """Returns the noise [t, 1, h], or a rank's part of it, with dtype and device of `like`; no gradient.
+
+    part: (index, count) of the equal parts of the tokens
+    """
     h = like.size(-1)
     local = batch.starts.diff() // batch.cp[0]
     scale = batch.extras.noise / (batch.seq_lens.clamp(min=1) * h).double().sqrt().float()
@@ -42,10 +45,10 @@ def embedding_noise(batch: ModelBatch, like: Tensor, part: tuple[int, int]) -> T
 
 
 def dropped(x: Tensor, batch: ModelBatch, share: float, stream: int, part: tuple[int, int], first: int) -> Tensor:
-    """x [t, 1, d], of which `share` is 0 and the rest is larger for it.
+    """Applies dropout of rate `share` to x [t, 1, d], with the usual rescaling.
 
-    stream: another number for everything that is dropped by itself; part: which of how many equal parts of the tokens x
-    has; first: its first dimension among all
+    stream: distinct for every dropout; part: (index, count) of x's part of the tokens; first: x's first dimension among
+    all
     """
     keys = _mixed(_keys(batch, part, x.device) ^ _signed(stream))
     kept = torch.empty(x.shape, dtype=torch.bool, device=x.device)
@@ -57,20 +60,20 @@ def dropped(x: Tensor, batch: ModelBatch, share: float, stream: int, part: tuple
 
 
 def _places(batch: ModelBatch, part: tuple[int, int]) -> slice:
-    """Of the tokens of a part, among all of this rank."""
+    """Slice of a part's tokens among all of this rank."""
     count = batch.positions.numel()
     return slice(part[0] * count // part[1], (part[0] + 1) * count // part[1])
 
 
 def _keys(batch: ModelBatch, part: tuple[int, int], device: torch.device) -> Tensor:
-    """[t] int64, of each token of the part."""
+    """Key of each token of the part, [t] int64."""
     samples = batch.samples.repeat_interleave(batch.starts.diff() // batch.cp[0])[_places(batch, part)]
     (samples,) = platform.to_device([samples], device)
     return _mixed(_mixed(samples + _signed(batch.extras.seed)) + batch.positions[_places(batch, part)])
 
 
 def _uniform(keys: Tensor, count: int, first: int = 0) -> Tensor:
-    """float32 [n, count] in [-1, 1), from keys [n] int64; of dimensions from `first` on."""
+    """Uniform float32 [n, count] in [-1, 1) from keys [n] int64, for dimensions from `first` on."""
     counter = torch.arange(first + 1, first + count + 1, device=keys.device) * _STEP
     bits = _shifted(_mixed(keys[:, None] + counter), 64 - _BITS)
     return bits.float() * math.ldexp(1.0, 1 - _BITS) - 1
@@ -84,10 +87,10 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """To the right, with zeros, which >> of signed numbers does not bring."""
+    """Logical right shift, which >> is not for signed numbers."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _signed(seed: int) -> int:
-    """Its last 63 bits."""
+    """The last 63 bits of the seed."""
     return seed & ((1 << 63) - 1)

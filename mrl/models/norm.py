@@ -1,4 +1,4 @@
-"""RMSNorm that rounds where transformers' does, and that Megatron may use under sequence parallelism."""
+"""RMSNorm that rounds as in transformers and supports Megatron's sequence parallelism."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ from mrl.models.mcore import (
 
 
 class RMSNorm(nn.Module):
-    """Normalises in float32, rounds to the input's dtype, then scales. The weight's `sequence_parallel` mark makes
-    Megatron sum its gradient over the tensor-parallel group, whose ranks each see a part of the tokens."""
+    """Normalises in float32, rounds to the input's dtype, then scales.
+
+    The weight's `sequence_parallel` mark makes Megatron sum its gradient over the tensor-parallel group, whose ranks
+    each see a part of the tokens.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6) -> None:
         super().__init__()
@@ -37,7 +40,7 @@ class RMSNorm(nn.Module):
 
 
 class ShiftedRMSNorm(RMSNorm):
-    """Scales by 1 + weight, which starts at zero, before it rounds: Gemma's."""
+    """Gemma's RMSNorm: scales by 1 + weight, which starts at zero, before rounding."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6) -> None:
         super().__init__(config, hidden_size, eps)
@@ -48,16 +51,18 @@ class ShiftedRMSNorm(RMSNorm):
 
 
 class WideRMSNorm(RMSNorm):
-    """Scales before it rounds: OLMo's."""
+    """OLMo's RMSNorm: scales before rounding."""
 
     def forward(self, x: Tensor) -> Tensor:
         return wide_rms_norm(x, self.weight, self.eps)
 
 
 class AllHeadsNorm(nn.Module):
-    """RMSNorm over the channels of all `heads` of a token, before it rounds: of OLMo's queries and keys. Each
-    tensor-parallel rank has its heads and their part of the weight; all ranks add up the squares. `hidden_size` is of
-    one head, as Megatron says it."""
+    """RMSNorm of OLMo's queries and keys over the channels of all `heads` of a token, scaled before rounding.
+
+    Each tensor-parallel rank has its heads and their part of the weight; the squares are summed over all ranks.
+    `hidden_size` is that of one head, as Megatron passes it.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, *, heads: int) -> None:
         super().__init__()
@@ -80,7 +85,7 @@ class AllHeadsNorm(nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Megatron takes the weights of modules that are not its own to be the same on all ranks."""
+        """Shards the weight; Megatron assumes that weights of foreign modules are equal on all ranks."""
         own = self.state_dict(prefix="", keep_vars=True)
         replicas = ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"]
         found: dict[str, Any] = make_sharded_tensors_for_checkpoint(
@@ -90,19 +95,22 @@ class AllHeadsNorm(nn.Module):
 
 
 class NormThenAdd(nn.Module):
-    """What a layer does with a result of its attention or MLP: norms it, then adds it to what came in. Megatron calls
-    the place bias-dropout-add; biases and dropout there are none."""
+    """Norms the result of attention or MLP, then adds it to the residual; Megatron's bias-dropout-add without
+    either.
+    """
 
     def __init__(self, norm: type[RMSNorm], config: TransformerConfig) -> None:
         super().__init__()
         self.norm = norm(config, config.hidden_size, config.layernorm_epsilon)
 
     def forward(self, training: bool, fused: bool) -> Callable[[tuple[Tensor, None], Tensor, float], Tensor]:
-        """The function of ((result [t, 1, h], no bias), what came in, no dropout) -> their sum."""
+        """Returns the function of ((result [t, 1, h], no bias), residual, no dropout) -> their sum."""
         return self._add
 
     def _add(self, result: tuple[Tensor, None], residual: Tensor, dropout: float) -> Tensor:
-        """Megatron calls it with gradients on, also in passes without them: these would keep every layer's input."""
+        """Adds without gradients where none are needed: Megatron leaves them on, which would keep every layer's
+        input.
+        """
         (x, _) = result
         with torch.set_grad_enabled(x.requires_grad or residual.requires_grad):
             added: Tensor = residual + self.norm(x)

@@ -1,4 +1,4 @@
-"""The policy: log-probs and entropies of the response tokens, or logits."""
+"""Policy: log-probs and entropies of the response tokens, or logits."""
 
 from __future__ import annotations
 
@@ -22,13 +22,16 @@ class Policy(PackedGPT):
         self.products = head_products(precision)
 
     def head(self, hidden: Tensor, batch: ModelBatch) -> Tensor:
-        """ "log_probs": float32 [2, n], of batch.labels under softmax(logits / temperature), and the entropies; with
-        extras.smoothing one more, the mean log-probs over the vocabulary, with extras.described two more, without
-        gradients: 1 where the label is the likeliest, and the mean over the vocabulary of the logits;
-        "distribution": [4, n], these, the sums of the squared probabilities, and 1 where the label is the likeliest,
-        without gradients;
-        "head_error": [1, n], these log-probs less those of a head that is not in fp8, without gradients;
-        "logits": float32 [n, padded vocabulary / tp], neither scaled nor masked."""
+        """Returns `batch.output` of the response tokens. Raises ValueError for an unknown one.
+
+        "log_probs": float32 [2, n], of batch.labels under softmax(logits / temperature), and the entropies; with
+        extras.smoothing one more row, the mean log-probs over the vocabulary; with extras.described two more, without
+        gradients: 1 where the label is the argmax, and the mean over the vocabulary of the logits;
+        "distribution": [4, n], log-probs, entropies, the sums of the squared probabilities, and 1 where the label is
+        the argmax, without gradients;
+        "head_error": [1, n], these log-probs minus those of a head without fp8, without gradients;
+        "logits": float32 [n, padded vocabulary / tp], neither scaled nor masked.
+        """
         rows = self.response_rows(hidden, batch, partial_grad=True)
         weight = self.output_weight()
         if batch.output == "logits":
@@ -58,8 +61,9 @@ class Policy(PackedGPT):
         return torch.stack(made)
 
     def _mean_lead(self, rows: Tensor, batch: ModelBatch) -> Tensor:
-        """float32 [n]: the mean over the vocabulary of the logits / temperature, less the label's. Each rank has the
-        part of its tokens, and its gradient."""
+        """Mean over the vocabulary of the logits / temperature minus the label's, float32 [n], summed over the
+        ranks' parts.
+        """
         weight, group = self.output_weight(), self.pg_collection.tp
         start = group.rank() * weight.size(0)
         valid = max(0, min(weight.size(0), self.arch.vocab_size - start))
@@ -72,14 +76,14 @@ class Policy(PackedGPT):
 
     @torch.no_grad()
     def _mean_logits(self, rows: Tensor) -> Tensor:
-        """float32 [n]: over the vocabulary, neither scaled nor with its padding."""
+        """Mean unscaled logit over the unpadded vocabulary, float32 [n]."""
         weight, group = self.output_weight(), self.pg_collection.tp
         valid = max(0, min(weight.size(0), self.arch.vocab_size - group.rank() * weight.size(0)))
         part = rows.float() @ weight[:valid].sum(0, dtype=torch.float32) / self.arch.vocab_size
         return reduce_from_tensor_model_parallel_region(part, group=group) if group.size() > 1 else part
 
     def output_weight(self) -> Tensor:
-        """[padded vocabulary / tp, h]; the embedding itself where it is tied and on this stage."""
+        """Returns [padded vocabulary / tp, h]; the embedding itself if it is tied and on this stage."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight

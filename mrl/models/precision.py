@@ -1,4 +1,4 @@
-"""What `precision` means for a model: which of its layers round to fp8, and who does it."""
+"""Application of `precision` to a model: which layers round to fp8, and with which implementation."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from mrl.kernels.head_fused import Fused
 from mrl.kernels.head_products import Products, Rounded, plain
 from mrl.models.layer_kind import LayerKind
 
-STATE = b"mrl-fp8:"  # begins what an emulated layer keeps in a checkpoint; float32 follow
+STATE = b"mrl-fp8:"  # prefix of an emulated layer's checkpoint state; float32 values follow
 _TRANSFORMER_ENGINE_NAMES = {"current": "tensorwise"}  # Megatron's; the others are the same
 
 
 @dataclass(frozen=True)
 class Emulation:
-    """What mrl's own layers round by.
+    """Rounding of mrl's own layers.
 
-    ends: layers at each end of the model that do not
+    ends: unrounded layers at each end of the model
     """
 
     recipe: Recipe
@@ -32,25 +32,28 @@ class Emulation:
     margin: int
 
     def rounds(self, layer: int, layers: int) -> bool:
-        """Whether the model's layer of this number does."""
+        """Returns True if layer number `layer` of `layers` rounds."""
         return self.ends <= layer < layers - self.ends
 
     def scales(self) -> Scales | None:
-        """What one linear layer remembers, at first nothing."""
+        """Returns the fresh amax history of one linear layer; None without delayed scaling."""
         if self.recipe.scaling != "delayed":
             return None
         return Scales(self.recipe, self.history, self.history_use, self.margin)
 
 
 def recipe_of(cfg: FP8Config) -> Recipe | None:
-    """None where nothing is in fp8."""
+    """Returns the fp8 recipe; None without fp8."""
     if cfg.recipe == "none":
         return None
     return Recipe(cfg.recipe, hybrid=cfg.chosen_format == "hybrid", wgrad=cfg.wgrad)
 
 
 def head_products(cfg: FP8Config) -> Products:
-    """What the loss head multiplies with. It has no memory: with delayed it scales as current does."""
+    """Returns the products of the loss head.
+
+    The head has no amax history: with delayed scaling it scales as current does.
+    """
     recipe = recipe_of(cfg)
     if recipe is None or not cfg.head:
         return plain
@@ -58,7 +61,7 @@ def head_products(cfg: FP8Config) -> Products:
 
 
 def emulation_of(cfg: FP8Config) -> Emulation | None:
-    """None where layers are not to round themselves."""
+    """Returns the rounding of mrl's own layers; None if they do not round."""
     recipe = recipe_of(cfg)
     if recipe is None or not cfg.emulate:
         return None
@@ -66,8 +69,10 @@ def emulation_of(cfg: FP8Config) -> Emulation | None:
 
 
 def transformer_engine_fields(cfg: FP8Config, kind: LayerKind) -> dict[str, Any]:
-    """TransformerConfig's for these layers; none without fp8 and for emulated layers. Raises UnsupportedModel, with the
-    reason, where this machine cannot compute the recipe."""
+    """Returns TransformerConfig's fp8 fields for these layers; none without fp8 and for emulated layers.
+
+    Raises UnsupportedModel, with the reason, if this machine cannot compute the recipe.
+    """
     if cfg.recipe == "none" or cfg.emulate:
         return {}
     if (problem := platform.fp8_problem(cfg.recipe)) is not None:

@@ -1,4 +1,4 @@
-"""Rotary frequencies, taken from transformers' own functions, for packed tokens of any position."""
+"""Rotary frequencies from transformers' own functions, for packed tokens at any position."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from mrl.models.hub_config import hub_config
 
 
 def inverse_frequencies(hf_path: str, arch: ModelArch) -> dict[str, tuple[Tensor, float]]:
-    """([rotary width / 2] float32, equal to the buffer of transformers' rotary module; what it multiplies cosines and
-    sines by) of each table of rotary angles.
+    """Returns, for each table of rotary angles, the inverse frequencies and the factor of cosines and sines.
 
-    Raises UnsupportedModel for a config.json that transformers cannot read and for a type that scales attention;
-    `load_arch` has refused those that change with the sequence length (yarn, longrope, dynamic, ...).
+    The frequencies [rotary width / 2] float32 equal the buffer of transformers' rotary module. Raises UnsupportedModel
+    for a config.json that transformers cannot read and for a type that scales attention; `load_arch` has refused those
+    that change with the sequence length (yarn, longrope, dynamic, ...).
     """
     try:
         config = hub_config(hf_path).get_text_config()
-    except Exception as error:  # a library reads a foreign file, and raises whatever comes of it
+    except Exception as error:  # transformers may raise anything for a foreign file
         reason = shortened(" ".join(str(error).split()), most=300)
         raise UnsupportedModel(f"{hf_path}/config.json: transformers cannot read it: {reason}") from error
     return {name: _frequencies(config, name, hf_path, arch) for name in arch.rope_tables}
@@ -47,9 +47,10 @@ def _frequencies(config: Any, table: str, hf_path: str, arch: ModelArch) -> tupl
 
 
 class RotaryAngles:
-    """Angles of every token. No module and no buffer: a model's cast to bfloat16 must not reach the frequencies.
+    """Rotary angles of every token. Neither module nor buffer: a cast of the model to bfloat16 must not reach the
+    frequencies.
 
-    axes [head_dim / 2]: by which of a token's positions each frequency turns; None: a token has one
+    axes [head_dim / 2]: the position axis of each frequency; None: one axis
     factor: of the cosines and sines
     """
 
@@ -57,13 +58,18 @@ class RotaryAngles:
         self.inv_freq, self.axes, self.factor = inv_freq, axes, factor
 
     def __call__(self, position_ids: Tensor) -> Tensor:
-        """position_ids [1, t], with axes [3, t] -> [t, 1, 1, rotary width] float32, both halves alike."""
+        """Returns the angles [t, 1, 1, rotary width] float32 with equal halves; position_ids [1, t], with axes [3,
+        t].
+        """
         angles = self._angles(position_ids)
         return torch.cat([angles, angles], -1)[:, None, None]
 
     def cos_sin(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """position_ids as above -> [t, 1, rotary width] each, taken in float32 and rounded to `dtype`. Both halves are
-        alike, but that the sines of the first one, which goes the other way, are negated."""
+        """Returns cosines and sines [t, 1, rotary width], computed in float32 and rounded to `dtype`; position_ids as
+        above.
+
+        Both halves are equal, except that the first half of the sines is negated.
+        """
         angles = self._angles(position_ids)[:, None]
         cos, sin = ((each * self.factor).to(dtype) for each in (angles.cos(), angles.sin()))
         return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)

@@ -1,8 +1,8 @@
-"""Which experts the routers of a model choose: noted on the way, or given to them (routing replay, arXiv 2510.11370).
+"""Expert routing of a model: recorded, or replayed (routing replay, arXiv 2510.11370).
 
-Given experts replace a router's choice and nothing else: how much each of them counts still comes of the router's
-scores, through which its gradient flows. What is given travels with a batch, as its positions do, and each layer takes
-it from there when it is called: so it is the right one in a pipeline's order, and when activations are computed again.
+Replayed experts replace a router's choice and nothing else: their weights still come from the router's scores, through
+which its gradient flows. The routing travels with a batch, as its positions do, and each layer reads it when called, so
+it is right in a pipeline's order and when activations are recomputed.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from mrl.models.mcore import RouterReplay, RouterReplayAction, TopKRouter, Trans
 
 @dataclass(frozen=True)
 class Routing:
-    """Of a micro-batch of t local tokens of a model with L layers that have experts, k a token.
+    """Routing of a micro-batch of t local tokens; L MoE layers, k experts a token.
 
-    given [t, L, k] uint8 or int16: the experts, all different ones; None: routers choose, and it is noted
-    counts [t] bool: tokens of which it is counted how many of them the routers would not have chosen
-    changed [2] int64: so many, of how many; added to
-    source [t] int64: places of the tokens in `noted`, -1: padding
-    noted [N + 1, L, k]: what routers chose, of all tokens of a rollout; the last row is nobody's
+    given [t, L, k] uint8 or int16: the experts, all distinct; None: routers choose, and the choice is recorded
+    counts [t] bool: tokens counted in `changed`
+    changed [2] int64, accumulated: given choices that the routers would not have made, and all given choices
+    source [t] int64: indices of the tokens in `noted`, -1: padding
+    noted [N + 1, L, k]: the routers' choices for all tokens of a rollout; the last row is for padding
     """
 
     given: Tensor | None
@@ -37,8 +37,10 @@ class Routing:
 
 
 class RouterChoice(RouterReplay):
-    """What one router does with the tokens of the layer call that it is in. Megatron's own, but in no list of all
-    routers of the process, which would mix models."""
+    """Recording or replay in one router during a layer call.
+
+    Megatron's own, but outside its global list of routers, which would mix models.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +49,9 @@ class RouterChoice(RouterReplay):
         self._counts: Tensor | None = None
 
     def begin(self, routing: Routing, layer: int, part: slice) -> None:
-        """layer: its number among those with experts; part: the local tokens that this rank's router sees."""
+        """Starts recording or replay. layer: index among MoE layers; part: the local tokens that this rank's router
+        sees.
+        """
         if routing.given is None:
             return self.set_router_replay_action(RouterReplayAction.RECORD)
         self.target_topk_idx = routing.given[part, layer].long()  # not set_target_indices, which keeps it for ever
@@ -55,7 +59,7 @@ class RouterChoice(RouterReplay):
         self.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
 
     def end(self, routing: Routing, layer: int, part: slice) -> None:
-        """Notes what was chosen, and forgets."""
+        """Records the router's choice and clears the state."""
         if routing.noted is not None and self.recorded_topk_idx is not None:
             routing.noted[routing.source[part], layer] = self.recorded_topk_idx.to(routing.noted.dtype)
         self.clear_indices()
@@ -70,7 +74,7 @@ class RouterChoice(RouterReplay):
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(scores, experts), [tokens, topk] each."""
+        """Returns (scores, experts), [tokens, topk] each."""
         if self._changed is not None:
             assert default_compute_topk is not None and self._counts is not None and self.target_topk_idx is not None
             _, own = default_compute_topk(scores.detach(), topk, num_groups, group_topk)
@@ -80,7 +84,7 @@ class RouterChoice(RouterReplay):
 
 
 def let_choose(chunks: Iterable[nn.Module], arch: ModelArch) -> None:
-    """From now on the routers of these chunks do what `ModelBatch.routing` says."""
+    """Makes the routers of these chunks follow `ModelBatch.routing`."""
     places = {number: i for i, number in enumerate(n for n, layer in enumerate(arch.layers, 1) if layer.experts)}
     for chunk in chunks:
         for layer in chunk.modules():
@@ -110,7 +114,8 @@ def _follow(layer: TransformerLayer, place: int) -> None:
 
 
 def given_experts(experts: Tensor, source: Tensor) -> Tensor:
-    """[t, L, k], of a rollout's experts [N, L, k] those of the tokens at `source` [t]; padding, which is at -1, goes to
-    the first k."""
+    """Returns [t, L, k]: rows `source` [t] of a rollout's experts [N, L, k]; padding (-1) goes to the first k
+    experts.
+    """
     found = experts[source.clamp(min=0)]
     return torch.where((source < 0)[:, None, None], torch.arange(experts.size(-1), dtype=experts.dtype), found)

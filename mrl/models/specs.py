@@ -1,4 +1,4 @@
-"""Which modules a layer is made of: transformer-engine's, or Megatron's own with our attention and norm."""
+"""Layer specs: transformer-engine's modules, or Megatron's own with mrl's attention and norm."""
 
 from __future__ import annotations
 
@@ -32,15 +32,17 @@ from mrl.models.mcore import (
 from mrl.models.norm import AllHeadsNorm, NormThenAdd, RMSNorm, ShiftedRMSNorm, WideRMSNorm
 from mrl.models.precision import Emulation
 
-# where checkpoints keep the norm before the MLP, whatever the layers: the local spec of megatron-core says so
+# checkpoint name of the norm before the MLP for both kinds of layers, as in megatron-core's local spec
 MLP_NORM = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
 
 def block_spec(
     arch: ModelArch, config: TransformerConfig, vp_stage: int | None, emulation: Emulation | None = None
 ) -> TransformerBlockSubmodules:
-    """The layers of this rank's chunk `vp_stage`, and the final norm. emulation: what local layers round by. Call
-    inside the mesh."""
+    """Returns the layers of this rank's chunk `vp_stage`, and the final norm.
+
+    emulation: fp8 rounding of local layers. Call inside the mesh.
+    """
     fused = config.transformer_impl == "transformer_engine"
     layer_spec = _transformer_engine_layer if fused else partial(_local_layer, FAMILIES[arch.family])
     norm = _transformer_engine_norm() if fused else _local_norm(FAMILIES[arch.family])
@@ -59,8 +61,10 @@ def block_spec(
 
 
 def _can_leave_tokens(arch: ModelArch, config: TransformerConfig, *, rounded: bool) -> bool:
-    """Whether some tokens can leave in the last layer, behind its keys: not where ranks share them out, where experts
-    or scales are of all tokens, or where deep features of pictures come after it."""
+    """Returns True if unneeded tokens can be dropped in the last layer, after its keys.
+
+    Not with sequence parallelism, with experts or scales over all tokens, or with deep image features added after it.
+    """
     deep = 0 if arch.vision is None else len(arch.vision.deep)
     return not (config.sequence_parallel or rounded or arch.layers[-1].experts or deep == arch.num_layers)
 
@@ -71,7 +75,7 @@ def _leaving(layer: ModuleSpec) -> ModuleSpec:
 
 
 def _round(layer: ModuleSpec, experts: bool, emulation: Emulation) -> None:
-    """Local layers' four products, and those of each expert, in fp8."""
+    """Makes a local layer's four products, and those of each expert, fp8."""
     column, row = (
         ModuleSpec(module=module, params={"emulation": emulation})
         for module in (RoundedColumnParallel, RoundedRowParallel)
@@ -83,13 +87,15 @@ def _round(layer: ModuleSpec, experts: bool, emulation: Emulation) -> None:
 
 
 def _mlps(mlp: Any, experts: bool) -> list[Any]:
-    """The submodules of a layer's gated MLPs: one, or those of the experts and of the shared ones."""
+    """Submodules of a layer's gated MLPs: one, or the experts' and the shared experts'."""
     return [mlp.experts.submodules, mlp.shared_experts.submodules] if experts else [mlp]
 
 
 class InPlaceGradients(TransformerLayer):
-    """transformer-engine's products add to weight gradients in place. The model's own configuration does not say so:
-    Megatron's output layer, which goes by it too, would ask for apex' kernel."""
+    """Layer whose transformer-engine products accumulate weight gradients in place.
+
+    The model's own configuration leaves this off: Megatron's output layer would then require apex' kernel.
+    """
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         config = copy(config)
@@ -98,13 +104,14 @@ class InPlaceGradients(TransformerLayer):
 
 
 class LastLayer(TransformerLayer):
-    """All tokens have keys and values in it; what comes behind these sees the tokens alone whose output is wanted:
-    nothing else looks at the others any more."""
+    """Last layer: all tokens have keys and values in it, but only tokens whose output is needed continue after
+    attention.
+    """
 
     def forward(
         self, hidden_states: Tensor, *unused: Any, packed_seq_params: ModelBatch, **more: Any
     ) -> tuple[Tensor, None]:
-        """[t, 1, h] -> ([n, 1, h], [t, 1, h] where they cannot leave; no context)."""
+        """Returns ([n, 1, h], or [t, 1, h] if tokens cannot be dropped; no context), from [t, 1, h]."""
         batch, stays = packed_seq_params, hidden_states
         attended = self.self_attention(self.input_layernorm(hidden_states), None, packed_seq_params=batch)
         if batch.leaves:
@@ -116,21 +123,21 @@ class LastLayer(TransformerLayer):
 
 
 class SwiGLU(MegatronModule):
-    """The gated activation in one piece; Megatron's place for it is called use_te_activation_func."""
+    """Fused gated activation; Megatron's option for it is use_te_activation_func."""
 
     def forward(self, x: Tensor) -> Tensor:
         return swiglu(x)
 
 
 class GeGLU(MegatronModule):
-    """The same by gelu, of Gemma's."""
+    """Gemma's gated activation with gelu."""
 
     def forward(self, x: Tensor) -> Tensor:
         return geglu(x)
 
 
 class ClampedSwiGLU(MegatronModule):
-    """The same of gpt-oss'."""
+    """Clamped gated activation of gpt-oss."""
 
     def forward(self, x: Tensor) -> Tensor:
         return clamped_swiglu(x)
@@ -165,7 +172,7 @@ def _local_layer(family: Decoder, config: TransformerConfig, kind: Layer) -> Mod
     attention.core_attention = ModuleSpec(module=PackedAttention, params=core)
     if config.multi_latent_attention:
         parts.self_attention.module = LatentAttention
-        attention.core_attention.params["rope"] = None  # it has turned what turns
+        attention.core_attention.params["rope"] = None  # already rotated
         attention.q_layernorm = attention.kv_layernorm = norm
     elif family.norms_all_heads:
         heads = (config.num_attention_heads, config.num_query_groups)
@@ -187,14 +194,15 @@ def _transformer_engine_layer(config: TransformerConfig, kind: Layer) -> ModuleS
     )
     layer.module = InPlaceGradients
     layer.submodules.self_attention.submodules.core_attention = transformer_engine_attention()
-    if kind.experts:  # whose norm is a module of its own: stored as the local layers' is
+    if kind.experts:  # their norm is a separate module: store it as the local layers' norm
         layer.submodules.sharded_state_dict_keys_map |= MLP_NORM
     return layer
 
 
 def freeze_router_bias(chunk: nn.Module) -> None:
-    """Makes parameters, which take no gradient, of the buffers that routers keep their bias in: then all that reads and
-    writes weights knows it, and no step moves it."""
+    """Turns the routers' bias buffers into parameters without gradient, so that loading and saving weights includes
+    them.
+    """
     for module in chunk.modules():
         if isinstance(module, TopKRouter) and module.expert_bias is not None:
             bias = module._buffers.pop("expert_bias")

@@ -1,4 +1,4 @@
-"""ModelArch + layout -> megatron-core's TransformerConfig, with only the fusions that this machine has."""
+"""megatron-core's TransformerConfig from ModelArch and layout, with only the fusions that this machine supports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mrl.parallel import Mesh
 
 
 def transformer_config(arch: ModelArch, train: TrainConfig, mesh: Mesh, dtype: torch.dtype) -> TransformerConfig:
-    """Raises UnsupportedModel for layers that this machine does not have."""
+    """Returns the configuration. Raises UnsupportedModel for layers that this machine does not support."""
     fp8 = train.precision.fp8
     kind = "local" if fp8.emulate else layer_kind(train.layers, dtype, arch)
     fused = kind == "transformer_engine"
@@ -59,7 +59,7 @@ def transformer_config(arch: ModelArch, train: TrainConfig, mesh: Mesh, dtype: t
 
 
 def _latent(latent: Latent) -> dict[str, Any]:
-    """Angles, yarn's too, and the scale are ours: of Megatron's own there is nothing left."""
+    """MLA fields; angles (including yarn's) and the scale are mrl's own."""
     return {
         "q_lora_rank": latent.query_rank,
         "kv_lora_rank": latent.rank,
@@ -76,8 +76,10 @@ def _leave_as_it_is(weight: Tensor) -> Tensor:
 
 
 def _initialisation() -> dict[str, Any]:
-    """Weights come from `initialise` or from a checkpoint. `perform_initialization` stays on, because megatron marks
-    parameters as tensor-parallel in the same place."""
+    """Leaves weights to `initialise` or a checkpoint.
+
+    `perform_initialization` stays on, because Megatron marks parameters as tensor-parallel in the same place.
+    """
     return {
         "perform_initialization": True,
         "use_cpu_initialization": platform.device().type == "cpu",
@@ -103,8 +105,11 @@ def _fusions(fused: bool, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _layout(train: TrainConfig, mesh: Mesh) -> dict[str, Any]:
-    """Interleaved stages run only with overlapped point-to-point calls, and on gloo stage outputs must stay allocated:
-    freeing them gives wrong gradients without an error."""
+    """Parallel layout fields.
+
+    Interleaved stages run only with overlapped point-to-point calls. On gloo, stage outputs must stay allocated:
+    freeing them silently gives wrong gradients.
+    """
     cfg = train.parallel
     uneven = {
         "num_layers_in_first_pipeline_stage": cfg.first_stage_layers,
@@ -120,16 +125,19 @@ def _layout(train: TrainConfig, mesh: Mesh) -> dict[str, Any]:
         "sequence_parallel": cfg.sequence and mesh.tp > 1,
         "overlap_p2p_comm": mesh.vpp is not None,
         "batch_p2p_comm": mesh.vpp is None,
-        "batch_p2p_sync": False,  # a wait for the device after each call, for a fault of older versions of torch
+        "batch_p2p_sync": False,  # a device synchronisation after each call, needed by older versions of torch only
         "deallocate_pipeline_outputs": platform.backend() == "nccl",
         **(uneven if mesh.pp > 1 else {}),
     }
 
 
 def _recompute(train: TrainConfig, fused: bool, *, experts: bool) -> dict[str, Any]:
-    """Of what takes most memory for its computation, for "selective": the dense MLP, three activations of its width a
-    token; of local layers attention too, which keeps sequences of similar length padded to one. transformer-engine's
-    keeps nothing that its backward pass does not compute anyway, but the activation of its experts can be left out."""
+    """Recomputed modules; "selective" takes those with the most memory for their computation.
+
+    These are the dense MLP (three activations of its width a token) and, in local layers, attention, which keeps padded
+    sequences. transformer-engine's attention keeps nothing that its backward pass does not recompute anyway, but its
+    experts' activation can be recomputed.
+    """
     if train.recompute == "none":
         return {}
     if train.recompute == "selective":
@@ -139,11 +147,14 @@ def _recompute(train: TrainConfig, fused: bool, *, experts: bool) -> dict[str, A
 
 
 def _experts(arch: ModelArch, fused: bool) -> dict[str, Any]:
-    """Softmax over the chosen experts equals softmax over all, renormalised; without renormalisation it comes first."""
+    """MoE fields.
+
+    Softmax over the chosen experts equals renormalised softmax over all; otherwise softmax comes first.
+    """
     experts = arch.experts
     if experts is None:
         return {}
-    kinds = {"moe_layer_freq": [int(layer.experts) for layer in arch.layers]}  # ends the stacking of layers on disk
+    kinds = {"moe_layer_freq": [int(layer.experts) for layer in arch.layers]}  # turns off layer stacking on disk
     return {
         "num_moe_experts": experts.count,
         "moe_router_topk": experts.per_token,
@@ -162,7 +173,10 @@ def _experts(arch: ModelArch, fused: bool) -> dict[str, Any]:
 
 
 def _sigmoid(experts: Experts) -> dict[str, Any]:
-    """The bias would move at every step by the sign of an expert's load; it is frozen (specs.freeze_router_bias)."""
+    """Sigmoid router fields.
+
+    The bias would be updated by each expert's load; it is frozen (specs.freeze_router_bias).
+    """
     grouped = {"moe_router_num_groups": experts.groups, "moe_router_group_topk": experts.per_token_groups}
     return {
         "moe_router_score_function": "sigmoid",

@@ -1,5 +1,7 @@
-"""Pictures in a Megatron GPT: transformers' own tower, whole on every rank of the first pipeline stage, whose features
-take the places of the image tokens' embeddings. Qwen3-VL adds deep features after its first layers as well."""
+"""Images in a Megatron GPT: transformers' own vision tower, whole on every rank of the first pipeline stage.
+
+Its features replace the image tokens' embeddings. Qwen3-VL adds deep features after its first layers as well.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,11 @@ from mrl.models.hub_config import hub_config
 
 
 class Inject(torch.autograd.Function):
-    """hidden [t, 1, h] with rows of `pooled` [m, h] in place of its rows `at` [m].
+    """hidden [t, 1, h] with rows `at` [m] replaced by `pooled` [m, h].
 
-    Also the way back of the deep features: layers take detached `leaves` of them, and this node, whose turn comes after
-    that of every layer, hands their gradients on. Otherwise a layer that is computed again would run backwards through
-    the tower, which works once only.
+    It also carries the deep features' gradients: layers take detached `leaves`, and this node, which runs after every
+    layer's backward pass, passes their gradients on. Otherwise a recomputed layer would run backward through the tower,
+    which works only once.
     """
 
     @staticmethod
@@ -41,8 +43,10 @@ class Inject(torch.autograd.Function):
 
 
 def give_tower(chunk: Any, arch: ModelArch, hf_path: str, layout: ParallelConfig, *, trains: bool) -> None:
-    """To a chunk that begins with the embedding, as `visual`; frozen unless it `trains`. Raises UnsupportedModel on
-    every rank for a layout whose first chunk lacks layers that take deep features."""
+    """Attaches the tower as `visual` to a chunk that begins with the embedding; frozen unless `trains`.
+
+    Raises UnsupportedModel on every rank for a layout whose first chunk lacks layers that take deep features.
+    """
     assert arch.vision is not None
     deep, first = len(arch.vision.deep), first_chunk_layers(layout, arch.num_layers)
     if first < deep:
@@ -60,8 +64,9 @@ def give_tower(chunk: Any, arch: ModelArch, hf_path: str, layout: ParallelConfig
 
 
 def add_pictures(model: Any, hidden: Tensor, images: Images) -> Tensor:
-    """hidden [t, 1, h] (under sequence parallelism this rank's slice) with the pictures' features in it; the deep ones
-    wait in `images`."""
+    """Returns hidden [t, 1, h] (this rank's slice under sequence parallelism) with the image features; stores the deep
+    ones in `images`.
+    """
     tower: nn.Module = model.visual
     trains = next(tower.parameters()).requires_grad
     with torch.set_grad_enabled(torch.is_grad_enabled() and trains):
@@ -75,7 +80,7 @@ def add_pictures(model: Any, hidden: Tensor, images: Images) -> Tensor:
 
 
 def _own(model: Any, images: Images, tokens: int) -> tuple[Tensor, Tensor]:
-    """(positions, features) of the tokens that this rank holds: under sequence parallelism a slice of them."""
+    """(positions, features) of the tokens that this rank holds: a slice of them under sequence parallelism."""
     if not model.config.sequence_parallel:
         return images.at, images.row
     first = model.pg_collection.tp.rank() * tokens
@@ -102,6 +107,6 @@ def _tower(hf_path: str) -> Any:
 
 
 def _embed_patches(self: Any, patches: Tensor) -> Tensor:
-    """The convolution as what it is, one product: its stride is its width."""
+    """Computes the convolution as one product, as its stride equals its width."""
     weight = self.proj.weight
     return F.linear(patches.to(weight.dtype), weight.flatten(1), self.proj.bias)

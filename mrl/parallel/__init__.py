@@ -1,4 +1,4 @@
-"""Process groups: one layout a Mesh, several Meshes a process; and how all ranks come to one outcome."""
+"""Process groups (one Mesh per layout, several per process) and collective error checks."""
 
 from mrl.parallel.agreement import Agreement, gather
 from mrl.parallel.mesh import Mesh, Meshes, rank, world_size

@@ -1,4 +1,4 @@
-"""One outcome on every rank: what fails on one rank raises the same error on all of them, and none waits for it."""
+"""Collective error check: an error on one rank raises the same error on all ranks, so none waits for a failed one."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ R = TypeVar("R")
 
 
 class Agreement(Generic[R]):
-    """Steps that all ranks take together. Each is collective over `group`, which holds all ranks (the default one where
-    it is None), and raises the same error on every rank if any rank's action raised one of `caught`.
+    """Steps that all ranks take together, each followed by a collective error check.
 
-    A room has its own words: what a rank reports of its error, what all ranks raise then, and what a rank raises that
-    waits in vain for another one.
+    Each step is collective over `group`, which holds all ranks (None: the default group). It raises the same error on
+    every rank if any rank's action raised one of `caught`. Subclasses define the report of a rank's error, the error
+    that all ranks raise, and the error of a rank whose peer does not answer.
     """
 
     caught: ClassVar[tuple[type[BaseException], ...]] = (Exception,)
@@ -28,37 +28,39 @@ class Agreement(Generic[R]):
         self.group = group
 
     def report(self, error: BaseException) -> R:
-        """What all ranks hear of an error here (picklable)."""
+        """Returns the picklable description of this rank's error that all ranks receive."""
         raise NotImplementedError
 
     def verdict(self, what: str, reports: Mapping[int, R]) -> Exception:
-        """What every rank raises; `reports` by rank, of those that failed."""
+        """Returns the error that every rank raises; `reports` of the failed ranks, by rank."""
         raise NotImplementedError
 
     def lost(self, what: str, error: RuntimeError, cause: BaseException | None) -> None:
-        """Raises the room's error, or leaves it at torch's own; `cause`: what failed here."""
+        """Raises the subclass's error for a rank that does not answer, or returns to leave torch's own; `cause`: the
+        error of this rank.
+        """
 
     def each(self, what: str, action: Callable[[], T]) -> list[T]:
-        """Every rank's result of `action` (small, picklable), by rank, on every rank."""
+        """Returns every rank's result of `action` (small, picklable), by rank, on every rank."""
         return self.settle(what, *self.run(action))
 
     def together(self, what: str, action: Callable[[], T]) -> T:
-        """This rank's own result of `action`, which may be anything.
+        """Returns this rank's own result of `action`, which may be anything.
 
-        An action that is itself collective must not fail on one rank between its collectives, or the others wait for
-        the process group's time-out.
+        An action that is itself collective must not fail on one rank between its collectives: the other ranks would
+        wait for the process group's time-out.
         """
         mine: list[T] = []
         self.each(what, lambda: mine.append(action()))
         return mine[0]
 
     def on_main(self, what: str, action: Callable[[], T]) -> T:
-        """Rank 0's result of `action` (small, picklable), which only rank 0 runs, on every rank."""
+        """Runs `action` on rank 0 only; returns its result (small, picklable) on every rank."""
         results: list[Any] = self.each(what, action if rank() == 0 else lambda: None)
         return results[0]
 
     def collect(self, what: str, value: T, owner: int = 0) -> list[T]:
-        """Every rank's value, by rank, on `owner`; nothing on the others."""
+        """Returns every rank's value, by rank, on `owner`; an empty list on the others."""
         values: list[Any] | None = [value] * world_size() if rank() == owner else None
         if world_size() > 1:
             with self._contact(what, None):
@@ -66,20 +68,20 @@ class Agreement(Generic[R]):
         return values or []
 
     def run(self, action: Callable[[], T]) -> tuple[T | None, R | None, BaseException | None]:
-        """The action's result, or the report of its error and the error itself. Needs no other rank, as `judge`."""
+        """Returns the action's result, or the report of its error and the error itself. Local, like `judge`."""
         try:
             return action(), None, None
         except self.caught as error:
             return None, self.report(error), error
 
     def settle(self, what: str, value: T | None, report: R | None, cause: BaseException | None = None) -> list[T]:
-        """Every rank's value, unless a rank has a report."""
+        """Returns every rank's value. Raises the verdict if any rank has a report."""
         with self._contact(what, cause):
             answers = gather((value, report), self.group)
         return self.judge(what, answers, cause)
 
     def judge(self, what: str, answers: Sequence[tuple[Any, R | None]], cause: BaseException | None) -> list[Any]:
-        """The values of ranks 0, 1, ...; raises the verdict if there is a report."""
+        """Returns the values of ranks 0, 1, ...; raises the verdict if there is a report."""
         reports = {number: report for number, (_, report) in enumerate(answers) if report is not None}
         if reports:
             raise self.verdict(what, reports) from cause
@@ -95,7 +97,7 @@ class Agreement(Generic[R]):
 
 
 def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Every rank's value, by rank, on every rank. Collective over `group`, which holds all ranks."""
+    """Returns every rank's value, by rank, on every rank. Collective over `group`, which holds all ranks."""
     values = [value] * world_size()
     if len(values) > 1:
         dist.all_gather_object(values, value, group=group)
@@ -103,7 +105,7 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def by_reason(reasons: Mapping[int, str]) -> str:
-    """Reasons by rank in one line, with the ranks that give the same one put together; in a world of one just that."""
+    """Joins reasons into one line, grouping the ranks that give the same one; just the reason in a world of one."""
     if world_size() == 1:
         return reasons[0]
     ranks: dict[str, list[str]] = {}

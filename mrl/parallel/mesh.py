@@ -1,7 +1,7 @@
-"""One parallel layout over the world, through megatron.core.parallel_state.
+"""Parallel layout over the world, through megatron.core.parallel_state.
 
 Megatron keeps its process groups in module globals, so a process can hold only one layout at a time. A `Mesh` owns one
-complete set of these globals and puts them in place for the duration of `active()`: actor, critic and reference can
+complete set of these globals and installs them for the duration of `active()`, so the actor, critic and reference can
 each have their own layout over the same ranks.
 """
 
@@ -32,9 +32,9 @@ _EMPTY = _snapshot()
 
 
 class Mesh:
-    """Process groups of one layout. Creating a Mesh is collective over the world: every rank, the same order.
+    """Process groups of one layout. Construction is collective over the world: every rank, in the same order.
 
-    Sizes and ranks: tp, pp, cp, dp, ep, etp and tp_rank, pp_rank, ...; `dp` leaves context parallelism out.
+    Sizes and ranks: tp, pp, cp, dp, ep, etp and tp_rank, pp_rank, ...; `dp` excludes context parallelism.
     `vpp` is the number of model chunks a pipeline stage, or None.
     """
 
@@ -84,7 +84,7 @@ class Mesh:
         return self.pp_rank == self.pp - 1
 
     def tensor_cut(self, expert: bool) -> tuple[int, int]:
-        """(size, rank) of the tensor parallelism that cuts a parameter of an expert, or another one."""
+        """Returns (size, rank) of the tensor parallelism that shards an expert's parameter, or any other parameter."""
         return (self.etp, self.etp_rank) if expert else (self.tp, self.tp_rank)
 
     @contextlib.contextmanager
@@ -111,7 +111,7 @@ class Meshes:
         self._by_layout: dict[ParallelConfig, Mesh] = {}
 
     def get(self, cfg: ParallelConfig) -> Mesh:
-        """The mesh of this layout: the same one for every model that has it. Collective where it is new."""
+        """Returns the mesh of this layout, shared by all models that use it. Collective if the layout is new."""
         if cfg not in self._by_layout:
             self._by_layout[cfg] = Mesh(cfg, self.timeout_s, self.seed)
         return self._by_layout[cfg]

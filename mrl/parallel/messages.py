@@ -1,4 +1,4 @@
-"""A message from rank 0 to all: the tensors in it travel as they are, not pickled, and are copied nowhere."""
+"""Broadcast of a message from rank 0; tensors in it are sent raw, without pickling or copies."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-PIECE = 256 << 20  # bytes sent at once: the group's time-out is of each
+PIECE = 256 << 20  # bytes sent at once: the group's time-out applies to each piece
 
 
 class _Pickler(pickle.Pickler):
-    """Leaves tensors in host memory out."""
+    """Pickler that leaves out tensors in host memory."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
@@ -37,7 +37,9 @@ class _Unpickler(pickle.Unpickler):
 
 
 def send(message: object, group: dist.ProcessGroup) -> None:
-    """Rank 0, while all others `receive`; collective over `group`, of all ranks, by gloo."""
+    """Sends `message` from rank 0 while all other ranks `receive`; collective over `group`, which holds all ranks,
+    on gloo.
+    """
     file = io.BytesIO()
     pickler = _Pickler(file)
     pickler.dump(message)
@@ -47,7 +49,7 @@ def send(message: object, group: dist.ProcessGroup) -> None:
 
 
 def receive(group: dist.ProcessGroup) -> Any:
-    """What rank 0 sends."""
+    """Returns the message that rank 0 sends."""
     box: list[Any] = [None]
     dist.broadcast_object_list(box, src=0, group=group)
     pickled, forms = box[0]

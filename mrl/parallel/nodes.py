@@ -1,4 +1,4 @@
-"""Which ranks share a node. A node is what one launcher has started: two launchers on a machine are two nodes."""
+"""Mapping of ranks to nodes. A node is one launcher's processes: two launchers on a machine are two nodes."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from mrl.parallel.agreement import gather
 from mrl.parallel.mesh import rank
 
-NODE_VARIABLE = "GROUP_RANK"  # torchrun's and ft_launcher's number of themselves, in their ranks
+NODE_VARIABLE = "GROUP_RANK"  # the launcher's number, which torchrun and ft_launcher set for their ranks
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes of a world, as its launchers number them, whatever their host names.
+    """Nodes of a world, as numbered by its launchers, whatever their host names.
 
     of: the node of ranks 0, 1, ...
-    rank: this one
+    rank: this rank
     """
 
     of: tuple[int, ...]
@@ -24,24 +24,24 @@ class Nodes:
 
     @classmethod
     def gathered(cls) -> Nodes:
-        """Of the world that is there. Collective. Ranks that no elastic launcher has started are all on node 0."""
+        """Builds the nodes of the current world. Collective. Without an elastic launcher all ranks are on node 0."""
         return cls(tuple(gather(int(os.environ.get(NODE_VARIABLE, "0")))), rank())
 
     @property
     def mine(self) -> int:
-        """This rank's node."""
+        """Node of this rank."""
         return self.of[self.rank]
 
     @property
     def all(self) -> tuple[int, ...]:
-        """Every node, each once, ascending."""
+        """All distinct nodes, ascending."""
         return tuple(sorted(set(self.of)))
 
     def ranks(self, node: int) -> list[int]:
-        """Those on `node`, ascending."""
+        """Returns the ranks on `node`, ascending."""
         return [number for number, there in enumerate(self.of) if there == node]
 
     @property
     def is_first(self) -> bool:
-        """Whether this is its node's first rank, which does what is done once a node."""
+        """True on the first rank of each node, which does the work needed once per node."""
         return self.ranks(self.mine)[0] == self.rank

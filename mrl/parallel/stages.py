@@ -1,8 +1,9 @@
-"""What pipeline stages send each other, without asking first how large it is.
+"""Pipeline communication with tensor shapes known in advance.
 
-Micro-batches differ in length, and Megatron's stages then tell each other the shape before every tensor: a message of
-its own, and a wait for the device. All stages of a pipeline cut the same samples into the same micro-batches, so each
-knows the shape of what comes.
+Micro-batches differ in length, so Megatron's stages send each other the shape before every tensor, which costs a
+message
+and a device synchronisation. All stages of a pipeline cut the same samples into the same micro-batches, so each stage
+knows the shapes it receives.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _GROUPS = ["tp", "pp", "cp", "embd", "pos_embd", "dp_cp"]
 
 
 class KnownShapes(P2PCommunicator):
-    """For one call of a schedule. tokens: of each micro-batch, on this rank."""
+    """Communicator for one call of a schedule. tokens: of each micro-batch, on this rank."""
 
     def __init__(self, mesh: Mesh, config: Any, tokens: Sequence[int]) -> None:
         super().__init__(mesh.pp_group, config)
@@ -37,19 +38,25 @@ class KnownShapes(P2PCommunicator):
     def _communicate_shapes(
         self, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, recv_prev: bool, recv_next: bool
     ) -> tuple[Any, Any]:
-        """The shapes of what comes from the stage before and from the stage after; None if nothing does."""
+        """Returns the shapes of the tensors from the previous and the next stage; None where nothing is received."""
         return (next(self._forward) if recv_prev else None), (next(self._backward) if recv_next else None)
 
 
 def arrivals(micro_batches: int, chunks: int, stages: int) -> tuple[list[int], list[int]]:
-    """The numbers of the micro-batches in the order in which their tensors come: to a stage within the pipeline, and
-    to that at its end which gets them from the other end, to send them round again (every chunk but the last)."""
+    """Returns the micro-batch numbers in order of arrival, for two kinds of stages.
+
+    First for a stage within the pipeline; then for the stage at its end that receives from the other end and sends them
+    round again (every chunk but the last).
+    """
     table = get_schedule_table(micro_batches, chunks, stages)
     return [number for number, _ in table], [number for number, chunk in table if chunk < chunks - 1]
 
 
 def communication(mesh: Mesh, config: Any, tokens: Sequence[int]) -> dict[str, Any]:
-    """Arguments of a Megatron schedule over micro-batches of so many tokens on this rank. Call inside the mesh."""
+    """Returns arguments of a Megatron schedule over micro-batches of `tokens` tokens on this rank.
+
+    Call inside the mesh.
+    """
     if mesh.pp == 1:
         return {}
     groups = ProcessGroupCollection.use_mpu_process_groups(required_pgs=_GROUPS)

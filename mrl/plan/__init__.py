@@ -1,4 +1,5 @@
-"""What a run will need, before it holds a GPU: memory by rank and phase, seconds, the batch in numbers, who is where.
+"""Plan of a run before it holds a GPU: memory by rank and phase, seconds, batch sizes, placement of ranks.
 
-`of` makes it of a configuration and a cluster, in arithmetic alone: no torch. `proof` builds what it speaks of.
+`plan.make` computes it from a configuration and a cluster, in arithmetic alone, without torch. `proof` builds the
+models it describes.
 """

@@ -1,6 +1,6 @@
-"""What the forward pass of one micro-batch keeps for the backward one, in bytes a rank.
+"""Activation memory that the forward pass of one micro-batch keeps for the backward pass, in bytes a rank.
 
-Local layers: as saved on a CPU, where a test measures it. transformer-engine's: read in its sources, measured nowhere.
+Local layers: as saved on a CPU, where a test measures it. transformer-engine's: read in its sources, not measured.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ FLOAT32, INT64 = 4, 8
 
 @dataclass(frozen=True)
 class Tokens:
-    """Of one micro-batch before context parallelism cuts it: packed ones, response tokens, tokens of a sequence, those
-    that take features of pictures where the model sees some."""
+    """Tokens of one micro-batch before the context-parallel cut.
+
+    packed: all tokens; response: response tokens; sequence: tokens of a sequence; seen: tokens that take image features
+    """
 
     packed: int
     response: int
@@ -33,9 +35,12 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Shapes:
-    """What a rank's layers work on: `tokens`, of which sequence parallelism leaves it `share` between the products;
-    query and kv channels and heads of this rank; element bytes. rounded: of a product's input its fp8 cast is kept;
-    gathered: inputs are kept whole where sequence parallelism would keep a share, as emulated layers do"""
+    """Sizes of a rank's layers.
+
+    `share`: the tokens between products under sequence parallelism; query and kv channels and heads are this rank's;
+    dtype: element bytes. rounded: the fp8 cast of a product's input is kept; gathered: inputs are kept whole where
+    sequence parallelism would keep a share, as in emulated layers
+    """
 
     arch: ModelArch
     layout: ParallelConfig
@@ -47,7 +52,7 @@ class Shapes:
 
     @property
     def input(self) -> int:
-        """Bytes of an element of what a product takes."""
+        """Bytes of an element of a product's input."""
         return 1 if self.rounded else self.dtype
 
     @property
@@ -68,7 +73,7 @@ class Shapes:
         return self.arch.num_kv_heads / self.layout.tensor
 
     def norm(self, width: float, rows: float) -> float:
-        """An RMSNorm's input and its scales."""
+        """Bytes of an RMSNorm's input and its scales."""
         family = FAMILIES[self.arch.family]
         wide = family.wide_norms or family.shifted_norms
         return rows * (width * (FLOAT32 if wide else self.dtype) + FLOAT32)
@@ -77,7 +82,9 @@ class Shapes:
 def saved_bytes(
     arch: ModelArch, role: Role, train: TrainConfig, layers: range, dtype: int, kind: LayerKind, tokens: Tokens
 ) -> float:
-    """Of one chunk of a stage with these layers, head and embedding with them where it has the last or first one."""
+    """Returns the bytes of one chunk with these layers, including head and embedding if it has the last or first
+    layer.
+    """
     shapes, fp8 = Shapes(arch, train.parallel, dtype, kind, tokens), train.precision.fp8
     ends = fp8.first_last_bf16 if fp8.recipe != "none" else arch.num_layers
     inner = range(ends, arch.num_layers - ends)
@@ -99,7 +106,7 @@ def saved_bytes(
 
 
 def layer_bytes(shapes: Shapes, layer: Layer, recompute: str) -> float:
-    """Of one layer."""
+    """Returns the bytes of one layer."""
     entry = shapes.share * shapes.arch.hidden_size * shapes.dtype
     if recompute == "full":
         return entry
@@ -116,17 +123,17 @@ def layer_bytes(shapes: Shapes, layer: Layer, recompute: str) -> float:
 
 
 def _rows(s: Shapes, layer: Layer) -> float:
-    """Of what a layer's two norms give to products."""
+    """Rows of the outputs of a layer's two norms."""
     whole = s.local if s.gathered else s.share
     return whole + (s.share if layer.experts else whole)
 
 
 def _attention(s: Shapes, layer: Layer, again: bool) -> float:
-    """again: the core is computed again in the backward pass, from its inputs."""
+    """again: the core is recomputed in the backward pass, from its inputs."""
     d, b = s.arch.head_dim, s.dtype
     q, kv = s.local * s.heads * d * b, s.local * s.kv_heads * d * b
     keys = kv
-    if s.layout.context > 1 and s.kind == "local":  # gathered; each of the two chunks has those up to its end
+    if s.layout.context > 1 and s.kind == "local":  # gathered; each of the two chunks has the keys up to its end
         keys = kv * s.layout.context * (1 + 1 / (2 * s.layout.context))
     joined = q + 2 * kv  # the product's result, which key and value are parts of, and the query where it is as wide
     query = 0.0 if s.heads == s.kv_heads else q
@@ -136,7 +143,7 @@ def _attention(s: Shapes, layer: Layer, again: bool) -> float:
     normed += _compressed(s)
     if again:
         return normed + (q + kv if s.arch.qk_norm else query + joined) + q
-    out = 2 * q if s.kind == "local" else q  # by bucket, and back in the order of the tokens
+    out = 2 * q if s.kind == "local" else q  # in bucket order, and in token order
     out += s.local * s.heads * d * s.input if s.rounded else 0  # the core keeps its own
     statistics = s.local * s.heads * FLOAT32
     more = SINK_CHANNELS / d if FAMILIES[s.arch.family].sinks else 0.0  # of a query, a key, a value and a result
@@ -144,7 +151,7 @@ def _attention(s: Shapes, layer: Layer, again: bool) -> float:
 
 
 def _compressed(s: Shapes) -> float:
-    """The vectors that keys and values, and queries, are made of: whole, and this rank's share of them normed."""
+    """Bytes of MLA's latent vectors: whole, and this rank's normed share."""
     latent = s.arch.latent
     if latent is None:
         return 0.0
@@ -153,7 +160,7 @@ def _compressed(s: Shapes) -> float:
 
 
 def _mask(s: Shapes, layer: Layer) -> float:
-    """Torch's attention keeps one of numbers where causal order is not all: of context parallelism, windows, sinks."""
+    """Bytes of the numeric mask that torch's attention keeps for context parallelism, windows or sinks."""
     cp, length, sinks = s.layout.context, s.tokens.sequence, FAMILIES[s.arch.family].sinks
     if s.kind != "local" or (cp == 1 and not sinks and length <= (layer.window or length)):
         return 0.0
@@ -164,11 +171,11 @@ def _mask(s: Shapes, layer: Layer) -> float:
 
 
 def _feed_forward(s: Shapes, layer: Layer, again: bool) -> float:
-    """again: a dense one is computed again in the backward pass, and the activation of transformer-engine's experts."""
+    """again: a dense MLP is recomputed in the backward pass, and the activation of transformer-engine's experts."""
     if not layer.experts or s.arch.experts is None:
         return 0.0 if again else _gated(s, layer.ffn_size)
     chosen, cut = s.arch.experts.per_token, s.layout.expert_tensor_size
-    routed = s.share * chosen * cut  # by this rank's experts, if all have equally many
+    routed = s.share * chosen * cut  # tokens of this rank's experts, if evenly loaded
     width = layer.ffn_size / cut
     router = s.share * (chosen * (2 * INT64 + FLOAT32) + s.arch.experts.count * (FLOAT32 + 1))
     widths = 3 if s.kind == "local" else 3 - again
@@ -177,14 +184,14 @@ def _feed_forward(s: Shapes, layer: Layer, again: bool) -> float:
 
 
 def _gated(s: Shapes, ffn: int) -> float:
-    """What lies between the products of an MLP of that width that every token goes through."""
+    """Bytes between the products of a dense or shared MLP of that width."""
     is_composed = s.kind == "local" and FAMILIES[s.arch.family].activation != "silu"
     between = 3 if is_composed else 2  # gate, up; composed: the activation of gate too
     return s.local * ffn / s.layout.tensor * (s.dtype * between + s.input)
 
 
 def _head(s: Shapes, role: Role) -> float:
-    """Final norm and head, which sees the rows that predict response tokens."""
+    """Bytes of the final norm and the head, which sees the rows that predict response tokens."""
     rows = s.tokens.response / s.layout.context
     width = FLOAT32 if role == "critic" else s.dtype
     vectors = INT64 if role == "critic" else 2 * INT64 + 2 * FLOAT32
@@ -192,7 +199,7 @@ def _head(s: Shapes, role: Role) -> float:
 
 
 def in_flight(layout: ParallelConfig, stage: int, micro_batches: int) -> int:
-    """Chunks' forward passes that a stage holds at once, at most: 1F1B, or its interleaved form."""
+    """Returns the largest number of chunk forward passes that a stage holds at once: 1F1B, or its interleaved form."""
     chunks, ahead = layout.virtual_pipeline or 1, layout.pipeline - stage - 1
     if chunks == 1:
         return min(micro_batches, ahead + 1)

@@ -1,4 +1,4 @@
-"""How Megatron lays parameters out in a buffer that data-parallel ranks share: to the element."""
+"""Layout of parameters in Megatron's data-parallel buffers, exact to the element."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PARAM_ALIGN, BUCKET_ALIGN = 64, 128  # elements, of a parameter's start and a bu
 
 @dataclass(frozen=True)
 class Buffer:
-    """One of Megatron's: parameters back to front, cut into buckets that `size` data-parallel ranks share evenly.
+    """Megatron buffer: parameters in reverse order, cut into buckets that `size` data-parallel ranks share evenly.
 
     places: (start, end) of the parameters; buckets: of the buckets, padded
     """
@@ -33,7 +33,7 @@ class Buffer:
         return self.buckets[-1][1] if self.buckets else 0
 
     def shard(self, rank: int) -> int:
-        """Elements of parameters in the rank's part of every bucket."""
+        """Returns the elements of parameters in the rank's part of every bucket."""
         found = 0
         for start, end in self.buckets:
             part = (end - start) // self.size
@@ -55,9 +55,9 @@ class Buffer:
 
 
 def laid_out(parameters: Sequence[tuple[int, bool]], size: int, most: int | None) -> Buffer:
-    """The buffer of parameters in the order of the model: of each its elements, and whether its bucket is its own.
+    """Returns the buffer of parameters, given in model order as (elements, True if the bucket is its own).
 
-    most: elements of a bucket, which ends after the parameter that reaches them; None: it has all of them
+    most: elements of a bucket, which ends after the parameter that reaches them; None: one bucket
     """
     unit = lcm(size, BUCKET_ALIGN)
     places: list[tuple[int, int]] = []

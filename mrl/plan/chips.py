@@ -1,4 +1,4 @@
-"""What GPUs can do at most, as their makers say, and what is assumed of how near a run comes to that."""
+"""Peak rates of GPUs, from their makers, and the assumed share of them that a run reaches."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ CAPABILITIES = {"a100": (8, 0), "h100": (9, 0), "h200": (9, 0), "b200": (10, 0)}
 
 @dataclass(frozen=True)
 class Chip:
-    """One GPU and its share of its node.
+    """GPU and its share of its node.
 
-    capability: CUDA's number of what it can do; memory: bytes; bf16, fp8: dense floating-point operations a second
-    (fp8 None: it has none); hbm, nvlink, network, pcie: bytes a second, the last three one way; device: what its driver
-    calls it, after "NVIDIA "
+    capability: CUDA compute capability; memory: bytes; bf16, fp8: dense floating-point operations a second
+    (fp8 None: unsupported); hbm, nvlink, network, pcie: bytes a second, the last three one way; device: its driver's
+    name after "NVIDIA "
     """
 
     name: str
@@ -37,14 +37,14 @@ class Chip:
 def _chip(
     name: str, device: str, gib: float, tflops: float, fp8: float | None, hbm: float, nvlink: float, net: float
 ) -> Chip:
-    """hbm in TB/s; nvlink in GB/s, both ways together as the data sheets have it; net in Gbit/s a GPU."""
+    """hbm in TB/s; nvlink in GB/s, both ways together as in the data sheets; net in Gbit/s a GPU."""
     pcie = 32e9 if name.startswith("a100") else 64e9  # PCI-SIG: 16 lanes of generation 4, and of 5
     tera = fp8 * 1e12 if fp8 is not None else None
     kind, nbytes = CAPABILITIES[name[:4]], int(gib * GIB)
     return Chip(name, kind, nbytes, tflops * 1e12, tera, hbm * 1e12, nvlink * 1e9 / 2, net * 1e9 / 8, pcie, device)
 
 
-CHIPS = {  # data sheets' figures, of SXM modules, without sparsity (half of what is printed there where that has it)
+CHIPS = {  # data sheets' figures of SXM modules, without sparsity (half of the printed figure with sparsity)
     chip.name: chip
     for chip in (
         # NVIDIA A100 80GB data sheet: 312 TFLOPS bf16, 2,039 GB/s, NVLink 600 GB/s. DGX A100: 8 x 200 Gb/s InfiniBand
@@ -68,32 +68,34 @@ KINDS = CHIPS | {NO_GPU.name: NO_GPU}
 
 
 def here(name: str, memory: int, capability: tuple[int, int]) -> Chip:
-    """A GPU as this machine tells of it, of which only these are known."""
+    """Returns this machine's GPU, of which only these values are known."""
     return replace(CHIPS[DEFAULT], name=name, memory=memory, capability=capability)
 
 
 def kind_problem(kind: str) -> str | None:
-    """Why `--gpu KIND` names none; None if it does."""
+    """Returns why `--gpu KIND` is invalid; None if it is valid."""
     return None if kind in KINDS else f"--gpu {kind}: expected one of {', '.join(KINDS)}"
 
 
 def chip_named(device: str) -> Chip | None:
-    """The row of a GPU by its driver's name for it. None for all others: those of another form have names like these
-    (H100 PCIe, H200 NVL, GH200, a part of a GPU), and other limits."""
+    """Returns the GPU with this driver name, or None.
+
+    Other form factors have similar names (H100 PCIe, H200 NVL, GH200, a part of a GPU), and other limits.
+    """
     return next((chip for chip in CHIPS.values() if chip.device == device.removeprefix("NVIDIA ")), None)
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Nobody has measured these with mrl: shares of a limit that is reached, and memory that nothing accounts for."""
+    """Values not measured with mrl: reached shares of peak rates, and memory overheads."""
 
     IN_BYTES: ClassVar = ("trainer_context", "communicators", "engine_context", "engine_workspace")
 
     matmul_share: float = 0.45  # of bf16 arithmetic, in training and log-prob passes, attention included
     # of fp8 arithmetic, casts included: products take 1 / 1.6 of bf16's seconds, the bar of `make test-gpu STAGES=fp8`
     fp8_share: float = 0.36
-    prefill_share: float = 0.40  # of bf16 arithmetic, while engines read prompts
-    hbm_share: float = 0.70  # of memory bandwidth, while engines write tokens and while the optimizer steps
+    prefill_share: float = 0.40  # of bf16 arithmetic, during prefill
+    hbm_share: float = 0.70  # of memory bandwidth, during decoding and optimizer steps
     link_share: float = 0.75  # of NVLink, network and PCIe
     decode_overhead_s: float = 3e-3  # a decode step's launches and sampling
     hop_s: float = 15e-6  # an all-reduce of few bytes
@@ -102,25 +104,25 @@ class Assumptions:
     experts_skew: float = 1.2  # busiest rank's routed tokens, and time, over the mean
     trainer_context: float = 1.0 * GIB  # bytes: CUDA context and libraries of a rank
     communicators: float = 1.5 * GIB  # bytes: NCCL's buffers of a rank's groups
-    engine_context: float = 1.0 * GIB  # bytes: CUDA context and NCCL of an engine's process; it stays when it sleeps
+    engine_context: float = 1.0 * GIB  # bytes: CUDA context and NCCL of an engine's process, kept while it sleeps
     engine_workspace: float = 2.0 * GIB  # bytes: CUDA graphs and activations of an engine
-    fragments_share: float = 0.05  # of the memory of what the trainer computes with, lost between allocations
-    disk: float = 2e9  # bytes a second that a node writes checkpoints with
-    spare_share: float = 0.08  # of a GPU's memory, that --search leaves free
+    fragments_share: float = 0.05  # of the trainer's tensor memory, lost to fragmentation
+    disk: float = 2e9  # bytes a second of a node's checkpoint writes
+    spare_share: float = 0.08  # of a GPU's memory, left free by --search
 
     def without_gpu(self) -> Assumptions:
-        """Nothing of what GPUs and their engines take beside the tensors."""
+        """Returns the assumptions without the memory overheads of GPUs and their engines."""
         return replace(self, fragments_share=0.0, **dict.fromkeys(self.IN_BYTES, 0.0))
 
     def rows(self) -> list[tuple[str, str]]:
-        """Name and value, bytes in GiB."""
+        """Returns name and value, bytes in GiB."""
         values = vars(self).items()
         return [(name, f"{value / GIB:g} GiB" if name in self.IN_BYTES else f"{value:g}") for name, value in values]
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """gpus: of the trainer, and of engines beside it. per_node: of a node, all with NVLink."""
+    """gpus: of the trainer, shared by engines or not. per_node: GPUs of a node, all with NVLink."""
 
     chip: Chip
     gpus: int

@@ -1,4 +1,4 @@
-"""Everything up to the first step, for the whole world, in this process: models without memory, real code otherwise."""
+"""Everything up to the first step, for the whole world, in this process: real code on models without memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mrl.plan.workload import Model
 
 @dataclass(frozen=True)
 class Kind:
-    """Ranks that hold as much of a model as one another, and what the first of them really holds."""
+    """Ranks that hold equally much of a model, and what the first of them really holds."""
 
     stage: int
     ranks: tuple[int, ...]
@@ -38,7 +38,7 @@ class Kind:
 
 
 def kinds(model: Model) -> Iterator[Kind]:
-    """Of all ranks; a rank of each is built."""
+    """Yields the kinds over all ranks, building one rank of each."""
     found: dict[tuple[int, Held], list[int]] = {}
     for seat in model.grid.seats:
         found.setdefault((seat.pp, model_held(model, seat)), []).append(seat.rank)
@@ -62,10 +62,10 @@ def kinds(model: Model) -> Iterator[Kind]:
 
 @dataclass
 class DryRun:
-    """`lines` runs it.
+    """Dry run of a plan; `lines` runs it.
 
-    problems: what would stop the run, one sentence each, known when all lines are there
-    absent: what is only not here
+    problems: what would stop the run, one sentence each, complete once `lines` ends
+    absent: what is only missing on this machine
     """
 
     plan: Plan
@@ -92,7 +92,7 @@ class DryRun:
         yield from ("", text.verdict(self.plan), f"dry run: {time.monotonic() - began:.0f} s")
 
     def _ranks(self, model: Model) -> Iterator[str]:
-        """A rank of every kind: its model, Megatron's buffers and its optimizer's part, against the plan."""
+        """Compares one rank of every kind with the plan: its model, Megatron's buffers and its optimizer's shard."""
         for kind in kinds(model):
             if not kind.is_right:
                 planned, built = kind.planned, kind.built.held
@@ -105,7 +105,7 @@ class DryRun:
             )
 
     def _micro_batches(self, model: Model) -> Iterator[str]:
-        """The real planner on samples of every length up to the longest."""
+        """Runs the real planner on samples of every length up to the longest."""
         work, layout = self.plan.work, model.layout
         samples = work.size.minibatch if model.is_trained else work.size.learnt
         lengths = torch.linspace(2, work.lengths.longest, samples).long()
@@ -125,7 +125,7 @@ class DryRun:
 
 
 def absent(cfg: AnyConfig) -> list[str]:
-    """What `mrl train` would refuse here: files that are on the machines of the run, perhaps."""
+    """Returns what `mrl train` would refuse on this machine: files that may exist on the run's machines."""
     machine = Machine.starting(cfg)
     here = check_all(cfg, machine)
     elsewhere = {str(problem) for problem in check_all(cfg, Machine(machine.world_size, 1, planned=True))}

@@ -1,4 +1,4 @@
-"""An engine's GPU: its part of the weights, and how many tokens its cache holds."""
+"""Memory of an engine's GPU: its weights, and the number of tokens in its KV cache."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from mrl.families.engine_cache import cache_bytes_a_token, cpu_requests
 from mrl.families.engine_names import VOCAB_MULTIPLE
 from mrl.families.table import weight_table
 
-IN_FP8 = 1 + 4 / ENGINE_BLOCK**2  # bytes of a weight with its part of a float32 scale
+IN_FP8 = 1 + 4 / ENGINE_BLOCK**2  # bytes of a weight, including its share of a float32 scale
 
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """Of one GPU of one engine.
+    """Plan of one GPU of one engine.
 
-    gpus: of all engines, `tensor` each, by the numbers of the trainer's ranks; higher ones are beside them. None where
-    engines have nodes of their own
+    gpus: GPUs of all engines, `tensor` each, by the trainer's rank numbers; higher numbers are beside the trainer;
+    empty if engines have their own nodes
     weights, cache, workspace, context: bytes; token_bytes: of the cache a token; engines: of the run; tensor: GPUs of
-    each; wanted: requests that an engine is given at once; context_tokens: of the longest; nodes: of each engine
+    each; wanted: concurrent requests of an engine; context_tokens: of the longest; nodes: of each engine
     """
 
     engines: int
@@ -50,11 +50,11 @@ class EnginePlan:
         return self.cache_tokens // self.context_tokens
 
     def at(self, rank: int) -> int | None:
-        """The number of the engine on a rank's GPU."""
+        """Returns the number of the engine on a rank's GPU, or None."""
         return self.gpus.index(rank) // self.tensor if rank in self.gpus else None
 
     def awake(self, weights: bool, cache: bool) -> int:
-        """Bytes while it has to have these; what `release` does not give up it has always."""
+        """Returns the bytes while weights or cache must be loaded; parts that `release` does not free always count."""
         kept_weights = weights or self.release != "all"
         kept_cache = cache or self.release == "none"
         return self.context + (self.weights if kept_weights else 0) + (self.cache + self.workspace if kept_cache else 0)
@@ -62,8 +62,12 @@ class EnginePlan:
 
 @lru_cache(maxsize=64)
 def weights_per_gpu(arch: ModelArch, tensor: int, dtype: int, *, quantized: bool = False) -> int:
-    """SGLang cuts matrices `tensor` ways, experts too, and rounds the vocabulary up; norms, routers and key-value heads
-    that are fewer than its GPUs are whole or repeated. dtype: bytes; quantized: the layers' matrices are in fp8."""
+    """Returns the bytes of an engine's weights on each of its `tensor` GPUs.
+
+    SGLang shards matrices `tensor` ways, experts too, and rounds the vocabulary up. Norms and routers are replicated,
+    and so
+    are key-value heads if there are fewer than GPUs. dtype: bytes; quantized: the layers' matrices are in fp8.
+    """
     total = 0.0
     for row in weight_table(arch).values():
         if row.copy_of is not None:
@@ -100,8 +104,11 @@ def plan_engine(
     context: float,
     nodes: int = 1,
 ) -> EnginePlan:
-    """free: bytes of the GPU when the engine starts; None: on CPUs. engines: of the run. requests: of a step, all
-    engines together."""
+    """Returns the plan of an engine's GPU.
+
+    free: bytes of the GPU when the engine starts; None: on CPUs. engines: of the run. requests: of a step, over all
+    engines.
+    """
     tensor = rollout.tensor
     weights = weights_per_gpu(arch, tensor, dtype, quantized=rollout.quantization == "fp8")
     at_once = -(-min(rollout.concurrent_requests, requests) // engines)

@@ -1,4 +1,4 @@
-"""What a step with these samples takes by the plan, under the names that the metrics have for its phases."""
+"""Planned seconds of a step with given samples, under the phase names of the metrics."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ PHASES = {"scoring": "rollout", "actor_update": "update", "critic_update": "upda
 
 @dataclass(frozen=True)
 class Samples:
-    """That a step has learnt from.
+    """Samples that a step has trained on.
 
-    prompt, response: tokens in the mean; longest_prompt, longest_response: tokens
+    prompt, response: mean tokens; longest_prompt, longest_response: tokens
     """
 
     count: int
@@ -28,10 +28,10 @@ class Samples:
 
 
 def forecast(plan: Plan, samples: Samples, phases: Collection[str], updated: Collection[str]) -> dict[str, float]:
-    """Seconds by phase: of `phases`, the parts of the step that there were, and "offload", which is in all of them.
-    The engines are assumed to have written as many samples as the configuration says, as long as these.
+    """Returns seconds by phase, for the given `phases` of the step and "offload", which is part of all of them.
 
-    updated: names of the models that made updates
+    The engines are assumed to have generated the configured number of samples, with the lengths of these.
+    updated: names of the models that were updated
     """
     planned = plan.work.size
     whole = planned.minibatch == planned.learnt

@@ -1,9 +1,9 @@
-"""What products in fp8 change of a plan: bytes of weights and of what backward passes keep, rates of arithmetic.
+"""Effect of fp8 products on a plan: bytes of weights and of saved activations, rates of arithmetic.
 
-transformer-engine's layers (module/linear.py) keep each matrix cast for the forward pass and, where there is a backward
-one, cast anew for that, from the first micro-batch of a pass to the next pass; and of a product's input its cast alone.
-Emulated, nothing is kept; operands are rounded to float32 while a product is made. Read in its sources, measured on no
-GPU.
+transformer-engine's layers (module/linear.py) keep each matrix cast for the forward pass and, if there is a backward
+pass, a second cast for it, from the first micro-batch of a pass to the next pass; of a product's input they keep the
+cast alone. Emulation keeps nothing; operands are rounded to float32 during a product. Read in the sources, not measured
+on a GPU.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from mrl.plan.grid import Seat
 from mrl.plan.parameters import matrices
 from mrl.plan.workload import Model
 
-# bytes of a number with its part of a scale: float32 ones of tensors and of blocks, one byte each 32 of mxfp8's
+# bytes of a number with its share of a scale: float32 per tensor or block, one byte per 32 numbers of mxfp8
 NUMBER = {"current": 1.0, "delayed": 1.0, "blockwise": 1 + FLOAT32 / 128**2, "mxfp8": 1 + 1 / 32}
 
 
 def cast_bytes(model: Model, seat: Seat) -> float:
-    """Of a rank's layers' matrices as products take them; 0 without transformer-engine's fp8."""
+    """Returns the bytes of the fp8 casts of a rank's layer matrices; 0 without transformer-engine's fp8."""
     fp8 = model.train.precision.fp8
     if not fp8.is_real:
         return 0.0
@@ -28,7 +28,7 @@ def cast_bytes(model: Model, seat: Seat) -> float:
 
 
 def saved_weight_bytes(model: Model, seat: Seat) -> float:
-    """Of what a rank's weights are without: those that are held in fp8 alone, which `cast_bytes` has."""
+    """Returns the bytes saved by weights held in fp8 alone, which `cast_bytes` counts."""
     fp8 = model.train.precision.fp8
     if not fp8.is_real or not fp8.params:
         return 0.0
@@ -40,7 +40,7 @@ def _of_weight(model: Model) -> float:
 
 
 def working_bytes(model: Model, tokens: Tokens) -> float:
-    """Emulated: the rounded operands and the result of a layer's largest product."""
+    """Returns the bytes of the rounded operands and the result of a layer's largest product, with emulation."""
     fp8 = model.train.precision.fp8
     if fp8.recipe == "none" or not fp8.emulate:
         return 0.0
@@ -53,7 +53,9 @@ def working_bytes(model: Model, tokens: Tokens) -> float:
 
 
 def head_bytes(model: Model, tokens: Tokens, *, trained: bool) -> float:
-    """The loss head's matrix in fp8; emulated it and the hidden states in float32, for either direction."""
+    """Returns the bytes of the lm_head weight in fp8; with emulation of it and the hidden states in float32, per
+    direction.
+    """
     fp8 = model.train.precision.fp8
     if not fp8.head or model.role != "policy":
         return 0.0
@@ -65,27 +67,27 @@ def head_bytes(model: Model, tokens: Tokens, *, trained: bool) -> float:
 
 
 def layers_rate(model: Model, chip: Chip, assumed: Assumptions) -> float:
-    """Operations a second of the layers' matrices. Layers at the ends that stay as they are take longer."""
+    """Returns the operations a second of the layers' matrices, including unrounded layers at the ends."""
     fp8, plain = model.train.precision.fp8, chip.bf16 * assumed.matmul_share
     share = 1 - 2 * fp8.first_last_bf16 / model.arch.num_layers
     return 1 / (share / _rate(model, chip, assumed) + (1 - share) / plain)
 
 
 def head_rate(model: Model, chip: Chip, assumed: Assumptions) -> float:
-    """The same of the loss head."""
+    """Returns the operations a second of the loss head."""
     is_rounded = model.train.precision.fp8.head
     return _rate(model, chip, assumed) if is_rounded else chip.bf16 * assumed.matmul_share
 
 
 def _rate(model: Model, chip: Chip, assumed: Assumptions) -> float:
-    """A chip without fp8 is a shortage of its own."""
+    """Operations a second; a chip without fp8 is reported as a shortage elsewhere."""
     if model.train.precision.fp8.is_real and chip.fp8 is not None:
         return chip.fp8 * assumed.fp8_share
     return chip.bf16 * assumed.matmul_share
 
 
 def words(model: Model) -> str:
-    """Behind the name of what is computed."""
+    """Returns the suffix for the name of a computation."""
     fp8 = model.train.precision.fp8
     if fp8.recipe == "none":
         return ""

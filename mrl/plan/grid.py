@@ -1,5 +1,8 @@
-"""Which rank is which coordinate of a layout, and which layers it holds: Megatron-Core's order, tensor parallelism
-innermost, then context, data and pipeline; experts are cut over the same ranks in an order of their own."""
+"""Coordinates of each rank in a layout, and its layers.
+
+Megatron-Core's order: tensor parallelism innermost, then context, data and pipeline; experts are sharded over the same
+ranks in a separate order.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from mrl.config.sections.models import ParallelConfig
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a rank sits in a layout, each coordinate from 0. etp, ep, edp: of its expert layers."""
+    """Coordinates of a rank in a layout, from 0. etp, ep, edp: of its expert layers."""
 
     rank: int
     tp: int
@@ -27,7 +30,7 @@ class Seat:
 
 @dataclass(frozen=True)
 class Grid:
-    """A layout over a world. Raises ValueError for a world that it does not fill."""
+    """Layout over a world. Raises ValueError for a world that is no multiple of the layout."""
 
     layout: ParallelConfig
     world: int
@@ -43,7 +46,7 @@ class Grid:
 
     @cached_property
     def edp(self) -> int:
-        """Ranks that hold the same experts."""
+        """Number of ranks that hold the same experts."""
         return self.world // expert_size(self.layout)
 
     def seat(self, rank: int) -> Seat:
@@ -57,8 +60,9 @@ class Grid:
         return tuple(self.seat(rank) for rank in range(self.world))
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
-        """The ranks, ascending, that differ in these coordinates alone ("tp", "dp", ..., or of experts "etp", "ep",
-        "edp"), group by group."""
+        """Returns the groups of ranks, ascending, that differ only in these coordinates ("tp", "dp", ..., or "etp",
+        "ep", "edp").
+        """
         mine = ("etp", "ep", "edp", "pp") if set(axes) & {"etp", "ep", "edp"} else ("tp", "cp", "dp", "pp")
         found: dict[tuple[int, ...], list[int]] = {}
         for seat in self.seats:
@@ -67,7 +71,7 @@ class Grid:
         return [tuple(ranks) for ranks in found.values()]
 
     def spread(self, *axes: str, node: int) -> int:
-        """Nodes of `node` ranks that the widest such group reaches over."""
+        """Returns the number of nodes of `node` ranks that the widest such group spans."""
         if (axes, node) not in self._spreads:
             widest = max(len({rank // node for rank in ranks}) for ranks in self.groups(*axes))
             self._spreads[axes, node] = widest
@@ -75,7 +79,7 @@ class Grid:
 
     @cached_property
     def _spreads(self) -> dict[tuple[tuple[str, ...], int], int]:
-        """What `spread` has found."""
+        """Cache of `spread`."""
         return {}
 
 
@@ -86,7 +90,7 @@ def _digits(rank: int, sizes: Sequence[int]) -> Iterator[int]:
 
 
 def chunk_layers(layout: ParallelConfig, num_layers: int, stage: int) -> list[range]:
-    """The layers of each chunk of a stage, counted from 0 over the whole model."""
+    """Returns the layers of each chunk of a stage, counted from 0 over the whole model."""
     chunks = layout.virtual_pipeline or 1
     each = [layers // chunks for layers in stage_layers(layout, num_layers)]
     starts = [chunk * sum(each) + sum(each[:stage]) for chunk in range(chunks)]

@@ -1,4 +1,4 @@
-"""What lies where in each phase of a step, by rank: an item a reason."""
+"""Memory of each rank in each phase of a step, one item per cause."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mrl.plan.grid import Seat, chunk_layers
 from mrl.plan.parameters import Held, held
 from mrl.plan.workload import Model, Work
 
-Level = Literal["nothing", "parameters", "all"]  # of a model on the device: see mrl.learner.memory
+Level = Literal["nothing", "parameters", "all"]  # residency of a model on the device: see mrl.learner.memory
 # What each phase needs of the models and of the engines (weights, cache): the trainer moves memory by the same table,
 # mrl.trainers.rl.memory_order; a model that is not named may be away.
 NEEDS: dict[str, tuple[dict[str, Level], tuple[bool, bool]]] = {
@@ -29,7 +29,7 @@ NEEDS: dict[str, tuple[dict[str, Level], tuple[bool, bool]]] = {
     "actor_update": ({"actor": "all"}, (False, False)),
     "critic_update": ({"critic": "all"}, (False, False)),
     "sync": ({"actor": "parameters"}, (True, False)),
-    "checkpoint": ({"actor": "parameters"}, (True, False)),  # reads what it writes where that lies, after a sync
+    "checkpoint": ({"actor": "parameters"}, (True, False)),  # writes tensors from where they are, after a weight sync
 }
 SAMPLE_VECTORS, DENSE_VECTORS = 10, 8  # float32 of a step's response tokens, flat and padded to the longest
 OBJECT_BYTES = 12  # of a response token on rank 0: its id, its log-prob, about four letters
@@ -37,7 +37,7 @@ OBJECT_BYTES = 12  # of a response token on rank 0: its id, its log-prob, about 
 
 @dataclass(frozen=True)
 class Item:
-    """Some bytes and why they are there. owner: a model's name, engine, or process."""
+    """Bytes and their cause. owner: a model's name, engine, or process."""
 
     owner: str
     what: str
@@ -46,7 +46,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Phase:
-    """Of one rank: the most that is on its GPU at once."""
+    """Peak memory of one rank's GPU in a phase."""
 
     name: str
     items: tuple[Item, ...]
@@ -57,7 +57,7 @@ class Phase:
 
     @property
     def tensors(self) -> float:
-        """Bytes of what the trainer's own allocator holds: without engines, CUDA's and NCCL's part, and fragments."""
+        """Bytes in the trainer's own allocator: without engines, CUDA's and NCCL's part, and fragments."""
         return sum(item.nbytes for item in self.items if item.owner not in ("engine", "process"))
 
 
@@ -68,12 +68,12 @@ def model_held(model: Model, seat: Seat) -> Held:
 
 
 def resident(model: Model, seat: Seat, level: Level) -> Iterator[Item]:
-    """What of a model stays on the device at a level, by what its `offload` gives up."""
+    """Yields what stays of a model on the device at a level, given its `offload`."""
     own, offload = model_held(model, seat), model.train.offload
     if offload != "all" or level != "nothing":
         nbytes = own.weight_bytes(model.dtype, model.is_trained) - fp8.saved_weight_bytes(model, seat)
         yield Item(model.name, "weights", nbytes)
-    if casts := fp8.cast_bytes(model, seat):  # transformer-engine's own, which nobody moves
+    if casts := fp8.cast_bytes(model, seat):  # transformer-engine's own, which offload does not move
         yield Item(model.name, "weights in fp8", casts)
     if model.is_trained and (offload == "none" or level == "all"):
         yield Item(model.name, "gradients", own.gradient_bytes())
@@ -81,7 +81,7 @@ def resident(model: Model, seat: Seat, level: Level) -> Iterator[Item]:
 
 
 def on_host(model: Model, seat: Seat) -> Iterator[Item]:
-    """What of a model host memory has room for. Gradients are not copied, they come back as zeros."""
+    """Yields a model's host memory for offload. Gradients are not copied; they return as zeros."""
     own, offload = model_held(model, seat), model.train.offload
     if offload != "none" and model.is_trained:
         yield Item(model.name, "offloaded optimizer", own.optimizer_bytes(model.dtype))
@@ -90,7 +90,7 @@ def on_host(model: Model, seat: Seat) -> Iterator[Item]:
 
 
 def forward_peak(model: Model, seat: Seat, tokens: Tokens) -> Iterator[Item]:
-    """Beyond what stays: a pass without gradients, a layer at a time."""
+    """Yields the transient memory of a pass without gradients, one layer at a time."""
     shapes = Shapes(model.arch, model.layout, model.dtype, model.kind, tokens)
     working = _working_layer(shapes) + fp8.working_bytes(model, tokens)
     yield Item(model.name, "activations", working + shapes.share * _width(model) * 2)
@@ -102,7 +102,9 @@ def forward_peak(model: Model, seat: Seat, tokens: Tokens) -> Iterator[Item]:
 
 
 def update_peak(model: Model, seat: Seat, tokens: Tokens, micro_batches: int) -> Iterator[Item]:
-    """Beyond what stays: the activations of the micro-batches in flight, the layer that is worked on, the head."""
+    """Yields the transient memory of an update: activations of the micro-batches in flight, the current layer, the
+    head.
+    """
     shapes = Shapes(model.arch, model.layout, model.dtype, model.kind, tokens)
     each = [
         activations.saved_bytes(model.arch, model.role, model.train, layers, model.dtype, model.kind, tokens)
@@ -135,7 +137,7 @@ def _working_layer(shapes: Shapes) -> float:
 
 
 def _largest_gradient(model: Model) -> float:
-    """Of one product, before it is added to the buffer; transformer-engine adds in place."""
+    """Bytes of one product's gradient before it is added to the buffer; transformer-engine adds in place."""
     if model.kind == "transformer_engine" or model.adapters is not None:
         return 0.0
     widths = [layer.ffn_size * 2 for layer in set(model.arch.layers) if not layer.experts]
@@ -147,12 +149,12 @@ def _has_head(model: Model, seat: Seat) -> bool:
 
 
 def _head_rows(model: Model, tokens: Tokens) -> float:
-    """The rows that the head sees, their gradients, and all hidden states, whole on every tensor-parallel rank."""
+    """Bytes of the head's input rows, their gradients, and all hidden states, whole on every tensor-parallel rank."""
     return (2 * tokens.response + tokens.packed) / model.layout.context * _width(model)
 
 
 def _columns(model: Model) -> int:
-    """Words of the vocabulary, padding included, on a rank."""
+    """Vocabulary entries on a rank, including padding."""
     return padded_vocab_size(model.arch, model.layout.tensor, VOCAB_ALIGN_GPU) // model.layout.tensor
 
 
@@ -169,16 +171,20 @@ def _waiting(model: Model, tokens: Tokens) -> int:
 
 
 def _gradient_bytes(model: Model, *, is_whole: bool) -> int:
-    """An element of the vocabulary's matrix: of one product alone as wide as the model but in fp8, else the sum and a
-    part more, which older torch adds to it, or that sum narrowed."""
+    """Bytes an element of the lm_head weight's gradient.
+
+    A single product is as wide as the model (more in fp8). Otherwise it is the sum and one part, which older torch adds
+    to the sum, or the sum and its narrow copy.
+    """
     if is_whole:
         return model.dtype + FLOAT32 * model.train.precision.fp8.head
     return 2 * FLOAT32
 
 
 def _logits(model: Model, tokens: Tokens, gradient: int = 0, waiting: int = 0) -> float:
-    """A chunk of them in float32, the gradients of as many rows or of those that wait, where these are narrower, of so
-    many bytes an element, and the room in which blocks are worked on."""
+    """Bytes of a chunk of float32 logits, narrower gradients of that many or of the buffered rows, and block
+    buffers.
+    """
     if model.role == "critic":
         return 0.0
     rows = tokens.response / model.layout.context
@@ -188,7 +194,9 @@ def _logits(model: Model, tokens: Tokens, gradient: int = 0, waiting: int = 0) -
 
 
 def sync_peak(model: Model, seat: Seat, bucket: int) -> Iterator[Item]:
-    """On a sender: the parts of its largest tensor, that tensor, and two buckets, one that the engines still read."""
+    """Yields a weight sync sender's memory: the parts of its largest tensor, that tensor, and two buckets, as
+    engines still read one.
+    """
     if seat.tp == 0 and seat.dp == 0 and seat.cp == 0:
         whole = _largest_tensor(model.arch) * model.dtype
         filled = min(bucket, model_held(model, seat).weights * model.layout.tensor * model.dtype)
@@ -197,12 +205,12 @@ def sync_peak(model: Model, seat: Seat, bucket: int) -> Iterator[Item]:
 
 @lru_cache(maxsize=64)
 def _largest_tensor(arch: ModelArch) -> int:
-    """Elements of the largest parameter, uncut."""
+    """Elements of the largest parameter, unsharded."""
     return max(sum(math.prod(shape) for shape in row.shapes) for row in weight_table(arch).values())
 
 
 def phases(work: Work, rank: int, engine: EnginePlan | None, assumed: Assumptions) -> list[Phase]:
-    """Of one rank. engine: the one that shares its GPU; None: none does."""
+    """Returns the phases of one rank. engine: the one that shares its GPU, or None."""
     seats = {name: model.grid.seat(rank) for name, model in work.models.items()}
     found = []
     for name in phase_names(work):
@@ -230,8 +238,7 @@ def phase_names(work: Work) -> list[str]:
 
 
 def left_for_engine(work: Work, rank: int, memory: float, assumed: Assumptions) -> float:
-    """Bytes of a rank's GPU that are free when the engine beside it starts: the models are there by then, and have
-    given up what they can."""
+    """Returns the free bytes of a rank's GPU when its engine starts; by then the models are loaded and offloaded."""
     items = phases(work, rank, None, assumed)[0].items
     return memory - sum(item.nbytes for item in items)
 
@@ -266,17 +273,17 @@ def _experts(nbytes: float) -> list[Item]:
 
 
 def _copies(work: Work, seat: Seat, on_host: bool) -> Iterator[Item]:
-    """Of the actor's weights: each rank has of them what it updates."""
+    """Yields the copies of the actor's weights; each rank holds the range that it updates."""
     for name, is_on_host in work.copies.items():
         if is_on_host == on_host:
             yield Item("actor", name, FLOAT32 * model_held(work.models["actor"], seat).shard)
 
 
 def host_items(work: Work, rank: int, written: Mapping[str, int]) -> list[Item]:
-    """Of one rank's process, beyond its code: what is offloaded, copies of the actor, a checkpoint that is written in
-    the background, the step's samples.
+    """Returns host memory of one rank's process beyond its code.
 
-    written: bytes of a weight in such a checkpoint, by model; data-parallel ranks divide the writing as the updating
+    Counts offloaded tensors, copies of the actor, a checkpoint being written, and the step's samples.
+    written: bytes of a weight in such a checkpoint, by model; data-parallel ranks divide the writing like the updating
     """
     found: list[Item] = []
     for model in work.models.values():

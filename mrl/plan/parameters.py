@@ -1,6 +1,6 @@
-"""The parameters that a rank holds, and how Megatron's buffers and optimizer lay them out: to the byte.
+"""Parameters of a rank, and their layout in Megatron's buffers and optimizer, exact to the byte.
 
-Sizes come from the weight table; the order is that of the local layers' modules, which decides where padding falls.
+Sizes come from the weight table; the order is that of the local layers' modules, which determines the padding.
 """
 
 from __future__ import annotations
@@ -40,18 +40,21 @@ MODULES = (  # of a layer, in the order of its parameters
     "mlp.",
     "mlp_bda.",
 )
-BUCKET, BUCKET_A_REPLICA = 40_000_000, 1_000_000  # elements after which Megatron closes one, where sums overlap
-GRADIENT_BYTES = 4  # float32, whatever the weights are
+BUCKET, BUCKET_A_REPLICA = 40_000_000, 1_000_000  # elements after which Megatron closes a bucket, if reduction overlaps
+GRADIENT_BYTES = 4  # float32, whatever the weights' dtype
 ADAM_BYTES = 8  # mean and mean square of the gradients, float32
 MAIN_BYTES = 4  # float32 weights beside bfloat16 ones
 Kind = Literal["dense", "expert", "wide"]
-KINDS: tuple[Kind, ...] = ("dense", "expert", "wide")  # of buffers: one each, where there is anything to be in it
+KINDS: tuple[Kind, ...] = ("dense", "expert", "wide")  # of buffers: one each, unless empty
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """expert: it is in the experts' buffer (without expert parallelism they are with the rest).
-    apart: it has a bucket of its own (both copies of a tied embedding)."""
+    """Parameter of a rank.
+
+    expert: it is in the experts' buffer (without expert parallelism experts are with the rest).
+    apart: it has its own bucket (both copies of a tied embedding).
+    """
 
     name: str
     numel: int
@@ -59,15 +62,17 @@ class Parameter:
     apart: bool = False
 
     def kind(self, wide_head: bool) -> Kind:
-        """Of the buffer that it is in. wide_head: a score head is float32, and other weights are not."""
+        """Returns the kind of its buffer. wide_head: the score head is float32, and other weights are not."""
         if self.name == VALUE_HEAD and wide_head:
             return "wide"
         return "expert" if self.expert else "dense"
 
 
 def chunks(arch: ModelArch, role: Role, layout: ParallelConfig, seat: Seat) -> list[tuple[Parameter, ...]]:
-    """A rank's parameters by chunk of its stage, each in the order of `named_parameters`. Layers are counted over the
-    whole model, experts over the rank's."""
+    """Returns a rank's parameters by chunk of its stage, each in the order of `named_parameters`.
+
+    Layers are counted over the whole model, experts over the rank's.
+    """
     return [_chunk(arch, role, layout, seat.pp, number) for number in range(layout.virtual_pipeline or 1)]
 
 
@@ -101,7 +106,7 @@ def _chunk(arch: ModelArch, role: Role, layout: ParallelConfig, stage: int, numb
 
 
 def _layer(arch: ModelArch, index: int, layout: ParallelConfig) -> tuple[Parameter, ...]:
-    """Of a layer, under their names inside of it. Layers of a kind are alike."""
+    """Parameters of a layer, under their names inside it. Layers of a kind are equal."""
     return _kind_of_layer(arch, arch.layers.index(arch.layers[index]), layout)
 
 
@@ -123,8 +128,7 @@ def _expert(name: str) -> int:
 
 @lru_cache(maxsize=512)
 def matrices(arch: ModelArch, role: Role, layout: ParallelConfig, stage: int, ends: int) -> int:
-    """Elements of the matrices of the layers of a rank of a stage, those of each expert too, but for `ends` layers at
-    each end of the model."""
+    """Returns the elements of a stage rank's layer matrices, including experts', without `ends` layers at each end."""
     inner = {f"{_LAYER}{index}." for index in range(ends, arch.num_layers - ends)}
     return sum(
         each.numel
@@ -142,7 +146,7 @@ def _layer_prefix(name: str) -> str:
 def _trained_chunk(
     arch: ModelArch, role: Role, lora: LoRA, layout: ParallelConfig, stage: int, number: int
 ) -> tuple[Parameter, ...]:
-    """As `_chunk`, of adapters and a value head."""
+    """Adapters and a value head of a chunk, ordered as in `_chunk`."""
     local = arch.experts.count // layout.expert if arch.experts is not None else 0
     table, found = adapter_table(arch, role, lora), []
     for index in chunk_layers(layout, arch.num_layers, stage)[number]:
@@ -161,7 +165,7 @@ def _trained_chunk(
 
 
 def local_numel(row: Row, arch: ModelArch, layout: ParallelConfig) -> int:
-    """Elements of a rank's part of a row's parameter."""
+    """Returns the elements of a rank's part of a row's parameter."""
     if row.kind == "vocab":
         return padded_vocab_size(arch, layout.tensor, VOCAB_ALIGN_GPU) * arch.hidden_size // layout.tensor
     whole = sum(prod(shape) for shape in row.shapes)
@@ -171,8 +175,9 @@ def local_numel(row: Row, arch: ModelArch, layout: ParallelConfig) -> int:
 
 @dataclass(frozen=True)
 class Elements:
-    """weights: parameters; buffer: as they lie in a trained model's buffers, with padding; shard: of these, those that
-    this rank's optimizer updates."""
+    """weights: elements of parameters; buffer: in a trained model's buffers, with padding; shard: updated by this
+    rank.
+    """
 
     weights: int
     buffer: int
@@ -183,8 +188,8 @@ class Elements:
 class Held(Elements):
     """Elements of one model on one rank.
 
-    frozen: parameters that are in no buffer, beside adapters or of a frozen tower
-    wide: of all, those that are float32 though the model is not
+    frozen: parameters outside of buffers, beside adapters or of a frozen vision tower
+    wide: those of all that are float32 although the model is not
     """
 
     frozen: int = 0
@@ -198,7 +203,9 @@ class Held(Elements):
         return GRADIENT_BYTES * self.buffer
 
     def optimizer_bytes(self, dtype: int) -> int:
-        """Float32 main weights, which float32 weights are themselves, and Adam's two moments."""
+        """Returns the bytes of float32 main weights (unless the weights are float32 themselves) and Adam's two
+        moments.
+        """
         mains = self.shard - self.wide.shard if dtype < MAIN_BYTES else 0
         return ADAM_BYTES * self.shard + MAIN_BYTES * mains
 
@@ -214,9 +221,12 @@ def held(
     tower: bool = False,
     wide_head: bool = True,
 ) -> Held:
-    """lora: what is trained in place of all weights; tower: a vision tower is trained too; overlap: of the gradients'
-    sums with the backward pass; Megatron then cuts the first stage's buffers into many buckets, each padded;
-    wide_head: as for `Parameter.kind`."""
+    """Returns the elements of a model on a rank.
+
+    lora: the adapters trained instead of the weights; tower: the vision tower is trained too; overlap: gradient
+    reduction overlaps the backward pass, for which Megatron cuts the first stage's buffers into many padded buckets;
+    wide_head: as for `Parameter.kind`.
+    """
     layout = grid.layout
     most = max(BUCKET, BUCKET_A_REPLICA * grid.dp) if overlap and seat.pp == 0 else None
     numbers = range(layout.virtual_pipeline or 1)

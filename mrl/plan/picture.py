@@ -1,4 +1,6 @@
-"""Who is where, as an SVG: a row a node, a square a rank, coloured by pipeline stage, engines framed."""
+"""Placement of ranks and engines as an SVG: a row a node, a square a rank, coloured by pipeline stage, engines
+framed.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,11 @@ from mrl.plan.workload import Model
 CELL, GAP, MARGIN, LABEL, LINE = 74, 6, 16, 64, 12
 STAGES = ("#cfe3f7", "#d9efd0", "#fbe3c0", "#f2cfd6", "#ddd3ee", "#cdebe7", "#efe6b8", "#e3d6cb")
 FRAME, INK = "#b5482a", "#222222"
-LETTER = 7  # of a title, at least as wide as its letters
+LETTER = 7  # width of a title's letter, at least
 
 
 def draw(places: Places) -> str:
-    """A complete SVG document; a block for each layout of the run's models."""
+    """Returns a complete SVG document with a block for each layout of the run's models."""
     height, width = MARGIN, 2 * MARGIN + LABEL + _columns(places) * (CELL + GAP)
     body: list[str] = []
     for model in _layouts(places):
@@ -34,7 +36,7 @@ def draw(places: Places) -> str:
 
 
 def _layouts(places: Places) -> list[Model]:
-    """The first model of each."""
+    """The first model of each layout."""
     found: list[Model] = []
     for model in places.models.values():
         if all(model.layout != other.layout for other in found):

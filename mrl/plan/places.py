@@ -1,4 +1,4 @@
-"""Who is where: which coordinates of the layouts a rank has, and which engine is beside it."""
+"""Placement: the coordinates of each rank in the layouts, and its engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mrl.plan.workload import Model
 
 @dataclass(frozen=True)
 class Places:
-    """Of a run over `world` ranks, `per_node` on each node.
+    """Placement of a run over `world` ranks, `per_node` on each node.
 
     engine_of: the number of the engine on a rank's GPU, by rank
     beside: numbers of a node's engines that share no GPU with a rank, by node
@@ -33,7 +33,7 @@ class Places:
 
     @classmethod
     def on_gpus(cls, models: Mapping[str, Model], world: int, per_node: int, engine: EnginePlan | None) -> Places:
-        """engine: None where none of the run's is on these GPUs or beside them."""
+        """Returns the planned placement; engine: None if no engine is on these GPUs or beside them."""
         if engine is None:
             return cls(models, world, per_node, {}, {})
         found = {rank: number for rank in range(world) if (number := engine.at(rank)) is not None}
@@ -42,7 +42,7 @@ class Places:
 
     @classmethod
     def of(cls, cfg: Config, models: Mapping[str, Model], machine: Machine) -> Places:
-        """Of a run that has started: every node has the engines that the configuration asks for, if they are there."""
+        """Returns the placement of a started run: every node has its configured engines, if mrl starts them there."""
         world, per_node = machine.world_size, machine.local_world_size
         engines = cfg.engines()
         if engines is None or engines[0].urls or cfg.engine_nodes() is not None:
@@ -61,7 +61,7 @@ class Places:
         return cls(models, world, per_node, found, beside)
 
     def data(self) -> dict[str, Any]:
-        """For programs."""
+        """Returns the placement as JSON-ready values."""
         return {
             "gpus": self.world,
             "gpus_of_a_node": self.per_node,

@@ -1,4 +1,4 @@
-"""A configuration and a cluster -> everything that the plan says of them."""
+"""Plan of a configuration on a cluster."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from mrl.plan.shortage import Shortage, shortages
 from mrl.plan.timing import Clock, Part
 from mrl.plan.workload import Work, models_of
 
-PER_NODE = 8  # GPUs, where nobody says otherwise
+PER_NODE = 8  # GPUs, by default
 
 
 def machine_of(cfg: AnyConfig, gpus: int | None = None, per_node: int | None = None) -> Machine:
-    """A machine of the world that is planned, which is elsewhere and whose GPUs are all there.
+    """Returns a machine of the planned world, which is elsewhere and has all its GPUs.
 
-    gpus: ranks in all; None: run.nodes machines with run.nproc processes each, or a node's GPUs; the smallest world of
-    the layouts where the configuration names neither. per_node: ranks of a machine; None: as it says, or 8
+    gpus: ranks in all; None: run.nodes machines with run.nproc processes each, or a node's GPUs; without either in the
+    configuration, the smallest world of the layouts. per_node: ranks of a machine; None: the configured number, or 8
     """
     run, engines = cfg.run, cfg.engines()
     per_node = per_node or (run.nproc if run.nodes is not None else None) or PER_NODE
@@ -45,7 +45,7 @@ def machine_of(cfg: AnyConfig, gpus: int | None = None, per_node: int | None = N
 
 @dataclass(frozen=True)
 class Plan:
-    """work: a step of the run; engine: one of those that mrl starts; None: they are given, or nothing is sampled."""
+    """work: a step of the run; engine: an engine that mrl starts; None: engines are external, or nothing is sampled."""
 
     cfg: Config
     cluster: Cluster
@@ -55,7 +55,7 @@ class Plan:
 
     @cached_property
     def ranks(self) -> dict[int, list[Phase]]:
-        """The phases of one rank of each kind: ranks of one kind need the same in every phase."""
+        """Phases of one rank of each kind; ranks of a kind need the same in every phase."""
         kinds: dict[tuple[object, ...], int] = {}
         for rank in range(self.cluster.gpus):
             kinds.setdefault(self._kind(rank), rank)
@@ -63,7 +63,7 @@ class Plan:
 
     @cached_property
     def worst(self) -> dict[str, tuple[int, Phase]]:
-        """Of each phase, the rank that needs most."""
+        """Rank that needs most, for each phase."""
         names = [phase.name for phase in next(iter(self.ranks.values()))]
         each = [
             [
@@ -87,7 +87,7 @@ class Plan:
 
     @cached_property
     def parts(self) -> list[Part]:
-        """None without GPUs."""
+        """Timed parts of a step; empty without GPUs."""
         if not self.on_gpu:
             return []
         apart = self.engine.engines if self.engine is not None and self.cfg.engine_nodes() is not None else 0
@@ -96,7 +96,7 @@ class Plan:
 
     @property
     def samples_beside(self) -> bool:
-        """Whether engines on GPUs of their own sample while the trainer learns."""
+        """True if engines on their own GPUs sample while the trainer trains."""
         engines = self.cfg.engines()
         alone = all(self._engine_at(rank) is None for rank in range(self.cluster.gpus))
         return engines is not None and engines[0].overlap != "none" and alone
@@ -107,7 +107,7 @@ class Plan:
 
     @cached_property
     def shortages(self) -> list[Shortage]:
-        """Why it does not fit; none without GPUs."""
+        """Reasons why the run does not fit; empty without GPUs."""
         limit = self.cluster.chip.memory
         if not self.on_gpu:
             return []
@@ -122,18 +122,18 @@ class Plan:
 
     @property
     def problems(self) -> list[str]:
-        """The same, one sentence each."""
+        """The shortages, one sentence each."""
         return [str(shortage) for shortage in self.shortages]
 
     def _without_fp8(self) -> Iterator[Shortage]:
-        """Recipes that these GPUs cannot compute."""
+        """Yields recipes that these GPUs cannot compute."""
         chip, fp8 = self.cluster.chip, [model.train.precision.fp8 for model in self.cfg.built().values()]
         for recipe in sorted({one.recipe for one in fp8 if one.recipe != "none" and not one.emulate}):
             if (problem := chip_problem(recipe, chip.capability, None, chip.name)) is not None:
                 yield Shortage(f"precision.fp8.recipe: {problem}", "another recipe, or other GPUs")
 
     def host(self, rank: int) -> list[Item]:
-        """What a rank's process has in host memory."""
+        """Returns the host memory of a rank's process."""
         checkpoint = self.cfg.checkpoint
         copied = checkpoint.every_steps is not None and checkpoint.asynchronous
         trained = [name for name, model in self.work.models.items() if model.is_trained and copied]
@@ -141,7 +141,7 @@ class Plan:
 
     @property
     def host_of_node(self) -> float:
-        """Bytes of the first node, which has rank 0. Without GPUs with the models, and what the engines hold."""
+        """Host bytes of the first node, which has rank 0. Without GPUs this includes the models and the engines."""
         first = range(min(self.cluster.gpus, self.cluster.per_node))
         beside = sum(item.nbytes for rank in first for item in self.host(rank))
         if self.on_gpu:
@@ -155,18 +155,17 @@ class Plan:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """On disk, of one."""
+        """Bytes of one checkpoint on disk."""
         return checkpoint_bytes(self.cfg, {name: model.arch for name, model in self.work.models.items()})
 
     @property
     def write_seconds(self) -> float:
-        """Of a checkpoint, by GPU nodes that all write at once."""
+        """Seconds to write a checkpoint, with all GPU nodes writing at once."""
         return self.checkpoint_bytes / (self.cluster.nodes * self.assumed.disk)
 
     @property
     def save_seconds(self) -> float:
-        """The most that a run which is told to stop needs: a whole step and a checkpoint. 0 where it saves nothing, or
-        without GPUs."""
+        """Longest time from a stop signal to the end: a whole step and a checkpoint. 0 without checkpoints or GPUs."""
         saves = self.on_gpu and self.cfg.kept.every_steps is not None
         return self.seconds + self.write_seconds if saves else 0.0
 
@@ -185,8 +184,10 @@ class Plan:
 def make(
     cfg: Config, cluster: Cluster, archs: Mapping[str, ModelArch], assumed: Assumptions, *, fused: bool = True
 ) -> Plan:
-    """archs: as `read_shapes` gives them. fused: its GPUs can use transformer-engine's layers. Raises ValueError for a
-    world that a layout does not fill."""
+    """Returns the plan. Raises ValueError for a world that a layout does not fill.
+
+    archs: from `read_shapes`. fused: the GPUs can use transformer-engine's layers.
+    """
     on_gpu = cluster.chip.is_gpu
     assumed = assumed if on_gpu else assumed.without_gpu()
     work = Work.of(cfg, models_of(cfg, archs, cluster.gpus, on_gpu, on_gpu and fused), assumed)
@@ -203,7 +204,7 @@ def _engine(
     nodes, size = cfg.engine_nodes(), cfg.nodes_per_engine()
     actor = work.models["actor"]
     gpus = _engine_gpus(rollout, cluster, size) if nodes is None else ()
-    left = float(cluster.chip.memory)  # of GPUs of their own
+    left = float(cluster.chip.memory)  # for engines on their own GPUs
     if shared := [gpu for gpu in gpus if gpu < cluster.gpus]:
         kinds = {tuple(memory.model_held(m, m.grid.seat(gpu)) for m in work.models.values()): gpu for gpu in shared}
         left = min(memory.left_for_engine(work, rank, cluster.chip.memory, assumed) for rank in kinds.values())
@@ -223,7 +224,7 @@ def _engine(
 
 
 def _engine_gpus(rollout: RolloutConfig, cluster: Cluster, nodes_per_engine: int) -> tuple[int, ...]:
-    """Of all nodes: those of ranks by the ranks' numbers, others from the world's size on."""
+    """GPUs of all nodes: shared ones by rank number, others numbered from the world's size on."""
     if not cluster.chip.is_gpu:
         return ()
     ranks = min(cluster.gpus, cluster.per_node)
@@ -237,7 +238,9 @@ def _engine_gpus(rollout: RolloutConfig, cluster: Cluster, nodes_per_engine: int
 
 
 def read_shapes(cfg: Config) -> dict[str, ModelArch]:
-    """Of every model that the run builds, from config.json alone; the configuration has been checked."""
+    """Returns the shape of every model that the run builds, from config.json alone; the configuration must be
+    checked.
+    """
     named = read_archs(cfg, [], shapes_only=True)
     keys = {"reward": "reward.model"}
     found = {name: named[keys.get(name, name)] for name in cfg.built()}

@@ -1,4 +1,4 @@
-"""Ranks of a plan built for real, one after the other in this process: does the arithmetic hold?"""
+"""Check of the plan's arithmetic: builds its ranks for real, one after the other in this process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from mrl.plan.parameters import Elements, Held  # noqa: E402
 
 @dataclass(frozen=True)
 class Built:
-    """What a rank's model really is. names: of its parameters, chunk by chunk, with their elements."""
+    """A rank's real model. names: of its parameters, chunk by chunk, with their elements."""
 
     names: tuple[tuple[tuple[str, int], ...], ...]
     held: Held
@@ -45,8 +45,11 @@ def build(
     overlap: bool = False,
     tower: bool = False,
 ) -> Built:
-    """Builds the rank's chunks and wraps them for training, on the meta device: no memory, whatever the size. overlap:
-    as for `wrap_ddp`; tower: it is trained."""
+    """Builds the rank's chunks and wraps them for training on the meta device, without memory; returns what the rank
+    holds.
+
+    overlap: as for `wrap_ddp`; tower: the vision tower is trained.
+    """
     with platform.imagined_rank(rank, world), (mesh := Mesh(train.parallel)).active():
         models = build_model(arch, hf_path, train, mesh, dtype, role, seed=None, trains_vision=tower)
         if train.lora is not None:
@@ -72,7 +75,7 @@ def build(
 
 
 def _planned(model: Any, arch: ModelArch, role: Role) -> Iterator[tuple[str, Any]]:
-    """Its parameters, but for the few numbers that are never trained: routers' biases."""
+    """Yields its parameters except frozen router biases."""
     table = weight_table(arch, role)
     for name, parameter in model.named_parameters():
         row = table.get(global_name(model, name))
@@ -86,6 +89,6 @@ def _buffers(wrapped: list[Any]) -> Iterator[Any]:
 
 
 def _shard(buffer: Any) -> int:
-    """Elements that this rank's optimizer updates, by Megatron's own map of them."""
+    """Elements that this rank's optimizer updates, by Megatron's own map."""
     (buckets,) = DistributedOptimizer._build_gbuf_range_map(buffer).values()
     return sum(places["param"].size for bucket in buckets for places in bucket["param_map"].values())

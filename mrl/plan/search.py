@@ -1,4 +1,4 @@
-"""Which layouts fit, best first: every one that the model, the node and the world allow is planned."""
+"""Search for layouts: plans every layout that model, node and world allow, and sorts those that fit by speed."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from mrl.plan.plan import Plan, machine_of, make
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 MOST_STAGES, MOST_CONTEXT = 16, 8
-LENGTH_OF_A_CUT = 4096  # tokens that a context-parallel rank should have of the longest sequence, at least
+LENGTH_OF_A_CUT = 4096  # minimum tokens of the longest sequence per context-parallel rank
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout of all trained models, and what it comes to. tokens: of a micro-batch, at most."""
+    """A layout of all trained models, and its plan. tokens: the largest micro-batch."""
 
     layout: ParallelConfig
     recompute: Recompute
@@ -42,7 +42,7 @@ class Candidate:
 
     @property
     def tightest(self) -> float:
-        """Bytes of the rank that needs most, in the phase where it does."""
+        """Bytes of the rank that needs most, in its peak phase."""
         return max(phase.total for _, phase in self.plan.worst.values())
 
     def words(self) -> str:
@@ -55,8 +55,11 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Found:
-    """fitting: the fastest first; of equally fast ones (within 1%) what leaves more memory. refused: how many of the
-    others the checks refuse, by the reason. nearest: of those that need too much memory the one that needs least"""
+    """Result of a search.
+
+    fitting: fastest first; of equally fast ones (within 1%) the one that leaves more memory. refused: number of layouts
+    refused by the checks, by reason. nearest: of those that need too much memory the one that needs least
+    """
 
     fitting: list[Candidate]
     refused: Counter[str]
@@ -64,7 +67,7 @@ class Found:
 
 
 def search(cfg: Config, cluster: Cluster, archs: Mapping[str, ModelArch], assumed: Assumptions) -> Found:
-    """Of all layouts of this world."""
+    """Returns the result over all layouts of this world."""
     found, tight, refused = [], [], Counter[str]()
     machine = machine_of(cfg, cluster.gpus, cluster.per_node)
     checked = _checked(cfg, archs)
@@ -77,7 +80,7 @@ def search(cfg: Config, cluster: Cluster, archs: Mapping[str, ModelArch], assume
             candidate = Candidate(layout, recompute, tokens, make(variant, cluster, archs, assumed))
             if not candidate.plan.shortages and _leaves_room(candidate.plan):
                 found.append(candidate)
-                break  # with more recomputation it is slower
+                break  # more recomputation is slower
             tight.append(candidate)
     best = min((each.plan.seconds for each in found), default=0.0)
     found.sort(key=lambda each: (int(100 * each.plan.seconds / best), each.tightest))
@@ -90,7 +93,7 @@ def _leaves_room(plan: Plan) -> bool:
 
 
 def _layouts(cfg: Config, cluster: Cluster, arch: ModelArch) -> Iterator[ParallelConfig]:
-    """Tensor parallelism within a node; context where sequences are long enough to be cut."""
+    """Yields layouts with tensor parallelism within a node, and context parallelism for long sequences."""
     longest = (cfg.step_size().prompt_tokens or 0) + (cfg.step_size().response_tokens or 0)
     tensors = [n for n in range(1, cluster.per_node + 1) if cluster.per_node % n == 0]
     stages = [n for n in range(1, MOST_STAGES + 1) if arch.num_layers % n == 0]
@@ -103,7 +106,7 @@ def _layouts(cfg: Config, cluster: Cluster, arch: ModelArch) -> Iterator[Paralle
 
 
 def _checked(cfg: Config, archs: Mapping[str, ModelArch]) -> Archs:
-    """By the names that the checks have for models."""
+    """Shapes by the checks' names of models."""
     return {name: archs.get({"reward.model": "reward"}.get(name, name), archs["actor"]) for name in cfg.models()}
 
 
@@ -116,14 +119,14 @@ def _problems(cfg: Config, archs: Archs, machine: Machine) -> Iterator[object]:
 
 
 def _micro_batches(cfg: Config) -> list[int]:
-    """Tokens: as many as it says, or as the longest sequence has."""
+    """Micro-batch sizes in tokens: the configured one, and the longest sequence."""
     given, size = cfg.actor.max_tokens_per_microbatch, cfg.step_size()
     longest = (size.prompt_tokens or 0) + (size.response_tokens or 0)
     return [given, longest] if 0 < longest < given else [given]
 
 
 def _with(cfg: Config, layout: ParallelConfig, recompute: Recompute, tokens: int) -> Config:
-    """The configuration with this layout for every model that is trained; the others follow the actor."""
+    """Returns the configuration with this layout for every trained model; the others follow the actor."""
     changed: dict[str, Any] = {}
     for name, use in cfg.models().items():
         section = dict(cfg).get(name)
@@ -136,7 +139,7 @@ def _with(cfg: Config, layout: ParallelConfig, recompute: Recompute, tokens: int
 
 
 def lines(result: Found, most: int = 10) -> Iterator[str]:
-    """A table, and why the best is the best; or why there is none."""
+    """Yields a table and the reasons for the best layout, or why there is none."""
     found = result.fitting
     if not found:
         yield from _why_none(result)
@@ -181,7 +184,7 @@ def _by_kind(plan: Plan) -> dict[str, float]:
 
 
 def _reasons(found: Sequence[Candidate]) -> Iterator[str]:
-    """For each cut of the best layout, what smaller ones would come to; for recomputation, what less of it would."""
+    """Yields, for each parallelism of the best layout, the result of less of it; the same for recomputation."""
     best = found[0]
     for name, axis in (("TP", "tensor"), ("PP", "pipeline"), ("CP", "context"), ("EP", "expert")):
         size = dict(best.layout)[axis]
@@ -198,9 +201,9 @@ def _short(each: Candidate) -> str:
 
 
 def written(found: Sequence[Candidate], config: Path, overrides: Mapping[str, Any], out: Path) -> str:
-    """A configuration that is based on `config` with `overrides`, and has the best layout, as it is written to `out`.
+    """Returns a configuration for `out`, based on `config` with `overrides`, that has the best layout.
 
-    It names all of a layout: what it left out would be the base's.
+    It sets every key of the layout, as the base's values would apply to missing ones.
     """
     best, tree = found[0], dict(overrides)
     cluster, planned, sizes = best.plan.cluster, best.plan.cfg, best.layout.model_dump()

@@ -1,4 +1,4 @@
-"""What does not fit into a GPU's memory, by how much, and what would help."""
+"""Shortages of GPU memory, their size, and remedies."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from mrl.plan.engine import EnginePlan
 from mrl.plan.memory import NEEDS, Phase
 from mrl.plan.workload import Model, Work
 
-SECTIONS = {"reward": "reward.model"}  # of the configuration, where a model's name is another one
+SECTIONS = {"reward": "reward.model"}  # configuration sections that differ from the model's name
 RELEASES = {"none": ("cache", "all"), "cache": ("all",), "all": ()}
 
 
 @dataclass(frozen=True)
 class Shortage:
-    """text: phase, rank, GiB that are needed and there, and the largest reasons. remedy: what to do.
+    """text: phase, rank, needed and available GiB, and the largest causes. remedy: what to do.
 
-    counted: it would not fit either if the process needed nothing of what is only assumed (CUDA, NCCL, fragments)
+    counted: it would not fit even without the assumed overheads of the process (CUDA, NCCL, fragments)
     """
 
     text: str
@@ -32,7 +32,7 @@ class Shortage:
 def shortages(
     work: Work, worst: Mapping[str, tuple[int, Phase]], engine: EnginePlan | None, memory: int
 ) -> Iterator[Shortage]:
-    """worst: of each phase the rank that needs most. memory: bytes of a GPU"""
+    """Yields the shortages. worst: for each phase the rank that needs most. memory: bytes of a GPU."""
     for name, (rank, phase) in worst.items():
         if phase.total > memory:
             largest = sorted(phase.items, key=lambda item: -item.nbytes)[:3]
@@ -51,7 +51,7 @@ def shortages(
 
 
 def _remedies(work: Work, phase: Phase, engine: EnginePlan | None) -> Iterator[str]:
-    """What would take something of this phase away, the cheapest first."""
+    """Yields remedies for this phase, the cheapest first."""
     awake = sum(item.nbytes for item in phase.items if item.owner == "engine")
     if engine is not None and awake > engine.context and (better := RELEASES[engine.release]):
         if phase.name not in ("rollout", "scoring"):
@@ -64,7 +64,7 @@ def _remedies(work: Work, phase: Phase, engine: EnginePlan | None) -> Iterator[s
 
 
 def _away(work: Work, phase: str) -> Iterator[str]:
-    """Models of which more could wait in host memory meanwhile."""
+    """Yields the keys of models that could offload more in this phase."""
     levels = NEEDS[phase][0]
     for name, model in work.models.items() if work.is_sampling else ():
         level, key = levels.get(name, "nothing"), f"{SECTIONS.get(name, name)}.offload"

@@ -1,4 +1,4 @@
-"""A plan as a terminal shows it, and as data."""
+"""Plan as text for a terminal, and as data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mrl.plan.workload import Model
 
 
 def lines(plan: Plan) -> Iterator[str]:
-    """The whole plan."""
+    """Yields the whole plan."""
     yield from _head(plan)
     of_what = "GPU" if plan.on_gpu else "rank"
     overlap = "samples are drawn beside learning" if plan.samples_beside else "nothing is assumed to overlap"
@@ -33,7 +33,7 @@ def lines(plan: Plan) -> Iterator[str]:
 
 
 def verdict(plan: Plan) -> str:
-    """In words: does it fit, what is slowest."""
+    """Returns in words whether the run fits, and its bottleneck."""
     if plan.problems:
         each = [f"  {shortage.text}\n    -> {shortage.remedy}" for shortage in plan.shortages]
         return "\n".join(["It does not fit:", *each])
@@ -47,7 +47,7 @@ def verdict(plan: Plan) -> str:
 
 
 def too_late(plan: Plan) -> str:
-    """A word, where a run that is told to stop has less time than it needs."""
+    """Returns a warning if a stopped run has less time than it needs; else an empty string."""
     needed, limit = plan.save_seconds, plan.cfg.resilience.save_deadline_s
     if needed <= limit:
         return ""
@@ -56,7 +56,7 @@ def too_late(plan: Plan) -> str:
 
 
 def phase_seconds(plan: Plan) -> dict[str, float]:
-    """Of one step, by phase."""
+    """Returns the seconds of one step, by phase."""
     totals: dict[str, float] = {}
     for part in plan.parts:
         totals[part.phase] = totals.get(part.phase, 0.0) + part.seconds
@@ -65,7 +65,7 @@ def phase_seconds(plan: Plan) -> dict[str, float]:
 
 def bottleneck(plan: Plan) -> str:
     totals = phase_seconds(plan)
-    part = max(plan.parts, key=lambda part: min(part.seconds, totals[part.phase]))  # less what is hidden of its phase
+    part = max(plan.parts, key=lambda part: min(part.seconds, totals[part.phase]))  # without its hidden part
     share = min(part.seconds, totals[part.phase]) / plan.seconds
     what = f"{part.phase}: {part.what} ({part.limit})"
     seconds = f"{plan.seconds:.{0 if plan.seconds >= 1 else 3}f} s"
@@ -96,7 +96,7 @@ def _head(plan: Plan) -> Iterator[str]:
 
 
 def counted(number: float, what: str) -> str:
-    """Such as 1 update, 2 batches."""
+    """Returns a number with its noun, such as "1 update" or "2 batches"."""
     return f"{number:g} {what}" + ("" if number == 1 else "es" if what.endswith(("s", "ch")) else "s")
 
 
@@ -106,7 +106,7 @@ def _size(model: Model) -> str:
 
 
 def batch(plan: Plan) -> Iterator[str]:
-    """The step's arithmetic, from prompts to ranks."""
+    """Yields the step's arithmetic, from prompts to ranks."""
     size, work = plan.work.size, plan.work
     if size.sampled:
         samples = f"{size.sampled // size.prompts} = {counted(size.sampled, 'sample')}"
@@ -141,7 +141,7 @@ def _on_a_rank(model: Model, tokens: float) -> str:
 
 
 def grid(plan: Plan) -> Iterator[str]:
-    """Node by node, what every rank is of the actor; other layouts after it."""
+    """Yields node by node the ranks' coordinates, for each layout."""
     shown: list[object] = []
     for model in plan.work.models.values():
         if model.layout in shown:
@@ -200,12 +200,12 @@ def _items(items: Sequence[Item]) -> str:
 
 
 def _gib(nbytes: float) -> str:
-    """Tiny models have a few thousandths."""
+    """Formats GiB; tiny models get three decimals."""
     return f"{nbytes / GIB:.1f}" if nbytes >= GIB / 10 else f"{nbytes / GIB:.3f}"
 
 
 def beside(plan: Plan) -> Iterator[str]:
-    """Host memory and disk."""
+    """Yields host memory and disk."""
     models = "" if plan.on_gpu else " (its models, and weights and KV caches of all engines, included)"
     yield f"host memory of the first node: {_gib(plan.host_of_node)} GiB{models}, of which rank 0 has"
     yield f"    {_items(plan.host(0))}"
@@ -236,7 +236,7 @@ def assumed(plan: Plan) -> Iterator[str]:
 
 
 def data(plan: Plan) -> dict[str, Any]:
-    """For programs: numbers in bytes and seconds."""
+    """Returns the plan as JSON-ready values, in bytes and seconds."""
     work = plan.work
     return {
         "fits": not plan.problems,

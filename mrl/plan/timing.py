@@ -1,4 +1,4 @@
-"""Seconds of a step's parts: what each computes and moves, at an assumed share of the chip's limits."""
+"""Seconds of a step's parts: computation and communication at an assumed share of the chip's peak rates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mrl.plan.workload import Batches, Lengths, Model, Work
 
 @dataclass(frozen=True)
 class Part:
-    """limit: what bounds it, in words."""
+    """limit: the bounding resource, in words."""
 
     phase: str
     what: str
@@ -25,13 +25,15 @@ class Part:
 
 
 def token_flops(arch: ModelArch, length: float) -> float:
-    """Of a token's forward pass through all layers, which looks at half of `length` tokens on average."""
+    """Returns the operations of a token's forward pass through all layers, attending to `length` / 2 tokens on
+    average.
+    """
     forward = ForwardFlops.of(arch)
     return forward.a_token + forward.a_pair * length / 2
 
 
 def model_flops(model: Model, samples: float, lengths: Lengths) -> tuple[float, float, float]:
-    """(layers' matrices, attention, head) of a forward pass of all samples."""
+    """Returns (layers' matrices, attention, head) operations of a forward pass of all samples."""
     forward, tokens = ForwardFlops.of(model.arch, model.role), samples * lengths.mean
     attention = tokens * forward.a_pair * lengths.mean / 2
     return tokens * forward.a_token, attention, samples * lengths.response * forward.an_output
@@ -39,7 +41,7 @@ def model_flops(model: Model, samples: float, lengths: Lengths) -> tuple[float, 
 
 @dataclass(frozen=True)
 class Clock:
-    """What a cluster does in a second, as far as it is assumed to."""
+    """Assumed rates of a cluster."""
 
     cluster: Cluster
     assumed: Assumptions
@@ -53,7 +55,7 @@ class Clock:
         return self.cluster.chip.hbm * self.assumed.hbm_share
 
     def link(self, model: Model, *axes: str) -> tuple[float, str]:
-        """(bytes a second of a rank, name) between the ranks of these groups."""
+        """Returns (bytes a second of a rank, name) of the link between the ranks of these groups."""
         chip, share = self.cluster.chip, self.assumed.link_share
         if model.grid.spread(*axes, node=self.cluster.per_node) > 1:
             return chip.network * share, "network"
@@ -69,11 +71,11 @@ class Clock:
 
 
 def passes(clock: Clock, model: Model, phase: str, batches: Batches, lengths: Lengths, trained: bool) -> Iterator[Part]:
-    """Of a mini-batch, forward, with `trained` backward too. Parts add up: nothing is assumed to overlap."""
+    """Yields the parts of a mini-batch's passes: forward, and backward if `trained`. Parts add up without overlap."""
     matrices, attention, head = model_flops(model, batches.per_replica * model.grid.dp, lengths)
     chip, assumed = clock.cluster.chip, clock.assumed
     layers = matrices / fp8.layers_rate(model, chip, assumed) + attention / clock.flops
-    selective = 0.1 if model.arch.experts is not None else 0.6  # of dense MLPs it computes the products again
+    selective = 0.1 if model.arch.experts is not None else 0.6  # it recomputes the products of dense MLPs
     again = {"none": 0.0, "selective": selective, "full": 1.0}[model.train.recompute]
     backward = BACKWARD if model.adapters is None else BACKWARD_OF_FROZEN
     times, head_times = (1 + backward + again, 2 + backward) if trained else (1, 1)
@@ -96,8 +98,10 @@ def passes(clock: Clock, model: Model, phase: str, batches: Batches, lengths: Le
 
 
 def _communication(clock: Clock, model: Model, phase: str, batches: Batches, moved: float) -> Iterator[Part]:
-    """Of all micro-batches of a rank. moved: times what a forward pass moves, which a backward one does too, and
-    recomputation again."""
+    """Yields the communication of all micro-batches of a rank.
+
+    moved: multiple of a forward pass's traffic; backward passes and recomputation add to it.
+    """
     p, arch, name = model.layout, model.arch, model.name
     tokens = batches.count * batches.tokens / p.context
     wide = tokens * arch.hidden_size * model.dtype
@@ -123,7 +127,7 @@ def _communication(clock: Clock, model: Model, phase: str, batches: Batches, mov
 
 
 def step_of_optimizer(clock: Clock, model: Model, phase: str) -> Iterator[Part]:
-    """Once an update: gradients to their owners, Adam, weights back."""
+    """Yields the parts once an update: gradient reduction, Adam, weight gathering."""
     own, size = model_held(model, model.grid.seat(0)), model.grid.dp * model.layout.context
     if size > 1:
         speed, link = clock.link(model, "dp", "cp")
@@ -135,7 +139,9 @@ def step_of_optimizer(clock: Clock, model: Model, phase: str) -> Iterator[Part]:
 
 
 def rollout(clock: Clock, work: Work, engine: EnginePlan) -> Iterator[Part]:
-    """Each engine reads its prompts and writes its responses, as many at once as it is given and has room for."""
+    """Yields the parts of a rollout: each engine prefills its prompts and decodes, with as many requests as it has
+    and holds.
+    """
     actor, chip, size = work.models["actor"], clock.cluster.chip, work.size
     arch, lengths, assumed = actor.arch, work.lengths, clock.assumed
     requests = size.sampled / engine.engines
@@ -146,7 +152,7 @@ def rollout(clock: Clock, work: Work, engine: EnginePlan) -> Iterator[Part]:
     speed = engine.tensor * chip.bf16 * assumed.prefill_share
     yield Part("rollout", "prompts", prefill / speed, "arithmetic")
     if seen := tower.flops(actor, requests, lengths):
-        yield Part("rollout", "pictures", seen / speed, "arithmetic")  # each GPU sees a share of them
+        yield Part("rollout", "pictures", seen / speed, "arithmetic")  # each GPU processes a share of them
     steps = max(requests * lengths.response / at_once, float(size.response_tokens or 0))
     busy = requests * lengths.response / steps
     read = engine.weights * _touched(arch, busy) + busy * mean_tokens * engine.token_bytes
@@ -160,7 +166,7 @@ def rollout(clock: Clock, work: Work, engine: EnginePlan) -> Iterator[Part]:
     engines = f"each of {engine.engines} engines" if engine.engines > 1 else "1 engine"
     what = f"responses, {busy:.0f} at once on {engines}{tail}"
     yield Part("rollout", what, steps * (slower + overhead), limit)
-    if engine.nodes > 1:  # two all-reduces a layer, each of a vector a token, and once more from node to node
+    if engine.nodes > 1:  # two all-reduces a layer of one vector per token, and one more between nodes
         wide = arch.hidden_size * actor.dtype
         moved = (requests * lengths.prompt + steps * busy) * 2 * arch.num_layers * wide / clock.network
         waited = steps * 2 * arch.num_layers * assumed.hop_s
@@ -168,7 +174,7 @@ def rollout(clock: Clock, work: Work, engine: EnginePlan) -> Iterator[Part]:
 
 
 def _touched(arch: ModelArch, tokens: float) -> float:
-    """Share of an engine's weights that a step with so many tokens reads: not every expert is chosen."""
+    """Share of an engine's weights that a decode step with `tokens` tokens reads: not every expert is chosen."""
     if arch.experts is None or arch.expert_width is None:
         return 1.0
     expert_layers = sum(layer.experts for layer in arch.layers)
@@ -180,8 +186,10 @@ def _touched(arch: ModelArch, tokens: float) -> float:
 
 
 def sync(clock: Clock, work: Work, apart: int) -> Iterator[Part]:
-    """Every stage's sender gathers its part and brings it to every node's engines; to each of `apart` engines by a
-    broadcast of its own where they have nodes of their own."""
+    """Yields the parts of a weight sync: every stage's sender gathers its part and sends it to every node's engines.
+
+    apart: engines with their own nodes, each of which gets its own broadcast.
+    """
     actor = work.models["actor"]
     senders = actor.layout.pipeline
     total = sum(model_held(actor, seat).weights for seat in actor.grid.seats if seat.dp == seat.cp == 0)
@@ -194,7 +202,7 @@ def sync(clock: Clock, work: Work, apart: int) -> Iterator[Part]:
 
 
 def offload(clock: Clock, work: Work) -> Iterator[Part]:
-    """What is given up and taken back once a step, both ways; gradients are not copied."""
+    """Yields the parts of offloading and restoring once a step; gradients are not copied."""
     for model in work.models.values():
         copied = sum(item.nbytes for item in on_host(model, model.grid.seat(0)))
         if copied:
@@ -202,14 +210,14 @@ def offload(clock: Clock, work: Work) -> Iterator[Part]:
 
 
 def hidden(parts: Sequence[Part]) -> list[Part]:
-    """What is saved of these parts of a step where samples are drawn while the last ones are learnt: the shorter."""
+    """Returns the time saved by sampling while training on the last samples: the shorter of the two."""
     sampling = sum(part.seconds for part in parts if part.phase == "rollout")
     learning = sum(part.seconds for part in parts if part.phase not in ("rollout", "sync", "moving memory"))
     return [Part("rollout", "beside learning", -min(sampling, learning), "rollout.overlap")]
 
 
 def step(clock: Clock, work: Work, engine: EnginePlan | None, apart: int = 0) -> list[Part]:
-    """All parts of one step, of which none overlap. apart: engines that have nodes of their own."""
+    """Returns all parts of one step, none overlapping. apart: engines that have their own nodes."""
     found: list[Part] = []
     size, lengths = work.size, work.lengths
     if engine is not None:

@@ -1,5 +1,8 @@
-"""What a vision tower needs on the ranks of the first pipeline stage, each of which has it whole and passes all the
-pictures of its micro-batches through it, whatever tensor and context parallelism cut."""
+"""Memory and operations of a vision tower on the ranks of the first pipeline stage.
+
+Each of these ranks has the whole tower and processes all images of its micro-batches, whatever the tensor and context
+parallelism.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,14 @@ PLAIN, GATED, ENDS, DEEP = 11, 15, 7, 3
 
 
 def saved_bytes(vision: VisionArch, patches: float, dtype: int) -> float:
-    """Of a forward pass, for the backward one."""
+    """Returns the bytes that a forward pass keeps for the backward pass."""
     return patches * dtype * (vision.depth * _layer(vision) + (ENDS + DEEP * len(vision.deep)) * vision.width)
 
 
 def forward_bytes(model: Model, seat: Seat, tokens: Tokens) -> float:
-    """Of a pass without gradients: pixels, features, and the layer that is worked on; 0 for other stages, and for
-    models of text."""
+    """Returns the bytes of a pass without gradients: pixels, features, and the current layer; 0 for other stages and
+    text models.
+    """
     vision = model.arch.vision
     if vision is None or seat.pp:
         return 0.0
@@ -31,7 +35,7 @@ def forward_bytes(model: Model, seat: Seat, tokens: Tokens) -> float:
 
 
 def update_bytes(model: Model, seat: Seat, tokens: Tokens, in_flight: int) -> float:
-    """Of a pass with gradients, for so many micro-batches in flight; a frozen tower keeps features alone."""
+    """Returns the bytes of a pass with gradients with `in_flight` micro-batches; a frozen tower keeps only features."""
     vision = model.arch.vision
     if vision is None or seat.pp:
         return 0.0
@@ -43,8 +47,10 @@ def update_bytes(model: Model, seat: Seat, tokens: Tokens, in_flight: int) -> fl
 
 
 def flops(model: Model, samples: float, lengths: Lengths, *, trained: bool = False) -> float:
-    """Of a pass of the pictures of so many samples, one picture each; 0 for models of text. trained: forward, and
-    backward if the tower is trained"""
+    """Returns the operations of a pass over the images of `samples` samples, one image each; 0 for text models.
+
+    trained: forward, and backward if the tower is trained
+    """
     tower = TowerFlops.of(model.arch)
     if tower is None:
         return 0.0
@@ -53,7 +59,7 @@ def flops(model: Model, samples: float, lengths: Lengths, *, trained: bool = Fal
 
 
 def _layer(vision: VisionArch) -> int:
-    """Numbers of a patch that a layer keeps."""
+    """Values of a patch that a layer keeps."""
     widths, ffns = (GATED, 4) if vision.gated else (PLAIN, 2)
     return widths * vision.width + ffns * vision.ffn_size
 

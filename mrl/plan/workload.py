@@ -1,4 +1,4 @@
-"""The models of a run and its step in numbers: prompts -> samples -> mini-batches -> micro-batches -> ranks."""
+"""Models of a run and its step in numbers: prompts -> samples -> mini-batches -> micro-batches -> ranks."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class Model:
 
     @property
     def adapters(self) -> LoRA | None:
-        """What is trained of it in place of all weights."""
+        """LoRA adapters that are trained instead of all weights, or None."""
         return self.train.lora.spec if self.is_trained and self.train.lora is not None else None
 
     @property
     def words(self) -> str:
-        """Such as "TP2 x PP4 x DP8"."""
+        """Layout as text, such as "TP2 x PP4 x DP8"."""
         p = self.layout
         sizes = {"TP": p.tensor, "PP": p.pipeline, "VPP": p.virtual_pipeline or 1, "CP": p.context, "EP": p.expert}
         sizes |= {"ETP": p.expert_tensor_size if p.expert > 1 else 1, "DP": self.grid.dp}
@@ -52,12 +52,15 @@ class Model:
 
     @property
     def overlap(self) -> bool:
-        """Of the gradients' sums with the backward pass: see `mrl.learner.optimizer.sums_overlap`."""
+        """True if gradient reduction overlaps the backward pass: see `mrl.learner.optimizer.sums_overlap`."""
         return self.is_trained and self.on_gpu and self.grid.dp * self.layout.context > 1 and not self.trains_tower
 
 
 def models_of(cfg: Config, archs: Mapping[str, ModelArch], world: int, on_gpu: bool, fused: bool) -> tuple[Model, ...]:
-    """archs: by the models' names. fused: transformer-engine's layers can be used there."""
+    """Returns the run's models.
+
+    archs: by the models' names. fused: the GPUs can use transformer-engine's layers.
+    """
     dtype = DTYPE_BYTES[cfg.model.dtype]
     found = []
     for name, built in cfg.built().items():
@@ -84,8 +87,9 @@ def models_of(cfg: Config, archs: Mapping[str, ModelArch], world: int, on_gpu: b
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of a sample: the longest, and what is assumed of the mean; images: of the prompt's those that are a
-    picture's, where the models see some."""
+    """Tokens of a sample: the longest, and assumed means; images: image tokens of the prompt, for models with image
+    inputs.
+    """
 
     longest: int
     response: float
@@ -100,7 +104,7 @@ class Lengths:
     def of(size: StepSize, train: TrainConfig, assumed: Assumptions) -> Lengths:
         if size.prompt_tokens is None or size.response_tokens is None:
             tokens = train.max_tokens_per_microbatch
-            half = tokens / 8  # of data that says its lengths itself, nobody knows
+            half = tokens / 8  # a guess: lengths come from the data
             return Lengths(tokens, half, half)
         return Lengths(
             size.prompt_tokens + size.response_tokens,
@@ -112,9 +116,9 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Batches:
-    """How a mini-batch becomes micro-batches of one model, for samples of `mean` tokens.
+    """Micro-batches of one model in a mini-batch, for samples of equal length.
 
-    per_replica: samples of a data-parallel replica; count: micro-batches of each; samples, tokens: of one
+    per_replica: samples of a data-parallel replica; count: micro-batches of each; samples, tokens: of one micro-batch
     """
 
     model: str
@@ -125,7 +129,7 @@ class Batches:
 
     @staticmethod
     def of(model: Model, samples: int, mean: float) -> Batches:
-        """As `mrl.data.balance.plan_micro_batches` packs samples of equal length."""
+        """Packs samples of `mean` tokens as `mrl.data.balance.plan_micro_batches` does."""
         layout, dp = model.layout, model.grid.dp
         align = 2 * layout.context if layout.context > 1 else 1
         length = max(align, -(-int(mean) // align) * align)
@@ -142,10 +146,10 @@ class Batches:
 
 
 def largest_micro_batch(model: Model, lengths: Lengths, samples: int, image_tokens: int) -> Tokens:
-    """The one that memory has to hold: full, or with one sample that is longer; at worst all of it is response. Of
-    pictures it has as many as prompts full of them with responses of mean length.
+    """Returns the micro-batch that memory must hold: full, or with one longer sample; in the worst case all of it is
+    response.
 
-    image_tokens: the most of a prompt's
+    It has as many image tokens as prompts full of them with responses of mean length. image_tokens: a prompt's maximum
     """
     full = max(model.train.max_tokens_per_microbatch, lengths.longest)
     packed = min(full, max(lengths.longest, samples * lengths.longest // model.grid.dp))
@@ -156,9 +160,9 @@ def largest_micro_batch(model: Model, lengths: Lengths, samples: int, image_toke
 
 @dataclass(frozen=True)
 class Work:
-    """A step of a run, for every model of it.
+    """A step of a run, for all its models.
 
-    tokens: of the largest micro-batch; bucket: bytes of one of a push; copies: as `Config.copies` has them
+    tokens: of the largest micro-batch; bucket: bytes of a weight sync bucket; copies: as in `Config.copies`
     """
 
     models: dict[str, Model]
@@ -174,7 +178,7 @@ class Work:
         return self.size.sampled > 0
 
     def with_samples(self, size: StepSize, lengths: Lengths) -> Work:
-        """The same models at a step of other samples, in micro-batches as these need."""
+        """Returns the same models at a step of other samples, in the micro-batches these need."""
         models = self.models.values()
         learnt = {model.name: size.minibatch if model.is_trained else size.learnt for model in models}
         batches = {model.name: Batches.of(model, learnt[model.name], lengths.mean) for model in models}

@@ -1,4 +1,4 @@
-"""What fp8 recipes do to a run's own numbers: its samples, a recipe after the other, against float32."""
+"""Comparison of fp8 recipes against float32 on a run's own samples."""
 
 from mrl.precision.measure import Row, measure
 from mrl.precision.samples import NoSamples, Samples, samples_of

@@ -1,4 +1,4 @@
-"""A model's log-probs and policy gradient in each recipe, emulated, against the same weights in float32."""
+"""Log-probs and policy gradient of a model in each emulated recipe, against the same weights in float32."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from mrl.parallel import Meshes
 from mrl.precision.samples import Samples
 
 RECIPES = ("current", "delayed", "blockwise", "mxfp8")
-CLIP = 0.2  # a ratio further from 1 than this is what PPO clips
+CLIP = 0.2  # PPO clips ratios further from 1 than this
 
 
 @dataclass(frozen=True)
 class Row:
-    """How far one form is from float32, over all response tokens.
+    """Errors of one numeric form against float32, over all response tokens.
 
     log_prob, log_prob_worst: mean and largest |error| of a log-prob, nats
-    ratio, clipped: mean |exp(error) - 1|, which a PPO ratio has before the policy has moved; share beyond CLIP
-    cosine, length: of the policy gradient with float32's, and how long it is relative to that
+    ratio, clipped: mean |exp(error) - 1|, the PPO ratio's error before any update; share beyond CLIP
+    cosine, length: cosine of the policy gradient with float32's, and its relative length
     """
 
     name: str
@@ -39,7 +39,7 @@ class Row:
 
 @dataclass(frozen=True)
 class _Numbers:
-    """log_probs [R]; gradient: all of it, [parameters]."""
+    """log_probs [R]; gradient: the whole gradient, [parameters]."""
 
     log_probs: Tensor
     gradient: Tensor
@@ -48,9 +48,10 @@ class _Numbers:
 def measure(
     cfg: Config, weights: str, samples: Samples, recipes: Sequence[str], note: Callable[[str], None]
 ) -> list[Row]:
-    """A row a form: model.dtype alone, then each recipe in the layers, in the loss head, and in both. One process.
+    """Returns one row per form: model.dtype alone, then each recipe in the layers, in the lm_head, and in both. One
+    process.
 
-    weights: a Hugging Face directory; note: takes the name of what is computed next
+    weights: a Hugging Face directory; note: called with the name of the form computed next
     """
     arch, dtype = load_arch(weights), getattr(torch, cfg.model.dtype)
     forms = dict(_forms(cfg, arch, recipes))
@@ -81,7 +82,7 @@ def _forms(cfg: Config, arch: ModelArch, recipes: Sequence[str]) -> Iterator[tup
 
 
 def _learner(cfg: Config, weights: str, arch: ModelArch, meshes: Meshes, fp8: FP8Config, dtype: torch.dtype) -> Learner:
-    """Which updates without a change."""
+    """Returns a learner whose updates change nothing (learning rate 0)."""
     train = cfg.actor.model_copy(
         update={
             "parallel": ParallelConfig(),
@@ -105,7 +106,7 @@ def _learner(cfg: Config, weights: str, arch: ModelArch, meshes: Meshes, fp8: FP
 
 
 def _numbers(learner: Learner, samples: Samples, *, warm: bool) -> _Numbers:
-    """warm: after updates that change nothing but what is remembered: one for each direction."""
+    """warm: runs two updates first, which change only the recipe's amax history, one for each direction."""
     rollout = samples.rollout
     loss = losses.cross_entropy(samples.weights)
     for _ in range(2 if warm else 0):

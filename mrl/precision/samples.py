@@ -1,4 +1,4 @@
-"""The samples that recipes are compared on: what the run has drawn last, or its demonstrations."""
+"""Samples for comparing recipes: the run's last rollouts, or its demonstrations."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ from mrl.observe.files import numbered, read_jsonl
 
 
 class NoSamples(RuntimeError):
-    """The run has none yet."""
+    """The run has no samples yet."""
 
 
 @dataclass(frozen=True)
 class Samples:
-    """source: where they come from, in words; weights [R]: how much of each token's log-prob the loss takes off;
-    temperature: that they were drawn at."""
+    """source: the origin, in words; weights [R]: each token's factor in the loss; temperature: of the sampling."""
 
     source: str
     rollout: Rollout
@@ -33,9 +32,12 @@ class Samples:
 
 
 def samples_of(cfg: Config, weights: str, most: int) -> Samples:
-    """At most `most`. Of a run that samples the last step's, in whose place text is tokenised again, and every token
-    counts by its response's score above the mean, over their deviation; else answers of the data, which count alike.
-    weights: the directory whose tokenizer it is. Raises NoSamples."""
+    """Returns at most `most` samples. Raises NoSamples if there are none.
+
+    For a run that samples, these are the last step's, tokenised again; each token's weight is its response's score
+    minus the mean, over the standard deviation. Otherwise they are the data's answers, with equal weights.
+    weights: the directory of the tokenizer
+    """
     if load_arch(weights).vision is not None:
         raise NoSamples("recipes are not compared on models that see pictures")
     tokenizer = load_tokenizer(weights, cfg.model.eos_token, cfg.model.chat_template)
@@ -63,7 +65,7 @@ def samples_of(cfg: Config, weights: str, most: int) -> Samples:
 
 
 def _last_step(run_dir: Path) -> tuple[Path, list[dict[str, Any]]]:
-    """The file, and those of its rows that hold a response. Raises NoSamples."""
+    """Returns the file and its rows that hold a response. Raises NoSamples."""
     found = numbered(run_dir / "rollouts", "step_*.jsonl")
     if not found:
         raise NoSamples(f"{run_dir}/rollouts has no samples of a step: train it for one first (run.steps=1)")

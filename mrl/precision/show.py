@@ -1,4 +1,4 @@
-"""The comparison as lines for a terminal, and as an SVG."""
+"""The comparison as text for a terminal, and as an SVG."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ INK, FILL = "#222222", "#6f9fd0"
 
 
 def lines(rows: Sequence[Row]) -> list[str]:
-    """A table, a line a row; means over tokens unless it says largest."""
+    """Returns a table with one line per row; values are means over tokens unless the heading says largest."""
     cells = [HEADS, *(_cells(row) for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(HEADS))]
     rows_of_text = [[text.rjust(width) for text, width in zip(line, widths, strict=True)] for line in cells]
@@ -34,7 +34,9 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def picture(rows: Sequence[Row], title: str) -> str:
-    """A complete SVG document: a bar a row, in a panel each for log-probs, ratios and the gradient's direction."""
+    """Returns a complete SVG document: one bar per row, in one panel each for log-probs, ratios and the gradient's
+    direction.
+    """
     height = 2 * MARGIN + LINE * (len(rows) + 2)
     width = 2 * MARGIN + LABEL + len(PANELS) * (BAR + GAP)
     body = [_text(MARGIN, MARGIN + 10, title, 13)]

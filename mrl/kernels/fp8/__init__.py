@@ -1,5 +1,7 @@
-"""Products in fp8 as transformer-engine makes them, in plain torch: what is rounded, by which scale, along which
-dimension. Nothing here is fast: it is to know the numbers on any machine."""
+"""Emulation of transformer-engine's fp8 products in plain torch: the same rounding, scales and dimensions.
+
+It is slow: its purpose is to reproduce the numbers on any machine.
+"""
 
 from mrl.kernels.fp8.cast import E4M3, E5M2, block_scale, quantized_blocks, round_trip, tensor_scale
 from mrl.kernels.fp8.linear import fp8_linear

@@ -1,8 +1,9 @@
-"""Scales, and the way to fp8 and back. The rules are those of transformer-engine's quantisation kernels (common/recipe,
-common/cast), with one difference: a NaN taints the scale of all that shares it, where a kernel's maximum may pass over
-it; the value itself is NaN in both.
+"""Scales, and casts to fp8 and back.
 
-torch's casts round to the nearest, ties to even. They are given values within the format's range, since torch's e5m2
+The rules are those of transformer-engine's quantisation kernels (common/recipe, common/cast), with one difference: a
+NaN taints the scale of everything that shares it, where a kernel's maximum may skip it; the value itself is NaN in
+both.
+torch's casts round to the nearest, ties to even. Their inputs are clamped to the format's range, since torch's e5m2
 overflows to infinity where transformer-engine's saturates.
 """
 
@@ -14,15 +15,17 @@ import torch
 from torch import Tensor
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-Inverse = tuple[Tensor, Tensor]  # what values are multiplied by before the cast, and after it
+Inverse = tuple[Tensor, Tensor]  # factors before the cast, and after it
 
 _LARGEST = torch.finfo(torch.float32).max
 _EXPONENT = 0x7F800000  # bits of a float32
 
 
 def tensor_scale(amax: Tensor, dtype: torch.dtype, *, power_of_two: bool = False) -> Inverse:
-    """float32 (scale, 1 / scale) of the shape of `amax`, which are largest magnitudes: the scale takes them to the end
-    of `dtype`, rounded down to a power of two if that is wanted. 1 for a magnitude of 0, infinity or NaN."""
+    """Returns float32 (scale, 1 / scale) of the shape of `amax`; the scale maps `amax` to the largest value of `dtype`.
+
+    power_of_two: rounds the scale down to a power of two. The scale is 1 for an amax of 0, infinity or NaN.
+    """
     end = torch.full_like(amax, torch.finfo(dtype).max)  # torch divides a number by a tensor with two roundings
     scale = (end / amax).clamp(max=_LARGEST)
     if power_of_two:
@@ -32,9 +35,11 @@ def tensor_scale(amax: Tensor, dtype: torch.dtype, *, power_of_two: bool = False
 
 
 def block_scale(amax: Tensor, dtype: torch.dtype) -> Inverse:
-    """float32 (factor, its inverse) of the shape of `amax`, as the exponent bytes (e8m0) of mxfp8 have them: the
-    inverse is the power of two at or above amax / the format's largest value. A block with an infinity becomes zeros
-    and NaN, one with a NaN is NaN."""
+    """Returns mxfp8's float32 (factor, its inverse) of the shape of `amax`, from e8m0 exponents.
+
+    The inverse is the power of two at or above amax / the format's largest value. A block with an infinity becomes
+    zeros and NaN, one with a NaN is NaN.
+    """
     bits = (amax * (1 / torch.finfo(dtype).max)).view(torch.int32)
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
     is_up = (mantissa > 0) & ~((exponent == 0) & (mantissa <= 0x400000))
@@ -47,10 +52,10 @@ def block_scale(amax: Tensor, dtype: torch.dtype) -> Inverse:
 def round_trip(
     x: Tensor, dtype: torch.dtype, scale: Callable[[Tensor], Inverse], block: tuple[int, int] | None = None
 ) -> Tensor:
-    """float32 [m, k] values of x [m, k] after a cast to `dtype` and back.
+    """Returns x [m, k] after a cast to `dtype` and back, float32 [m, k].
 
-    scale: of the largest magnitudes, which it gets as [] or [blocks down, 1, blocks across, 1]
-    block: rows and columns that share a scale; None: all do. At the edges blocks are smaller.
+    scale: function of the largest magnitudes, [] or [blocks down, 1, blocks across, 1]
+    block: rows and columns that share a scale; None: all. Blocks at the edges are smaller.
     """
     x = x.float()
     if block is None:
@@ -65,7 +70,7 @@ def round_trip(
 
 
 def quantized_blocks(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """(e4m3 [m, k], float32 [ceil(m / size), ceil(k / size)] by which blocks are multiplied to be those of x again)."""
+    """Returns (e4m3 [m, k], float32 [ceil(m / size), ceil(k / size)] factors that restore the blocks of x)."""
     m, k = x.shape
     padded = torch.nn.functional.pad(x.float(), (0, -k % size, 0, -m % size))
     blocks = padded.view(padded.size(0) // size, size, padded.size(1) // size, size)
@@ -75,7 +80,7 @@ def quantized_blocks(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Overwrites x."""
+    """Casts and restores; overwrites x."""
     return _saturated(x, dtype).float()
 
 

@@ -1,4 +1,4 @@
-"""A linear layer whose three products take operands that were rounded to fp8; sums are float32, as in tensor cores."""
+"""Linear layer whose three products take operands rounded to fp8; sums are float32, as in tensor cores."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from mrl.kernels.fp8.recipe import Recipe, Scales
 
 
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, scales: Scales | None = None) -> Tensor:
-    """x @ weight.T + bias, and its gradients, as the recipe has them. x [..., k], weight [n, k], bias [n] -> [..., n]
-    in the dtype of x. No rounded copy is kept for the backward pass: operands are rounded again there."""
+    """Returns x @ weight.T + bias, with fp8 products in forward and backward as in the recipe.
+
+    x [..., k], weight [n, k], bias [n] -> [..., n] in the dtype of x. The backward pass rounds its operands again
+    instead of keeping rounded copies.
+    """
     out: Tensor = _FP8Linear.apply(x.reshape(-1, x.size(-1)), weight, bias, recipe, scales)
     return out.view(*x.shape[:-1], weight.size(0))
 

@@ -1,7 +1,7 @@
-"""transformer-engine's recipes: which format and which scale the operands of a layer's three products have.
+"""transformer-engine's recipes: the format and scale of the operands of a layer's three products.
 
 A product's blocks run along the dimension that it sums over. y = x w' sums over the inputs' width, dx = g w over the
-outputs', dw = g' x over the tokens. What takes part in two products is rounded anew for each, from what it was.
+outputs', dw = g' x over the tokens. An operand of two products is rounded for each, from its original values.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from mrl.kernels.fp8.cast import E4M3, E5M2, Inverse, block_scale, round_trip, t
 Scaling = Literal["current", "delayed", "blockwise", "mxfp8"]
 Role = Literal["input", "weight", "gradient"]
 ROLES: tuple[Role, ...] = ("input", "weight", "gradient")
-_WIDE, _NARROW = 128, 32  # of a block of blockwise, of mxfp8
+_WIDE, _NARROW = 128, 32  # block widths of blockwise and of mxfp8
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """hybrid: gradients are e5m2, which reaches further and is coarser; wgrad: products for weight gradients too."""
+    """fp8 recipe. hybrid: gradients are e5m2, with more range and less precision; wgrad: weight gradients use fp8
+    products too.
+    """
 
     scaling: Scaling
     hybrid: bool
@@ -31,16 +33,18 @@ class Recipe:
 
     @property
     def has_blocks(self) -> bool:
-        """Whether it matters along which dimension an operand is rounded."""
+        """True if rounding depends on the dimension of the product's sum."""
         return self.scaling in ("blockwise", "mxfp8")
 
     def format(self, role: Role) -> torch.dtype:
-        """Of such an operand."""
+        """Returns the format of an operand with this role."""
         return E5M2 if self.hybrid and role == "gradient" else E4M3
 
     def rounded(self, x: Tensor, role: Role, along: Literal[0, 1], scales: Scales | None = None) -> Tensor:
-        """float32 [m, k] values that x [m, k] has in a product which sums over dimension `along` of it. scales: where
-        delayed scaling keeps what it remembers; without, it scales as current does."""
+        """Returns the rounded values of x [m, k], float32 [m, k], in a product that sums over its dimension `along`.
+
+        scales: amax history of delayed scaling; without it, delayed scales as current does.
+        """
         dtype = self.format(role)
         if self.scaling == "delayed" and scales is not None:
             return round_trip(x, dtype, partial(scales.of, role))
@@ -57,10 +61,10 @@ def _along(dimension: Literal[0, 1], size: int) -> tuple[int, int]:
 
 
 class Scales:
-    """What delayed scaling remembers of one layer: per role the largest magnitudes of earlier updates, and the scale
-    that follows from them. `roll` makes the magnitudes seen since then part of the past.
+    """Amax history of delayed scaling in one layer, per role, and the scales that follow from it.
 
-    seen [3]: in this update so far; history [length, 3], newest first; scale [3]; all float32, in the order of ROLES.
+    seen [3]: amax of this update so far; history [length, 3], newest first; scale [3]; all float32, in the order of
+    ROLES. `roll` moves `seen` into the history.
     """
 
     def __init__(self, recipe: Recipe, length: int, use: Literal["max", "most_recent"], margin: int) -> None:
@@ -69,19 +73,20 @@ class Scales:
         self.seen, self.scale, self.history = torch.zeros(3), torch.ones(3), torch.zeros(length, 3)
 
     def to(self, device: torch.device) -> None:
-        """Moves all of it."""
+        """Moves all tensors to the device."""
         self._largest, self.seen = self._largest.to(device), self.seen.to(device)
         self.scale, self.history = self.scale.to(device), self.history.to(device)
 
     def of(self, role: Role, amax: Tensor) -> Inverse:
-        """(scale, 1 / scale), 0-d, whatever amax (0-d) is now; that is remembered."""
+        """Returns (scale, 1 / scale), 0-d, from the history, and records `amax` (0-d)."""
         place = ROLES.index(role)
         torch.maximum(self.seen[place], amax, out=self.seen[place])
         return self.scale[place], 1 / self.scale[place]
 
     def roll(self, seen: Tensor) -> None:
-        """seen [3]: of this update, over every rank that takes part. A magnitude of 0 or infinity leaves the scale as
-        it is."""
+        """Appends `seen` [3], this update's amax over all participating ranks. An amax of 0 or infinity leaves the
+        scale unchanged.
+        """
         self.history = torch.cat([seen[None], self.history[:-1]])
         amax = self.history.amax(0) if self._use == "max" else seen
         scale = (self._largest / amax / 2.0**self._margin).clamp(max=torch.finfo(torch.float32).max)
@@ -89,15 +94,15 @@ class Scales:
         self.forget()
 
     def forget(self) -> None:
-        """What was seen since the last update."""
+        """Clears the amax seen since the last update."""
         self.seen = torch.zeros_like(self.seen)
 
     def state(self) -> Tensor:
-        """float32 [6 + 3 * length]: all that it remembers."""
+        """Returns the whole state, float32 [6 + 3 * length]."""
         return torch.cat([self.seen, self.scale, self.history.flatten()])
 
     def restore(self, state: Tensor) -> None:
-        """Takes `state` back. Raises ValueError for one of another length."""
+        """Restores `state`. Raises ValueError for another length."""
         if state.shape != (6 + self.history.numel(),):
             raise ValueError(f"{state.numel()} numbers, expected {6 + self.history.numel()}")
         state = state.to(self.seen)

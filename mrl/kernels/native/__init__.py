@@ -1,7 +1,7 @@
-"""Kernels for CPUs in C: compiled when a process first asks for one, and kept for all that come later.
+"""CPU kernels in C, compiled on first use and cached for later processes.
 
-They compute what the torch form beside each does, in one pass where torch needs several, on one thread. Where there is
-no C compiler, where tensors are others than they take, or with MRL_KERNELS=torch, that form is what runs.
+Each computes the same as the torch form beside it, in one pass instead of several, on one thread. The torch form runs
+without a C compiler, for unsupported tensors, or with MRL_KERNELS=torch.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from mrl.kernels.native import build
 
 WIDTH = 16  # of the kernels' vectors: rows have a multiple of it
-_PLAIN = (Tensor, nn.Parameter)  # any other may have no memory of its own
+_PLAIN = (Tensor, nn.Parameter)  # other types may have no memory of their own
 
 
 @functools.cache
 def problem() -> str | None:
-    """Why they cannot be used here; None if they can."""
+    """Returns why the kernels cannot be used here; None if they can."""
     if os.environ.get("MRL_KERNELS") == "torch":
         return "MRL_KERNELS=torch"
     try:
@@ -34,7 +34,7 @@ def problem() -> str | None:
 
 
 def compiler() -> str | None:
-    """The one that is found here, with its path."""
+    """Returns the path of the compiler; None if there is none."""
     try:
         return build.compiler()
     except build.CannotBuild:
@@ -42,30 +42,32 @@ def compiler() -> str | None:
 
 
 def serves_float32(*tensors: Tensor) -> bool:
-    """`serves`, and all are float32."""
+    """Returns True if `serves` does and all tensors are float32."""
     return all(x.dtype == torch.float32 for x in tensors) and serves(*tensors)
 
 
 def serves(*tensors: Tensor) -> bool:
-    """Whether these are on a CPU, of a process with one thread for them."""
+    """Returns True if the tensors are on a CPU, in a process with one torch thread."""
     usual = all(type(x) in _PLAIN and x.device.type == "cpu" for x in tensors)
     return usual and torch.get_num_threads() == 1 and problem() is None
 
 
 def call(name: str, *arguments: Tensor | int | float | ctypes.Structure) -> int:
-    """What the function of the library returns. Tensors are given as their addresses: contiguous, unless their strides
-    are given too."""
+    """Calls the library's function and returns its result.
+
+    Tensors are passed as addresses: contiguous, unless their strides are passed too.
+    """
     return int(_function(name)(*map(_argument, arguments)))
 
 
 def run(name: str, *arguments: Tensor | int | float | ctypes.Structure) -> None:
-    """`call`, of a function that says whether it has found memory. Raises MemoryError."""
+    """Calls a function that reports whether memory was available. Raises MemoryError."""
     if not call(name, *arguments):
         raise MemoryError(f"no memory for {name}")
 
 
 def with_whole_rows(x: Tensor) -> Tensor:
-    """x, or a copy of it: the last dimension is in one piece."""
+    """Returns x, or a copy of it, with a contiguous last dimension; same shape."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

@@ -1,4 +1,4 @@
-"""Advantages and PPO's loss by `advantages.c` and `loss.c`."""
+"""Advantages and PPO's loss with `advantages.c` and `loss.c`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mrl.kernels import native
 
-FURTHEST = 80.0  # a log-ratio: e^x is right up to there
+FURTHEST = 80.0  # largest log-ratio for which e^x is accurate
 SUMS = 6
 
 
@@ -19,16 +19,19 @@ class _Clip(ctypes.Structure):
 
 
 def takes(*tensors: Tensor) -> bool:
-    """Whether the functions below take these, beside masks."""
+    """Returns True if the functions below support these tensors, besides masks."""
     return native.serves_float32(*tensors) and all(x.is_contiguous() for x in tensors)
 
 
 def gae(
     rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, decay: float
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """(advantages [B, T], advantages + values, what whitening wants of the first: count, sum and sum of squares over
-    the mask, [3] float64) of rows that are all True, then all False; None: others are there. mask [B, T] bool,
-    contiguous as all are."""
+    """Returns (advantages [B, T], advantages + values, the advantages' moments for whitening); None for a mask with
+    holes.
+
+    The moments are count, sum and sum of squares over the mask, [3] float64. mask [B, T] bool; all tensors are
+    contiguous.
+    """
     advantages, returns = torch.empty_like(rewards), torch.empty_like(rewards)
     found = torch.empty(3, dtype=torch.float64)
     given = (rewards, values, mask, float(gamma), float(decay), advantages, returns, found, *rewards.shape)
@@ -36,19 +39,21 @@ def gae(
 
 
 def whiten_(x: Tensor, mask: Tensor, mean: float, scale: float, shift: float) -> None:
-    """x becomes (x - mean) * scale + shift, 0 outside the mask, which is bool and contiguous as x is."""
+    """Sets x [B, T] to (x - mean) * scale + shift, 0 outside the bool mask; both contiguous."""
     native.call("whiten", x, mask, float(mean), float(scale), float(shift), x.numel())
 
 
 def on_tokens(column: Tensor, mask: Tensor) -> Tensor:
-    """[B, T]: each row's one of column [B] where the mask [B, T] is, 0 elsewhere. The mask is bool and contiguous."""
+    """Returns [B, T]: the row's value of column [B] where the mask [B, T] is True, 0 elsewhere. The mask is bool and
+    contiguous.
+    """
     out = column.new_empty(mask.shape)
     native.call("on_tokens", column, mask, out, *mask.shape)
     return out
 
 
 def clipped_loss(vectors: Sequence[Tensor], clip: tuple[float, float, float, float]) -> tuple[Tensor, Tensor]:
-    """([6] float64, gradient [n]): what `mrl.kernels.clipped_loss` makes of its five vectors and a Clip's fields."""
+    """Returns ([6] float64, gradient [n]) of `mrl.kernels.clipped_loss`, from its five vectors and a Clip's fields."""
     gradient, sums = torch.empty_like(vectors[0]), torch.empty(SUMS, dtype=torch.float64)
     native.call("clipped_loss", *vectors, _Clip(*clip), gradient, sums, gradient.numel())
     return sums, gradient

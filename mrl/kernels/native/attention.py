@@ -1,4 +1,4 @@
-"""Attention of packed tokens by `attention.c`."""
+"""Attention of packed tokens with `attention.c`."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch.autograd.function import once_differentiable
 
 from mrl.kernels import native
 
-LONG = 1 << 18  # keys of a sequence times channels of a head: up to here it is half as fast again as torch's form
+LONG = 1 << 18  # keys of a sequence times channels of a head up to which it is 1.5 times as fast as torch's form
 
 
 @dataclass(frozen=True)
 class Segments:
-    """Which queries see which keys, int64 on the CPU: those of a segment see its keys up to their own last one.
+    """Segments of queries and keys, int64 on the CPU: each query attends to its segment's keys up to its own last one.
 
-    query_starts [S + 1]: where each segment's queries begin in these
-    queries [n]: tokens, each at most once; results [n]: the rows of the result that they give, each once
-    last [n]: the number, in the segment, of the last key that a query sees
+    query_starts [S + 1]: start of each segment's queries
+    queries [n]: tokens, each at most once; results [n]: their rows in the result, each once
+    last [n]: index, in the segment, of the query's last key
     key_starts [S + 1], keys [m]: tokens, each at most once in a segment
-    longest: the most keys of a segment
+    longest: largest number of keys in a segment
     """
 
     query_starts: Tensor
@@ -40,7 +40,7 @@ class _Tensor(ctypes.Structure):
 
     @classmethod
     def of(cls, x: Tensor) -> _Tensor:
-        """x [tokens, heads, channels], whose channels are in one piece."""
+        """x [tokens, heads, channels] with contiguous channels."""
         return cls(x.data_ptr(), *x.stride()[:2])
 
 
@@ -62,14 +62,16 @@ class _Problem(ctypes.Structure):
 
 
 def takes(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> bool:
-    """Whether `NativeAttention` takes these."""
+    """Returns True if `NativeAttention` supports these tensors."""
     given = (query, key, value) if sinks is None else (query, key, value, sinks)
     return native.serves_float32(*given) and query.size(-1) == value.size(-1) and not query.size(-1) % native.WIDTH
 
 
 class NativeAttention(torch.autograd.Function):
-    """[n, h, d] of query [t, h, d], key and value [tokens, groups, d], sinks [h] or None. window: how many keys a query
-    sees, its last one included; None: all up to that."""
+    """[n, h, d] from query [t, h, d], key and value [tokens, groups, d], sinks [h] or None.
+
+    window: number of keys a query attends to, including its last one; None: all up to that.
+    """
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""The C sources beside this file as one library, for this processor: compiled once, into the user's cache."""
+"""Shared library of the C sources beside this file, compiled once for this processor into the user's cache."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ CACHE = "~/.cache/mrl/kernels"
 TIMEOUT_S = 120.0
 _HERE = Path(__file__).parent
 _FLAGS = ["-std=gnu11", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-fopenmp-simd", "-funroll-loops"]
-_FLAGS += ["-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"]  # nothing that changes what NaN or infinity gives
+_FLAGS += ["-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"]  # NaN and infinity keep their handling
 _FOR_THIS_PROCESSOR = {"x86_64": "-march=native", "AMD64": "-march=native"}
 
 
 class CannotBuild(Exception):
-    """There is no library, and why."""
+    """The library cannot be built or loaded; the message says why."""
 
 
 def library() -> Path:
-    """The file. Raises CannotBuild."""
+    """Returns the library file, compiled if needed. Raises CannotBuild."""
     flags = [*_FLAGS, _FOR_THIS_PROCESSOR.get(platform.machine(), "-mcpu=native")]
     sources = sorted(_HERE.glob("*.c"))
     said = [*flags, compiler(), _processor(), *(file.read_text() for file in (*sources, *sorted(_HERE.glob("*.h"))))]
@@ -41,7 +41,7 @@ def library() -> Path:
 
 
 def compiler() -> str:
-    """Its path. Raises CannotBuild where there is none."""
+    """Returns the compiler's path. Raises CannotBuild if there is none."""
     named = os.environ.get("CC")
     for name in [named] if named else ["cc", "gcc", "clang"]:
         if found := shutil.which(name):
@@ -50,7 +50,7 @@ def compiler() -> str:
 
 
 def _processor() -> str:
-    """What decides what it can run: a home may be shared by machines."""
+    """Processor features, part of the cache key: machines may share a home directory."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith(("flags", "Features")):
@@ -59,14 +59,14 @@ def _processor() -> str:
 
 
 def _check_owner(folder: Path) -> None:
-    """What is there is run."""
+    """Raises CannotBuild if another account may write to the folder, as its files are executed."""
     found = folder.stat()
     if found.st_uid != os.getuid() or found.st_mode & 0o022:
         raise CannotBuild(f"{folder} belongs to another account, or another may write there")
 
 
 def _compile(command: list[str], file: Path) -> None:
-    """Processes that do so at once each make it, and the last one's stays."""
+    """Compiles to a temporary file and renames it, so that concurrent processes do not conflict."""
     handle, name = tempfile.mkstemp(dir=file.parent, suffix=".tmp")
     os.close(handle)
     try:

@@ -1,4 +1,4 @@
-"""What an engine does for each new token, by `decode.c` and `draws.c`."""
+"""Per-token work of an engine with `decode.c` and `draws.c`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _Decode(ctypes.Structure):
 
 
 def decodes(query: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> bool:
-    """Whether `decode_attention` takes these."""
+    """Returns True if `decode_attention` supports these tensors."""
     usual = native.serves_float32(query, key, value) and key.is_contiguous() and value.is_contiguous()
     if not usual or slots.dtype != torch.int32 or slots.stride(-1) != 1:
         return False
@@ -38,9 +38,12 @@ def decode_attention(
     window: int | None,
     scale: float,
 ) -> None:
-    """out [requests, heads, dv]: attention of query [requests, heads, d] over key [slots, groups, d] and value [slots,
-    groups, dv]. slots [any, context] int32: of the rows [requests], each token's in the cache; lengths [requests]: how
-    many there are, the own one last. window: keys before the own one that are seen; None or negative: all."""
+    """Writes attention of query [requests, heads, d] over the KV cache to out [requests, heads, dv].
+
+    key [slots, groups, d], value [slots, groups, dv]. slots [any, context] int32: each token's slot in the cache, with
+    the requests' rows [requests]; lengths [requests]: number of tokens, the current one last. window: keys attended to
+    before the current one; None or negative: all. Raises MemoryError.
+    """
     problem = _Decode(
         query.size(0), query.size(1), key.size(1), key.size(2), value.size(2), -1 if window is None else window, scale
     )
@@ -52,12 +55,12 @@ def decode_attention(
 
 
 def draws(log_probs: Tensor) -> bool:
-    """Whether `draw` takes these."""
+    """Returns True if `draw` supports these log-probs [n, vocab]."""
     return native.serves_float32(log_probs) and log_probs.stride(-1) == 1
 
 
 def draw(log_probs: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """The tokens drawn, [n] int64. log_probs [n, vocab] float32; seeds, positions [n]."""
+    """Returns sampled tokens [n] int64. log_probs [n, vocab] float32; seeds, positions [n]. Raises MemoryError."""
     tokens = torch.empty(len(log_probs), dtype=torch.int64)
     integers = (seeds.view(torch.int64).contiguous(), positions.long().contiguous())
     native.run("draw", log_probs, log_probs.stride(0), *integers, tokens, *log_probs.shape)

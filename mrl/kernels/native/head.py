@@ -1,4 +1,6 @@
-"""`mrl.kernels.head_rows` by `head.c`: rows of logits are read once for all their sums, and once for their gradient."""
+"""`mrl.kernels.head_rows` with `head.c`: rows of logits are read once for all their sums, and once for their
+gradient.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,13 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 
 def takes(x: Tensor) -> bool:
-    """Of logits on a CPU, whose rows are in one piece each."""
+    """Returns True for logits [k, V] on a CPU with contiguous rows."""
     of_a_kind = x.dtype in _DTYPES and native.serves(x)
     return of_a_kind and x.stride(1) == 1
 
 
 def sums(x: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """As `RowKernels` of mrl.kernels.head_rows."""
+    """Implements `RowKernels.sums` of mrl.kernels.head_rows; shapes as there."""
     top, made = x.new_empty(x.size(0), dtype=torch.float32), x.new_empty(3, x.size(0), dtype=torch.float64)
     native.call("head_sums", x, _is_narrow(x), _stride(x), 1 / temperature, top, made, *x.shape)
     return top, made
@@ -35,7 +37,7 @@ def gradient(
     own: Tensor,
     out: Tensor,
 ) -> Tensor:
-    """As `RowKernels` of mrl.kernels.head_rows."""
+    """Implements `RowKernels.gradient` of mrl.kernels.head_rows; shapes as there."""
     vectors = [vector.float().contiguous() for vector in (top, shift, entropy, d_log_probs)]
     steep = 0 if d_entropy is None else d_entropy.float().contiguous()
     kinds = _is_narrow(x), _is_narrow(out), _stride(x), _stride(out), 1 / temperature
@@ -49,5 +51,5 @@ def _is_narrow(x: Tensor) -> int:
 
 
 def _stride(x: Tensor) -> int:
-    """Between rows, in bytes."""
+    """Bytes between rows."""
     return x.stride(0) * x.itemsize

@@ -1,4 +1,4 @@
-"""Parts of a transformer layer by `layers.c`: the same results and gradients as the classes of mrl.kernels.layers."""
+"""Parts of a transformer layer with `layers.c`: results and gradients equal those of mrl.kernels.layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mrl.kernels import native
 
 
 def takes(x: Tensor, *others: Tensor, width: int) -> bool:
-    """width: channels of a row, or of each half of it."""
+    """Returns True if the kernels support these tensors; width: channels of a row, or of each half of it."""
     return native.serves_float32(x, *others) and width % native.WIDTH == 0
 
 
@@ -50,21 +50,23 @@ class RMSNorm(torch.autograd.Function):
 
 
 def gated(x: Tensor) -> Tensor:
-    """silu(gate) * up of x [..., 2 * n], contiguous."""
+    """Returns silu(gate) * up of contiguous x [..., 2 * n]."""
     out = x.new_empty(*x.shape[:-1], x.size(-1) // 2)
     native.call("swiglu", x, out, *_rows(out))
     return out
 
 
 def normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(x * scale * weight, scale [...]: 1 / sqrt(mean(x^2) + eps)) of x [..., d], contiguous as weight is."""
+    """Returns (x * scale * weight, scale [...]: 1 / sqrt(mean(x^2) + eps)) of x [..., d]; x and weight are
+    contiguous.
+    """
     out, scale = torch.empty_like(x), x.new_empty(x.shape[:-1])
     native.call("rms_norm", x, weight, float(eps), out, scale, *_rows(x))
     return out, scale
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    """x [t, heads, d], whose heads are in one piece each; cos, sin [t, 1, r]; sign: -1 turns back."""
+    """Rotates x [t, heads, d] with contiguous heads; cos, sin [t, 1, r]; sign: -1 rotates back."""
     x = native.with_whole_rows(x)
     out = x.new_empty(x.shape)
     cos, sin = cos.contiguous(), sin.contiguous()
