@@ -140,7 +140,7 @@ def test_a_flood_of_strangers_at_the_transformers_engine_changes_nothing(engine:
     while thread.is_alive():
         assert client.weights_checksum() == before
     thread.join()
-    assert result[0]["held"] > 1024 and result[0]["dropped"] >= 1500 - 1024 and result[0]["401"] > 0
+    assert result[0]["held"] > 1024 and result[0]["dropped"] > 0 and result[0]["401"] > 0
 
 
 def test_the_key_is_for_the_engine_s_account_alone(engine: Engine, tiny_models: TinyModels, tmp_path: Path) -> None:
