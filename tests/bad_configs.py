@@ -724,6 +724,13 @@ BAD = [
         ("no effect", "rollout.urls"),
     ),
     Bad(
+        "threads of a tensor-parallel engine",
+        "rollout:",
+        "rollout:\n  tensor: 2\n  threads: 2",
+        "rollout.threads",
+        ("no effect: tensor-parallel engines on CPUs have one thread", "rollout.tensor"),
+    ),
+    Bad(
         "fewer GPUs than engines",
         "rollout:",
         "rollout:\n  servers: 2\n  gpus: [3]",

@@ -80,6 +80,8 @@ def test_what_is_said_of_it() -> None:
     assert note.startswith("GPU 0, 1: an engine and a rank of the trainer") and "0.4 of what the models leave" in note
     assert notes(FOUR, release="cache") == notes(FOUR, gpus=(2,)) == notes(CPU) == []
     assert notes(CPU, gpus=(2,)) == ["rollout.gpus has no effect: this machine has no GPUs"]
+    assert notes(FOUR, release="cache", threads=2) == ["rollout.threads has no effect: the engines are on GPUs"]
+    assert notes(CPU, threads=2) == []
 
 
 def test_how_an_engine_that_releases_memory_is_started(

@@ -57,3 +57,20 @@ def test_pairs_are_of_a_right_and_a_wrong_answer_to_one_prompt(tmp_path: Path) -
     assert sorted(map(sorted, by_file)) == [["a"], ["c"]], "no prompt is in both files"
     refused = made("--held-out", "2")
     assert refused.returncode != 0 and "2 prompts with right and wrong answers, and 2 are held out" in refused.stderr
+
+
+def test_every_quickstart_trains_a_configuration_that_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    import quickstart  # type: ignore[import-not-found]
+
+    names = [file.stem.removeprefix("quickstart_") for file in (ROOT / "yaml_configs").glob("quickstart_*.yaml")]
+    monkeypatch.setattr(quickstart, "run", lambda what, *command: commands.append(command))
+    monkeypatch.setattr(quickstart.shutil, "rmtree", lambda *_, **__: None)
+    for name in (name for name in names if not name.endswith(("sft", "contrast")) and not name.startswith("ddpo")):
+        commands: list[tuple[str, ...]] = []
+        monkeypatch.setattr(sys, "argv", ["quickstart.py", name])
+        quickstart.main()
+        trained = [command[-1] for command in commands if command[:3] == ("-m", "mrl", "train")]
+        assert trained[-1] == f"yaml_configs/quickstart_{name}.yaml"
+        assert all((ROOT / config).is_file() for config in trained)
+        assert all((ROOT / command[0]).is_file() for command in commands if command[0].startswith("tools/"))

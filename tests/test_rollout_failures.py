@@ -179,6 +179,24 @@ def test_http_500_is_one_error_with_the_engines_text(stub_engine: Callable[..., 
     assert stub.aborted.is_set(), "the requests that still ran on the engine were aborted"
 
 
+@pytest.mark.parametrize(
+    ("settings", "statuses"),
+    [({}, [500]), ({"disable_radix_cache": True}, [500]), ({"disable_radix_cache": False}, [200, 500]),
+     ({"disable_radix_cache": False}, [500])],
+    ids=["says nothing", "no prefix cache", "prefix cache", "the prefill fails"],
+)  # fmt: skip
+def test_a_shared_prompt_is_prefilled_by_servers_that_have_a_prefix_cache(
+    stub_engine: Callable[..., tuple[Stub, Engine]], settings: dict[str, Any], statuses: list[int]
+) -> None:
+    left = list(statuses)
+    _, engine = stub_engine(lambda h: answer(h, left.pop(0), {"error": {"message": "out of memory"}}), settings)
+    engine.wait_ready()
+    prompt = Prompt(0, tuple(range(40)), {})
+    with pytest.raises(RolloutError, match="HTTP 500.*out of memory"):
+        engine.generate([Request(i, 0, prompt, i) for i in range(4)], LONG)
+    assert left == []
+
+
 def test_a_time_out_names_the_sample(stub_engine: Callable[..., tuple[Stub, Engine]]) -> None:
     _, engine = stub_engine(lambda h: time.sleep(30), request_timeout_s=0.5)
     asked = [Request(12, 0, Prompt(77, (1, 2), {}), 1)]

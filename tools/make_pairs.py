@@ -3,8 +3,8 @@
     python tools/make_pairs.py EVAL_JSON OUT_DIR [--right-from 1] [--pairs 4] [--held-out 16] [--seed 0]
 
 OUT_DIR/train.jsonl and held_out.jsonl: rows {"prompt", "chosen", "rejected"} with the prompt as the model saw it, so
-data.chat_template stays false. Each prompt with right and wrong answers gives up to `--pairs` pairs, no two with one
-answer. All pairs of `--held-out` such prompts are held out.
+data.chat_template stays false. Each prompt with right and wrong answers gives up to `--pairs` pairs, and each
+answer is used once. All pairs of `--held-out` such prompts are held out.
 """
 
 from __future__ import annotations

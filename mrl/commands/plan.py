@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mrl.plan.chips import Assumptions, Cluster
 
 DOES_NOT_FIT = 1
-DATA_BYTES = 64 << 20  # read of data.train at most
+DATA_BYTES = 64 << 20  # largest data.train whose prompts a plan reads
 DRIVER = Path("/proc/driver/nvidia")
 
 
@@ -74,9 +74,9 @@ def run(args: argparse.Namespace) -> int:
     if (own := trainer_of(cfg).load_plan()) is not None:
         return _own(args, cfg, own(cfg, cluster))
     assert isinstance(cfg, Config)
-    if args.search:
-        return _search(args, cfg, cluster)
     assumed, prompts = _assumptions(cfg)
+    if args.search:
+        return _search(args, cfg, cluster, assumed)
     plan = make(cfg, cluster, read_shapes(cfg), assumed)
     if args.svg is not None and not _is_written(args.svg, picture.draw(plan.places)):
         return DOES_NOT_FIT
@@ -189,13 +189,12 @@ def dry_run(config: Path, overrides: Sequence[str], gpu: str | None) -> int:
     return DOES_NOT_FIT if run.problems or is_refused else 0
 
 
-def _search(args: argparse.Namespace, cfg: Config, cluster: Cluster) -> int:
+def _search(args: argparse.Namespace, cfg: Config, cluster: Cluster, assumed: Assumptions) -> int:
     from mrl.config.tree import read_overrides
     from mrl.plan import search
-    from mrl.plan.chips import Assumptions
     from mrl.plan.plan import read_shapes
 
-    result = search.search(cfg, cluster, read_shapes(cfg), Assumptions())
+    result = search.search(cfg, cluster, read_shapes(cfg), assumed)
     found = result.fitting
     if found and args.out is not None:
         best = search.written(found, args.config, read_overrides(args.overrides), args.out)

@@ -34,6 +34,8 @@ def notes(rollout: RolloutConfig, machine: Machine, nodes_per_engine: int = 1) -
     """What the user should know before the run starts, one sentence each. Of engines on the trainer's nodes."""
     if not machine.gpus and rollout.gpus is not None:
         yield "rollout.gpus has no effect: this machine has no GPUs"
+    if machine.gpus and rollout.threads is not None:
+        yield "rollout.threads has no effect: the engines are on GPUs"
     shared = shared_gpus(rollout, machine, nodes_per_engine)
     if shared and rollout.release == "none":
         fraction = rollout.memory_fraction

@@ -50,7 +50,7 @@ def check_server(
     if found := list(info.hindrances(own, cfg.quantization, SamplingBody.__annotations__)):
         raise EngineStartError(f"engine {url} cannot serve this run: {'; '.join(found)}")
     notes = (*_notes(url, info, cfg), *_differences(url, info, dtype))
-    return Checked(notes, info.has_tokenizer, info.tensor or cfg.tensor)
+    return Checked(notes, info.has_tokenizer, info.tensor or cfg.tensor, info.has_prefix_cache)
 
 
 def _differences(url: str, info: ServerInfo, dtype: str) -> Iterator[str]:

@@ -36,7 +36,6 @@ class Engine:
     adapter: the name of the one that samples are drawn with, where the run gives them adapters
     versions: all names of weights that the run has given them
     routed: of a model that has experts
-    shares_prompts: as in `Flight`
     """
 
     def __init__(
@@ -47,7 +46,6 @@ class Engine:
         concurrent_requests: int,
         request_timeout_s: float,
         routed: RoutedShape | None = None,
-        shares_prompts: bool = False,
     ) -> None:
         self.fleet = fleet
         self.vocab_size = vocab_size
@@ -55,7 +53,7 @@ class Engine:
         self.weight_version: str | None = None
         self.adapter: str | None = None
         self.versions: set[str] = set()
-        self.routed, self.shares_prompts = routed, shares_prompts
+        self.routed = routed
         self._flying: dict[asyncio.Task[Any], asyncio.AbstractEventLoop] = {}
         self._is_interrupted = False
 
@@ -180,7 +178,7 @@ class Engine:
         expected = Expected(self.vocab_size, sampling.max_new_tokens, version, versions, routed)
         limits = self.concurrent_requests, self.request_timeout_s
         own = (self.fleet, sampling, expected, on_samples, *limits, self.adapter)
-        return Flight(*own, shares_prompts=self.shares_prompts, looks_after=not over_pushes)
+        return Flight(*own, looks_after=not over_pushes)
 
     def replace(self, lost: ServerLost) -> list[str]:
         """Starts a server again that `follow` has lost, unless that has been done; the weights are for the caller to

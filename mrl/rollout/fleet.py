@@ -32,11 +32,13 @@ class Checked:
     notes: what the user should know about it before the run starts, one sentence each
     accepts_stop_strings: it knows text
     tensor: its tensor-parallel ranks
+    has_prefix_cache: it keeps keys and values of a prompt for the requests that follow
     """
 
     notes: tuple[str, ...]
     accepts_stop_strings: bool
     tensor: int = 1
+    has_prefix_cache: bool = False
 
 
 class Fleet:
@@ -72,6 +74,7 @@ class Fleet:
         self.notes: list[str] = []
         self.accepts_stop_strings = True
         self.tensor: int | None = None
+        self.prefix_caches: set[str] = set()  # addresses of servers that have one
         self.restarts = Restarts(max_restarts)
         self.waiting = Meter()
         self._nodes = nodes
@@ -277,6 +280,8 @@ class Fleet:
                 "is made for engines that are alike"
             )
         self.tensor = found.tensor
+        if found.has_prefix_cache:
+            self.prefix_caches.add(url)
         self.accepts_stop_strings &= found.accepts_stop_strings
         for note in found.notes:
             if note not in self.notes:

@@ -36,7 +36,6 @@ class Flight:
     """Each call goes to the server with the least to do. A server of ours that dies or lets a request time out is
     started again, as often as `Restarts` allows; its unfinished calls, seeds and all, go to whichever server is up.
 
-    shares_prompts: the servers keep keys and values of a prompt for the requests that follow
     looks_after: False: servers are somebody else's to look after; one that is lost is raised as ServerLost
     """
 
@@ -50,10 +49,9 @@ class Flight:
         request_timeout_s: float,
         adapter: str | None = None,
         *,
-        shares_prompts: bool = False,
         looks_after: bool = True,
     ) -> None:
-        self._adapter, self._shares_prompts, self._looks_after = adapter, shares_prompts, looks_after
+        self._adapter, self._looks_after = adapter, looks_after
         self._fleet, self._sampling, self._expected, self._on_samples = fleet, sampling, expected, on_samples
         self._concurrent_requests, self._request_timeout_s = concurrent_requests, request_timeout_s
         self._posts: dict[Server, set[asyncio.Future[httpx.Response]]] = defaultdict(set)
@@ -150,7 +148,8 @@ class Flight:
             raise ServerLost(server.url, life - 1, server.asleep() or "")
         asks = self._expected.routed is not None
         body = generate_body(requests, self._sampling, self._adapter, experts=asks)
-        first = prefill_body(requests, self._sampling, self._adapter) if self._shares_prompts and not asks else None
+        shares = server.url in self._fleet.prefix_caches and not asks
+        first = prefill_body(requests, self._sampling, self._adapter) if shares else None
         self._fleet.access.check(server.url, GENERATE.name)
         post = asyncio.ensure_future(self._post(server.url, first, body, most_bytes(requests, self._expected)))
         post.add_done_callback(lambda done: done.cancelled() or done.exception())  # also where nobody waits any more

@@ -31,7 +31,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 # glibc's: the logits of a batch are large blocks, wanted again for the next token; by itself it returns them each time
 KEPT_MEMORY = dict.fromkeys(("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"), str(1 << 30))
 CPU = Machine(1, 1, gpus=0)  # a world of one
-SMALL_MODEL = 20_000_000  # parameters; a second thread makes an engine on a CPU slower below
+SMALL_MODEL = 20_000_000  # parameters; engines of smaller models on CPUs have one thread
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class ServerSpec:
 
     @property
     def threads(self) -> int:
-        """OpenMP threads of each of its processes, on a CPU."""
+        """OpenMP threads of each process of this engine on a CPU."""
         return cpu_threads(self.cfg, self.arch, self.machine)
 
     def secret_file(self, name: str, content: str) -> Path:

@@ -22,7 +22,7 @@ ABOVE_ZERO = 1e-3  # what rounding may make of a log-prob of 0
 LARGEST = float(np.finfo(np.float32).max)  # as which samples keep them
 FINISH_REASONS = ("stop", "length")
 MANY_BYTES = 1 << 20  # of an answer that is worth reading by columns
-SHARED_TOKENS = 32  # of a prompt whose keys and values are worth a call of their own
+SHARED_TOKENS = 32  # tokens of a shared prompt from which on a prefill call of its own pays
 CALL_BYTES, TOKEN_BYTES = 1 << 20, 512  # of an answer at most; of a token: id, log-prob, text
 
 
@@ -75,8 +75,8 @@ def generate_body(
 def prefill_body(
     requests: Sequence[Request], sampling: SamplingParams, adapter: str | None = None
 ) -> GenerateBody | None:
-    """Returns the call that fills the prefix cache with the prompts that several requests share, and draws no token;
-    None if there are none. Without it an engine computes such a prompt for each request, as they arrive together."""
+    """Returns the call that prefills prompts of several requests into the prefix cache and generates no token, or None
+    if no prompt is shared. Requests that arrive in one batch do not find each other's prompts in the cache."""
     found = {id(request.prompt): request for request in requests if len(request.prompt.token_ids) >= SHARED_TOKENS}
     counts = Counter(id(request.prompt) for request in requests)
     shared = [request for key, request in found.items() if counts[key] > 1 and not request.prompt.pictures]

@@ -23,6 +23,7 @@ class ServerInfo:
     has_tokenizer: it can look for stop strings
     releases_memory: it gives memory up when it is told to; None: it does not know what that is
     returns_experts: it says which experts tokens went to, when it is asked
+    has_prefix_cache: it says that it keeps keys and values of a prompt for the requests that follow
     tensor: tensor-parallel ranks, each of which wants its own part of a push; None: it does not say
     stages, copies: of the model, pipeline stages and data-parallel replicas
     room: tokens of prompt and response together, at most; None: it does not say
@@ -38,6 +39,7 @@ class ServerInfo:
     checksum: Literal["sha256", "tiles"] = "sha256"
     releases_memory: bool | None = None
     returns_experts: bool = False
+    has_prefix_cache: bool = False
     dtype: str = ""
     tensor: int | None = None
     stages: int = 1
@@ -89,6 +91,7 @@ def read_server_info(answer: Any) -> ServerInfo:
         has_tokenizer=not maybe(info, "skip_tokenizer_init", bool),
         releases_memory=maybe(info, "enable_memory_saver", bool),
         returns_experts=maybe(info, "enable_return_routed_experts", bool) or False,
+        has_prefix_cache=maybe(info, "disable_radix_cache", bool) is False,
         dtype=(maybe(info, "dtype", str) or "") if is_plain else "",
         tensor=maybe(info, "tp_size", int),
         stages=maybe(info, "pp_size", int) or 1,

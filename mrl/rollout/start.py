@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 
 from mrl.config.derived import Machine
-from mrl.config.engines import ENGINES
 from mrl.config.schema import RLConfig, RolloutConfig
 from mrl.config.secret_file import read_secret
 from mrl.families import ModelArch, engine_arch
@@ -116,7 +115,6 @@ def _engine(fleet: Fleet, arch: ModelArch, cfg: RolloutConfig) -> Engine:
         concurrent_requests=cfg.concurrent_requests,
         request_timeout_s=cfg.request_timeout_s,
         routed=RoutedShape.of(arch) if arch.experts is not None else None,
-        shares_prompts=not ENGINES[cfg.engine].is_plain,
     )
 
 

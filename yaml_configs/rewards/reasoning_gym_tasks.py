@@ -7,11 +7,11 @@ import re
 import reasoning_gym
 
 LAST = re.compile(r"(-?\d+(?:\.\d+)?)[.!]?\s*$")
-NEAR_MISS = 0.1  # of a wrong number, at most
+NEAR_MISS = 0.1  # highest score of a wrong number
 
 
 def final_number(prompt: str, response: str, row: dict) -> float:
-    """1.0 if the response ends with the right number, 0.0 if it ends without one, as where the token limit cuts it."""
+    """Returns 1.0 if the response ends with the right number, else 0.0."""
     found = LAST.search(response)
     entry = {"question": row["prompt"], "answer": row["answer"], "metadata": {"source_dataset": row["data_source"]}}
     scorer = reasoning_gym.get_score_answer_fn(row["data_source"])
@@ -19,8 +19,10 @@ def final_number(prompt: str, response: str, row: dict) -> float:
 
 
 def near_number(prompt: str, response: str, row: dict) -> dict[str, float]:
-    """`final_number`, and up to 0.1 for a wrong number that is near the answer: without it, problems that the model
-    always gets wrong teach nothing."""
+    """Returns 1.0 for the right number at the end, and at most 0.1 for a wrong one, more if it is nearer.
+
+    GRPO learns nothing from a group whose responses all score 0.
+    """
     right = final_number(prompt, response, row)
     found = LAST.search(response)
     near = NEAR_MISS / (1 + abs(float(found[1]) - float(row["answer"]))) if found else 0.0

@@ -145,6 +145,7 @@ def _cpu(spec: ServerSpec) -> list[str]:
     running, cached_tokens = _cpu_cache(spec)
     arguments = ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
     if cfg.deterministic and (spec.arch.latent is not None or spec.arch.vision is not None):
+        # SGLang refuses prefix caching with latent attention then; with pictures it has not been tested
         arguments.append("--disable-radix-cache")
     arguments += ["--lora-backend", "torch_native"]  # of adapters, if it is to take any
     arguments += ["--disable-cuda-graph", "--disable-overlap-schedule", "--sleep-on-idle"]  # idle, it would take a core
