@@ -193,6 +193,18 @@ def test_null_drops_what_a_base_file_says_of_a_section() -> None:
     assert isinstance(cfg, RLConfig) and cfg.validation == ValidationConfig()
 
 
+def test_null_drops_a_base_file_s_key_of_another_algorithm() -> None:
+    grpo = PPO.replace("critic:\n  warmup_steps: 2\n", "").replace(
+        GAE, "  adv_estimator: grpo\n  norm_adv_by_std_in_grpo: false\n"
+    )
+    Path("base.yaml").write_text(grpo)
+    rloo = "base: base.yaml\nbatch: {samples_per_prompt: 2}\nalgorithm: {adv_estimator: rloo%s}\n"
+    assert "norm_adv_by_std_in_grpo: has no effect: the estimator is rloo" in (text := str(refusal(rloo % "")))
+    assert "override it with null" in text
+    cfg = loaded(rloo % ", norm_adv_by_std_in_grpo: null")
+    assert isinstance(cfg, RLConfig) and cfg.algorithm.adv_estimator == "rloo"
+
+
 @pytest.mark.parametrize(("given", "prompt"), [({}, 1024), ({"max_tokens": 128}, 64), ({"max_tokens": 4096}, 1024)])
 def test_the_room_for_prompts_follows_the_room_of_a_row(given: dict[str, int], prompt: int) -> None:
     source = SourceConfig(path="a.jsonl")

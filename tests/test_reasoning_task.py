@@ -20,19 +20,19 @@ ROW = {"prompt": "State the final answer: 4 - 7 =", "answer": "-3", "data_source
         ("4 - 7 = -3.", 1.0, 1.0),
         ("The answer is -3", 1.0, 1.0),
         ("-3 is the answer", 0.0, 0.0),  # goes on behind it
-        ("4 - 7 = -2", 0.05, 0.0),
-        ("4 - 7 = 3", 0.1 / 7, 0.0),
+        ("4 - 7 = -2", 0.2, 0.0),
+        ("4 - 7 = 3", 0.0, 0.0),
         ("", 0.0, 0.0),
     ],
 )
-def test_the_right_number_at_the_end_scores_and_a_near_one_a_little(
+def test_the_right_number_at_the_end_scores_and_the_right_sign_a_little(
     response: str, score: float, right: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("reasoning_gym", reason="extra tasks")
     monkeypatch.syspath_prepend(str(ROOT / "yaml_configs" / "rewards"))
-    from reasoning_gym_tasks import final_number, near_number  # type: ignore[import-not-found]
+    from reasoning_gym_tasks import final_number, number_or_sign  # type: ignore[import-not-found]
 
-    assert near_number("", response, ROW) == {"score": pytest.approx(score), "right": right}
+    assert number_or_sign("", response, ROW) == {"score": score, "right": right}
     assert final_number("", response, ROW) == right
 
 
@@ -68,9 +68,12 @@ def test_every_quickstart_trains_a_configuration_that_is_there(monkeypatch: pyte
     monkeypatch.setattr(quickstart.shutil, "rmtree", lambda *_, **__: None)
     for name in (name for name in names if not name.endswith(("sft", "contrast")) and not name.startswith("ddpo")):
         commands: list[tuple[str, ...]] = []
-        monkeypatch.setattr(sys, "argv", ["quickstart.py", name])
+        overrides = ("run.seed=2",) if name.startswith("real") else ()
+        monkeypatch.setattr(sys, "argv", ["quickstart.py", name, *overrides])
         quickstart.main()
-        trained = [command[-1] for command in commands if command[:3] == ("-m", "mrl", "train")]
+        trains = [command[3:] for command in commands if command[:3] == ("-m", "mrl", "train")]
+        trained = [config for config, *_ in trains]
+        assert trains[-1][1:] == overrides
         assert trained[-1] == f"yaml_configs/quickstart_{name}.yaml"
         assert all((ROOT / config).is_file() for config in trained)
         assert all((ROOT / command[0]).is_file() for command in commands if command[0].startswith("tools/"))

@@ -1,7 +1,8 @@
 """The first run: a tiny model learns to sort five digits. SFT from scratch to a start, then RL to a high reward;
 `sft_chat`: SFT alone, on conversations, with held-out ones beside it.
 
-Usage: python tools/quickstart.py [ALGORITHM], one of yaml_configs/quickstart_ALGORITHM.yaml, ppo if none is named.
+Usage: python tools/quickstart.py [ALGORITHM [KEY=VALUE ...]], one of yaml_configs/quickstart_ALGORITHM.yaml, ppo if none
+is named. `real*` pass KEY=VALUE to `mrl train`, such as run.seed=2.
 Everything goes to runs/quickstart*; a new call starts afresh. `gpu`, not tried yet: a larger model in bfloat16, and
 SGLang, on one GPU. `ddpo`: a tiny diffusion model that draws shapes, and two rewards of images. `agent`: a tiny model
 that guesses a number in three turns; `agent_bounded`, `agent_endpoint`: over pushes of weights, and by OpenAI's API.
@@ -56,8 +57,8 @@ def diffusion() -> None:
         print(f"{name}: runs/{name}/reward_curve.png, images from runs/{name}/images/step_0.png to {last.name}")
 
 
-def real(name: str) -> None:
-    """A pretrained model, which stays in its directory from one call to the next."""
+def real(name: str, overrides: list[str]) -> None:
+    """Trains a pretrained model, which stays in its directory from one call to the next."""
     config, out = f"yaml_configs/quickstart_{name}.yaml", f"runs/quickstart_{name}"
     shutil.rmtree(ROOT / out, ignore_errors=True)
     run("making the task: SmolLM2-135M-Instruct and arithmetic", "tools/make_reasoning_task.py", REAL)
@@ -67,7 +68,7 @@ def real(name: str) -> None:
         own = ("eval", "yaml_configs/quickstart_real.yaml", f"data.validation={REAL}/data/train.jsonl")
         run("16 answers of the model to each problem", "-m", "mrl", *own, "--per-prompt", "16", "--out", pairs)
         run("pairs of right and wrong answers", "tools/make_pairs.py", f"{pairs}/eval.json", pairs)
-    run(f"training by {config}", "-m", "mrl", "train", config)
+    run(f"training by {config}", "-m", "mrl", "train", config, *overrides)
     run("report", "-m", "mrl", "report", out)
     if name == "real_reward_model":
         run("its scores of held-out pairs", "-m", "mrl", "eval", "reward", f"{out}/hf", f"{pairs}/held_out.jsonl")
@@ -89,7 +90,11 @@ def main() -> None:
     found = sorted(file.stem.removeprefix("quickstart_") for file in (ROOT / "yaml_configs").glob("quickstart_*.yaml"))
     names = [name for name in found if not name.endswith(("sft", "contrast"))]
     parser.add_argument("algorithm", nargs="?", choices=names, default="ppo")
-    algorithm = parser.parse_args().algorithm
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of real*, for `mrl train`")
+    args = parser.parse_args()
+    algorithm = args.algorithm
+    if args.overrides and not algorithm.startswith("real"):
+        parser.error(f"{algorithm} takes no KEY=VALUE: edit yaml_configs/quickstart_{algorithm}.yaml")
     if algorithm.startswith("ddpo"):
         diffusion()
         return
@@ -97,7 +102,7 @@ def main() -> None:
         agent(algorithm)
         return
     if algorithm.startswith("real"):
-        real(algorithm)
+        real(algorithm, args.overrides)
         return
     if algorithm == "sft_chat":
         chat()

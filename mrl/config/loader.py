@@ -56,6 +56,10 @@ def load(
         raise ConfigError(str(path), problems)
     schema = _schema(tree, path, problems)
     cfg, errors = _validate(schema, tree)
+    if dropped := [error for error in errors if error["input"] is None and _owners(schema, error)]:
+        for error in dropped:  # null drops a base file's key of another algorithm
+            tree.drop(_as_written(schema, tree, _path(error)))
+        cfg, errors = _validate(schema, tree)
     problems += [_foreign(schema, tree, error) or _problem(schema, tree, error) for error in errors[:MAX_ERRORS]]
     if cfg is None:
         for error in errors:
@@ -134,7 +138,8 @@ def _foreign(schema: type[AnyConfig], tree: Node, error: dict[str, Any]) -> Prob
         return None
     path, section = ".".join(_path(error)), ".".join(_path(error)[:-1])
     kind = next(key.kinds[0] for key in walk(keys_of(schema)) if key.path == section)
-    message = f"has no effect: the {kind.noun} is {_chosen(error)[-1]}; it is a key of {', '.join(owners)}"
+    what = f"has no effect: the {kind.noun} is {_chosen(error)[-1]}; it is a key of {', '.join(owners)}"
+    message = f"{what}; remove the key, or override it with null"
     return _placed(schema, tree, Problem((path, f"{section}.{kind.by}"), message))
 
 

@@ -7,7 +7,7 @@ import re
 import reasoning_gym
 
 LAST = re.compile(r"(-?\d+(?:\.\d+)?)[.!]?\s*$")
-NEAR_MISS = 0.1  # highest score of a wrong number
+SIGN_CREDIT = 0.2  # score of a wrong number with the right sign
 
 
 def final_number(prompt: str, response: str, row: dict) -> float:
@@ -18,12 +18,13 @@ def final_number(prompt: str, response: str, row: dict) -> float:
     return float(scorer(found[1] if found else None, entry) == 1.0)
 
 
-def near_number(prompt: str, response: str, row: dict) -> dict[str, float]:
-    """Returns 1.0 for the right number at the end, and at most 0.1 for a wrong one, more if it is nearer.
+def number_or_sign(prompt: str, response: str, row: dict) -> dict[str, float]:
+    """Returns 1.0 for the right number at the end, and 0.2 for a wrong number with the right sign.
 
-    GRPO learns nothing from a group whose responses all score 0.
+    The model answers almost every problem with a positive number at first. Without the credit for the sign, all
+    responses to a problem with a negative result score 0, and GRPO learns nothing from a group of equal scores.
     """
     right = final_number(prompt, response, row)
     found = LAST.search(response)
-    near = NEAR_MISS / (1 + abs(float(found[1]) - float(row["answer"]))) if found else 0.0
-    return {"score": right or near, "right": right}
+    has_sign = found is not None and found[1].startswith("-") == row["answer"].startswith("-")
+    return {"score": right or SIGN_CREDIT * has_sign, "right": right}
