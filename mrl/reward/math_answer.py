@@ -114,7 +114,9 @@ def _read(text: str) -> list[Any]:
         return [text]
     plain = _plain(text)
     prose = _PROSE.search(_TEXT.sub(lambda match: " " * len(match[0]), plain))
-    head = plain if prose is None else plain[: prose.start()].strip(" ,;:(")
+    head = plain if prose is None else plain[: prose.start()].rstrip(" ,;:(").lstrip(" ,;:")
+    if prose is not None and (remark := head.rfind("(")) > head.rfind(")"):  # as in 19.5 (5 years ago)
+        head = head[:remark].rstrip(" ,;:") or head
     return _parsed(f"\\boxed{{{head}}}", [_BOX]) if head else _loose(text)
 
 
