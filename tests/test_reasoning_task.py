@@ -20,7 +20,7 @@ ROW = {"prompt": "State the final answer: 4 - 7 =", "answer": "-3", "data_source
         ("4 - 7 = -3.", 1.0, 1.0),
         ("The answer is -3", 1.0, 1.0),
         ("-3 is the answer", 0.0, 0.0),  # goes on behind it
-        ("4 - 7 = -2", 0.2, 0.0),
+        ("4 - 7 = -2", 0.4, 0.0),
         ("4 - 7 = 3", 0.0, 0.0),
         ("", 0.0, 0.0),
     ],

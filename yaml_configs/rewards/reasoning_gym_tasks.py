@@ -7,7 +7,7 @@ import re
 import reasoning_gym
 
 LAST = re.compile(r"(-?\d+(?:\.\d+)?)[.!]?\s*$")
-SIGN_CREDIT = 0.2  # score of a wrong number with the right sign
+SIGN_CREDIT = 0.4  # score of a wrong number with the right sign
 
 
 def final_number(prompt: str, response: str, row: dict) -> float:
@@ -19,7 +19,7 @@ def final_number(prompt: str, response: str, row: dict) -> float:
 
 
 def number_or_sign(prompt: str, response: str, row: dict) -> dict[str, float]:
-    """Returns 1.0 for the right number at the end, and 0.2 for a wrong number with the right sign.
+    """Returns 1.0 for the right number at the end, and 0.4 for a wrong number with the right sign.
 
     The model answers almost every problem with a positive number at first. Without the credit for the sign, all
     responses to a problem with a negative result score 0, and GRPO learns nothing from a group of equal scores.
