@@ -110,7 +110,7 @@ TEXTS = [
     ),
     Text("hermes", hermes('{"name": "run", "arguments": {"n": NaN}}'), NONE, "NaN is no number of JSON", False),
     Text("hermes", hermes('{"name": "run", "arguments": {"n": 1e999}}'), NONE, "larger than any float", False),
-    Text("hermes", hermes('{"name": "run", "arguments": {"n": 1, "n": 2}}'), NONE, "'n' is there twice", False),
+    Text("hermes", hermes('{"name": "run", "arguments": {"n": 1, "n": 2}}'), NONE, "'n' occurs twice", False),
     Text("hermes", hermes('{"name": "run", "arguments": {"code": "\\ud83d"}}'), NONE, "half of a character", False),
     Text("hermes", hermes('{"name": "look"} and more'), NONE, "expected </tool_call>, found 'and more"),
     Text("hermes", hermes('{"name": "look", "parameters": {"a": 1}}'), NONE, "not 'parameters'", False),
