@@ -278,4 +278,4 @@ def test_engines_of_other_nodes_need_nothing_here(
     cfg = load(write_config(tmp_path, tiny_models("llama"), placement=placement))
     assert [finding.verdict for finding in machine.look_at_packages(cfg)] == ["ok"]
     (found,) = machine.look_at_services(cfg)
-    assert str(found) == "3 engine nodes are to come (mrl serve): the run waits 60 s for them"
+    assert str(found) == "the run waits up to 60 s for 3 engine nodes (mrl serve)"
