@@ -18,7 +18,7 @@ from mrl.data.columns import told
 from mrl.observe.files import append_jsonl, read_jsonl, write_jsonl
 
 REFUSED = {
-    '{"a": NaN}': "NaN is no number of JSON",
+    '{"a": NaN}': "NaN is not a JSON number",
     "[-Infinity]": "-Infinity is no number",
     '{"a": [1e999]}': "1e999 is larger than any float",
     "-1E+400": "larger than any float",
@@ -85,7 +85,7 @@ def test_an_environment_s_server() -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
-        with pytest.raises(OpenEnvError, match="/step answered no JSON: NaN is no number"):
+        with pytest.raises(OpenEnvError, match="/step did not return JSON: NaN is not a JSON number"):
             _asked(url, "POST", "/step", {"action": 1})
         with pytest.raises(ValueError, match="not JSON compliant"):
             _asked(url, "POST", "/step", {"action": math.nan})
