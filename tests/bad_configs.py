@@ -159,7 +159,7 @@ BAD = [
         TENSOR,
         "    tensor: 4\n",
         "actor.parallel.tensor",
-        ("4 does not divide", "2 key-value heads: 1 or 2 would", "model.path (c.yaml:7)"),
+        ("4 does not divide", "2 key-value heads: use 1 or 2", "model.path (c.yaml:7)"),
         base=PPO.replace("nproc: 4", "nproc: 8"),
     ),
     Bad(
@@ -177,7 +177,7 @@ BAD = [
         "    pipeline: 2",
         "    pipeline: 3",
         "actor.parallel.pipeline",
-        ("8 layers do not divide over 3 stages: 1, 2, 4 or 8 would", "first_stage_layers"),
+        ("8 layers do not divide over 3 stages: use 1, 2, 4 or 8", "first_stage_layers"),
         base=PPO.replace("nproc: 4", "nproc: 6"),
     ),
     Bad("two machines on one", NPROC, "  nproc: 4\n  nodes: 2\n", "run.nodes", ("made for 2 machines", "--nodes 2")),
@@ -193,7 +193,7 @@ BAD = [
         "    pipeline: 2",
         "    pipeline: 2\n    virtual_pipeline: 3",
         "actor.parallel.virtual_pipeline",
-        ("3 chunks a stage", "each stage (4): 2 or 4 would"),
+        ("3 chunks per stage", "each stage (4): use 2 or 4"),
     ),
     Bad(
         "first stage takes all",
@@ -230,14 +230,14 @@ BAD = [
         "critic:\n",
         "critic:\n  parallel: {context: 3}\n",
         "critic.parallel.context",
-        ("= 3 ranks do not divide", "4 ranks: context 1, 2 or 4 would"),
+        ("= 3 ranks do not divide", "4 ranks: use context 1, 2 or 4"),
     ),
     Bad(
         "engine's tensor and heads",
         "rollout:\n",
         "rollout:\n  tensor: 3\n",
         "rollout.tensor",
-        ("3 does not divide", "2 key-value heads: 1, 2 or 4 would"),
+        ("3 does not divide", "2 key-value heads: use 1, 2 or 4"),
     ),
     Bad(
         "a model's own code in the engine",
@@ -439,7 +439,7 @@ BAD = [
         GAE,
         GAE + "  rollout_correction: {rollout_is: token, rollout_is_threshold: 0.5}\n",
         "algorithm.rollout_correction.rollout_is_threshold",
-        ("'0.5' cuts the weight 1",),
+        ("'0.5' excludes the weight 1",),
     ),
     Bad(
         "bounds that are none",
@@ -684,7 +684,7 @@ BAD = [
         "  path: dense",
         "  path: gpt",
         "model.path",
-        ("GPT2LMHead has no weight table", "Qwen2ForCausalLM"),
+        ("GPT2LMHead is not supported", "Qwen2ForCausalLM"),
     ),
     Bad(
         "pickles of random weights",
@@ -948,7 +948,7 @@ BAD = [
         "reward:",
         "checkpoint: {accept_changes: [actor.lr]}\nreward:",
         "checkpoint.accept_changes",
-        ("'actor.lr' is no key",),
+        ("'actor.lr' is not a key",),
         "checkpoint:",
     ),
     Bad(

@@ -72,7 +72,7 @@ FILES = [  # config.yaml
     _text("base is a directory", "base: .\n", "c.yaml:1: base: cannot read", "a directory"),
     _text("base is a device", "base: /dev/zero\n", "c.yaml:1: base: cannot read", "a device, a pipe or a socket"),
     _text("base is a pipe", "base: pipe\n", "c.yaml:1: base: cannot read", "a device, a pipe or a socket"),
-    _text("base of itself", "base: c.yaml\n", "c.yaml:1: base: files are based on each other"),
+    _text("base of itself", "base: c.yaml\n", "c.yaml:1: base: bases form a circle"),
     _text("endless bases", "base: chain/0.yaml\n", "bases are more than 20 levels deep"),
 ]
 

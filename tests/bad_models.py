@@ -259,9 +259,9 @@ BAD_CHECKPOINTS = [
     run_checkpoint("models a list", "complete does not list the checkpoint's models", learners=[]),
     run_checkpoint("a model without a role", "complete does not list the checkpoint's models", learners={"actor": {}}),
     run_checkpoint("no actor", "has no actor, but critic", learners={"critic": {"role": "critic"}}),
-    run_checkpoint("run's configuration no YAML", "config.yaml does not say which model", config="a: [b"),
-    run_checkpoint("run's configuration a list", "config.yaml does not say which model", config="- a"),
-    run_checkpoint("run's model a number", "config.yaml does not say which model", config="model: {path: 7}"),
+    run_checkpoint("run's configuration no YAML", "config.yaml does not name the model", config="a: [b"),
+    run_checkpoint("run's configuration a list", "config.yaml does not name the model", config="- a"),
+    run_checkpoint("run's model a number", "config.yaml does not name the model", config="model: {path: 7}"),
     Bad(
         "iteration is text",
         text("latest_checkpointed_iteration.txt", "the last"),

@@ -299,7 +299,7 @@ def test_a_joined_world_is_checked_against_the_layout() -> None:
     text = PPO.replace("  nproc: 4\n", "")
     assert loaded(text, machine=Machine(8, 4, 0, joined=True))
     assert "WORLD_SIZE" in str(refusal(text, machine=Machine(6, 6, 0, joined=True)))
-    assert "8 were started here" in str(refusal(PPO, machine=Machine(8, 8, 0, joined=True)))
+    assert "8 are started" in str(refusal(PPO, machine=Machine(8, 8, 0, joined=True)))
     two = PPO.replace("  nproc: 4\n", "  nproc: 4\n  nodes: 2\n")
     assert loaded(two, machine=Machine(8, 4, 0, joined=True))
     said = str(refusal(two, "sync.transport=disk", machine=Machine(8, 4, 0, joined=True)))

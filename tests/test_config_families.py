@@ -36,7 +36,7 @@ REFUSED: list[tuple[str, dict[str, Any], tuple[str, ...], int, str, str]] = [
         "rollout.engine",
         "experts in all layers of qwen2_moe: set rollout.engine: transformers",
     ),
-    ("phi3", ONE, ("actor.lora={rank: 4}",), 0, "actor.lora.targets", "qkv_proj, gate_up_proj, which are several"),
+    ("phi3", ONE, ("actor.lora={rank: 4}",), 0, "actor.lora.targets", "fused layers qkv_proj, gate_up_proj"),
     ("glm4_moe", ONE, ("actor.layers=transformer_engine", "model.dtype=float32"), 4, "actor.layers", "TF32"),
     ("gpt_oss", ONE, (), 0, "rollout.engine", "no attention with sinks on CPUs .*: set rollout.engine: transformers"),
     ("gpt_oss", ONE, ("rollout.quantization=fp8",), 4, "rollout.engine", "fp8 experts of gpt_oss"),

@@ -183,7 +183,7 @@ GEMMA = "gemma3_text"
         (
             "glm4_moe",
             {"first_k_dense_replace": 2},
-            "first_k_dense_replace must be a whole number below num_hidden_layers",
+            "first_k_dense_replace must be an integer below num_hidden_layers",
         ),
         ("glm4_moe", {"num_experts_per_tok": 1}, "num_experts_per_tok must be 2 or more"),
         ("glm4_moe", {"rope_parameters": {"partial_rotary_factor": 0.3}}, "an even number of a head's 32 channels"),

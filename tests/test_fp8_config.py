@@ -108,7 +108,7 @@ REFUSED = {
         [fp8("recipe: delayed, first_last_bf16: 1")],
         4,
         "actor.precision.fp8.first_last_bf16",
-        ("1 layers", "need 0"),
+        ("must be 0", "got 1"),
     ),
     "all layers at the ends": (
         [fp8("recipe: current, first_last_bf16: 4")],
@@ -132,7 +132,7 @@ REFUSED = {
         [fp8("recipe: delayed, params: true")],
         4,
         "actor.precision.fp8.params",
-        ("not with delayed",),
+        ("another recipe than delayed",),
     ),
     "a critic's head": (
         [fp8("recipe: current, head: true", "critic")],
@@ -193,7 +193,7 @@ REFUSED = {
         [fp8("recipe: delayed"), "model.path=experts", "actor.parallel={tensor: 1}", "actor.recompute=selective"],
         4,
         "actor.recompute",
-        ("4 experts", "not with delayed"),
+        ("4 experts", "delayed rules out"),
     ),
     "the critic's own model": (
         [fp8("recipe: mxfp8", "critic"), "critic.path=dense", "critic.parallel={tensor: 4}"],

@@ -148,7 +148,7 @@ REFUSED_EXPERTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("actor.lora={}", "actor.layers=local", "sync.lora=adapter"),
         ("sync.lora", "actor.lora.targets", "adapters of experts can only be synced merged"),
     ),
-    "experts of joined layers": (("actor.lora={}",), ("actor.lora.targets", "actor.layers", "need layers: local")),
+    "experts of joined layers": (("actor.lora={}",), ("actor.lora.targets", "actor.layers", "need local layers")),
     "experts that are cut": (
         ("actor.lora={}", "actor.layers=local", "actor.parallel={tensor: 2}"),
         ("actor.parallel.expert_tensor", "actor.lora.targets", "need 1, not 2"),

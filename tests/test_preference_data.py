@@ -289,14 +289,14 @@ def test_rows_of_no_use_are_named_by_file_and_line(tmp_path: Path, row: Any, for
             "some responses are text, others lists of messages",
         ),
         ({"prompt": "hi", "chosen": "yes", "rejected": "no", "tools": "[1]"}, "'tools' must be a list of objects"),
-        ({"prompt": "hi", "chosen": "yes", "rejected": "no", "tools": "{"}, "'tools' is text that is no JSON"),
+        ({"prompt": "hi", "chosen": "yes", "rejected": "no", "tools": "{"}, "'tools' is text, but not JSON"),
         (
             {"prompt": "hi", "chosen": "yes", "rejected": "no", "chat_template_kwargs": {"tokenize": True}},
             "'chat_template_kwargs' has tokenize, which mrl sets itself",
         ),
         (
             {"prompt": [{"role": "system", "content": "a"}], "chosen": "yes", "rejected": "no", "system": "b"},
-            "'system' is a system message, and the prompt begins with another",
+            "'system' is a system message, and the prompt begins with one too",
         ),
     ],
 )

@@ -109,7 +109,7 @@ def test_a_cpu_that_multiplies_bfloat16_slower_is_told(
     code, said = run(Mistake("dtype", (), (f"model.dtype={dtype}", "rollout.engine=transformers")))
     found = [each for each in said["findings"] if each["check"] == "dtype"]
     assert code == 0 and [each["verdict"] for each in found] == ["warning"] * warns
-    assert not warns or "22 GFLOP/s, and 40 in float32" in found[0]["text"]
+    assert not warns or "22 GFLOP/s in bfloat16 and 40 in float32" in found[0]["text"]
 
 
 def test_several_things_are_wrong_at_once(run: Callable[..., tuple[int, dict[str, Any]]]) -> None:

@@ -44,7 +44,7 @@ def test_two_launchers_look_at_each_other(tiny_models: TinyModels, tmp_path: Pat
     assert [each["exit_code"] for each in told] == [1, 1], "no network is that fast"
     for each in told:
         found = {(finding["check"], finding["verdict"]): finding["text"] for finding in each["findings"]}
-        assert found["nodes", "ok"] == "all 2 are here"
+        assert found["nodes", "ok"] == "all 2 have joined"
         assert "all-reduce of 1 MiB over 2 ranks on 2 nodes by gloo" in found["network", "ok"]
         slow = [finding["text"] for finding in each["findings"] if finding["verdict"] == "problem"]
         assert [text.partition(" is slow")[0] for text in slow] == ["node 0 (n1)", "node 1 (n2)"]
@@ -74,7 +74,7 @@ def test_what_ranks_print_is_no_measurement(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     for [here, network] in meet([[]] * 2, 2):
-        assert (here.text, network.verdict) == ("all 2 are here", "ok")
+        assert (here.text, network.verdict) == ("all 2 have joined", "ok")
         assert "all-reduce of 1 MiB over 2 ranks on 2 nodes by gloo" in network.text
 
 

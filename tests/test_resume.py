@@ -221,7 +221,7 @@ def test_a_changed_configuration_is_refused_before_anything_is_loaded(ppo: Runs)
     with Train(ppo.folder, ppo.config, "run.name=killed", "run.steps=6", *changes) as run:
         assert run.wait(RUN_S) == 1
     error = run.terminal.split("mrl: error: ")[1]
-    assert "step_4 was made with another configuration" in error
+    assert "step_4 was written with another configuration" in error
     assert "  actor.optimizer.lr: 0.005 -> 0.001\n" in error and "  batch.epochs_per_step: 2 -> 1\n" in error
     assert "'checkpoint.accept_changes=[actor.optimizer.lr, batch.epochs_per_step]'" in error
     assert "Traceback" not in error and "waiting for the engine" not in run.terminal

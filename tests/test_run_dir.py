@@ -360,7 +360,7 @@ def test_a_report_of_broken_files_is_one_line(
 
 def test_the_folder_of_the_runs_is_no_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path)]) == 1
-    assert capfd.readouterr().err == f"{tmp_path} holds no run: expected a run directory, such as runs/NAME\n"
+    assert capfd.readouterr().err == f"{tmp_path} contains no run: expected a run directory, such as runs/NAME\n"
     assert not list(tmp_path.iterdir())
 
 

@@ -19,7 +19,7 @@ from mrl.observe.files import append_jsonl, read_jsonl, write_jsonl
 
 REFUSED = {
     '{"a": NaN}': "NaN is not a JSON number",
-    "[-Infinity]": "-Infinity is no number",
+    "[-Infinity]": "-Infinity is not a JSON number",
     '{"a": [1e999]}': "1e999 is larger than any float",
     "-1E+400": "larger than any float",
     '{"a": 1, "b": {"c": 1, "c": 2}}': "'c' is there twice",
@@ -57,7 +57,7 @@ def test_rows_of_the_data(text: str) -> None:
 
 
 def test_tools_of_a_row() -> None:
-    with pytest.raises(ValueError, match="'tools' is text that is no JSON .1e999 is larger"):
+    with pytest.raises(ValueError, match="'tools' is text, but not JSON .1e999 is larger"):
         told({"tools": '[{"maximum": 1e999}]'}, DataConfig(train=(SourceConfig(path="a.jsonl"),)))
 
 

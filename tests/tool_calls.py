@@ -108,7 +108,7 @@ TEXTS = [
         "line 3, column 1: expected </tool_call>",
         False,
     ),
-    Text("hermes", hermes('{"name": "run", "arguments": {"n": NaN}}'), NONE, "NaN is no number of JSON", False),
+    Text("hermes", hermes('{"name": "run", "arguments": {"n": NaN}}'), NONE, "NaN is not a JSON number", False),
     Text("hermes", hermes('{"name": "run", "arguments": {"n": 1e999}}'), NONE, "larger than any float", False),
     Text("hermes", hermes('{"name": "run", "arguments": {"n": 1, "n": 2}}'), NONE, "'n' occurs twice", False),
     Text("hermes", hermes('{"name": "run", "arguments": {"code": "\\ud83d"}}'), NONE, "half of a character", False),

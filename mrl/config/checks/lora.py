@@ -76,12 +76,12 @@ def _targets(name: str, train: TrainConfig, arch: ModelArch) -> Iterator[Problem
     if not takes_experts(arch, spec):
         return
     if train.parallel.expert_tensor_size > 1:
-        message = f"adapters of experts need 1, not {train.parallel.expert_tensor_size}: or target attention only"
+        message = f"adapters of experts need 1, not {train.parallel.expert_tensor_size}; or target attention only"
         yield Problem((f"{name}.parallel.expert_tensor", key), message)
     if train.lora.dropout:
         yield Problem((f"{name}.lora.dropout", key), "is not supported in experts: set 0, or target attention only")
     if train.layers != "local":
-        message = "adapters of experts need layers: local: or target attention only"
+        message = "adapters of experts need local layers: set layers: local, or target attention only"
         yield Problem((key, f"{name}.layers"), message)
 
 
