@@ -220,7 +220,7 @@ def test_adapters_that_nothing_reaches_are_refused() -> None:
 
 
 def test_a_run_whose_last_step_learned_nothing_is_no_success(tmp_path: Path) -> None:
-    with pytest.raises(NonFiniteError, match="last step applied no update of the actor: .*nonfinite.jsonl names"):
+    with pytest.raises(NonFiniteError, match="last step applied no update of the actor: .*nonfinite.jsonl"):
         make_steps(tmp_path, [0, 0], [1, 1]).end_of_run()
     make_steps(tmp_path, [0, 0], [1, 1], [0, 1]).end_of_run()  # it went on
     make_steps(tmp_path, [1], [0]).end_of_run()

@@ -119,7 +119,7 @@ class TestNothingIsWrittenOver:
         told, on_rank_0 = SimpleNamespace(any=lambda warned: True), SimpleNamespace(note=notes.append)
         with pytest.raises(SystemExit, match="75"):
             Phases(told, run_dir, on_rank_0, None, 60.0).leave_if_warned(0, lambda deadline_s: 0)
-        assert notes == ["stopping after step 0 on a signal: no step is saved, leaving"]
+        assert notes == ["stopping after step 0 on a signal: no step is saved"]
         assert json.loads((run_dir / "preempted").read_text())["step"] is None
         refuse_existing(cfg)
         with contextlib.ExitStack() as stack:
