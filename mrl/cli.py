@@ -97,7 +97,9 @@ def _parsed(argv: Sequence[str], is_program: bool) -> argparse.Namespace:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="mrl", description="Reinforcement learning for language models on Megatron-Core."
+        prog="mrl",
+        description="Reinforcement learning for language models on Megatron-Core.",
+        epilog="`mrl COMMAND --help` shows the arguments of a command.",
     )
     parser.add_argument("--version", action="version", version=f"mrl {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -41,7 +41,7 @@ class Staging:
         """Makes the directory, after removing the remains of a killed process. Raises Unwritable."""
         target = self.target
         if target.exists() and not (target.is_dir() and (self._overwrite or not any(target.iterdir()))):
-            raise Unwritable(f"{target} exists and is not empty; remove it or choose another directory")
+            raise Unwritable(f"{target} exists and is not empty: remove it, or choose another directory")
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             self._lock = _locked(self._beside("lock"))
@@ -109,14 +109,14 @@ def read_manifest(directory: Path, *, remedy: str = "", **expected: object) -> d
     """
     marker, remedy = directory / MANIFEST, f"; {remedy}" if remedy else ""
     if not marker.is_file():
-        raise ValueError(f"{directory} is not complete: it has no file {MANIFEST!r}{remedy}")
+        raise ValueError(f"{directory} is incomplete: it has no file {MANIFEST!r}{remedy}")
     manifest = read_json(marker)
     if not isinstance(manifest, dict):
         raise ValueError(f"{marker} is not a list of files")
     if any(manifest.get(key) != value for key, value in expected.items()):
         found = " ".join(str(manifest.get(key)) for key in expected)
         here = " ".join(map(str, expected.values()))
-        raise ValueError(f"{directory} has format {found}; this version of mrl reads format {here}")
+        raise ValueError(f"{directory} has format {found}, and this version of mrl reads format {here}")
     try:
         files = {str(name): int(size) for name, size in manifest["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -132,7 +132,7 @@ def require_space(target: Path, needed_bytes: int) -> None:
     """Raises Unwritable, with both sizes, if the disk of `target`'s parent has too little space."""
     needed, free = needed_bytes + SPARE_BYTES, shutil.disk_usage(target.parent).free
     if free < needed:
-        raise Unwritable(f"no room for {target}: {size_text(needed)} needed, {size_text(free)} free on its disk")
+        raise Unwritable(f"not enough disk space for {target}: {size_text(needed)} needed, {size_text(free)} free")
 
 
 def size_text(count: float) -> str:
@@ -155,12 +155,12 @@ def _problem(root: Path, name: str, size: int) -> str | None:
     except ValueError as error:
         return str(error)
     found = (root / name).stat().st_size
-    return None if found == size else f"{name} has {found} bytes, {size} were written"
+    return None if found == size else f"{name} has {found} bytes instead of {size}"
 
 
 def _locked(file: Path) -> int:
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
     if not lock(descriptor):
         os.close(descriptor)
-        raise Unwritable(f"another process is writing there (it holds {file})")
+        raise Unwritable(f"another process is writing there (it holds the lock {file}): wait until it ends, or stop it")
     return descriptor

@@ -45,12 +45,12 @@ def machine() -> str:
     if not gpus:
         single, half = platform.cpu_gflops(torch.float32), platform.cpu_gflops(torch.bfloat16)
         where = (
-            "no GPU: ranks compute on the CPU and talk by gloo, the same code, for small models; matrix products run "
-            f"at {single:.0f} GFLOP/s in float32 and {half:.1f} in bfloat16"
+            "no GPU: ranks compute on the CPU and communicate over gloo, by the same code, for small models; matrix "
+            f"products run at {single:.0f} GFLOP/s in float32 and {half:.1f} in bfloat16"
         )
     else:
         kinds = ", ".join(f"{gpus.count(kind)} x {kind}" for kind in dict.fromkeys(gpus))
-        where = f"{kinds}: a rank a GPU, which talk by nccl"
+        where = f"{kinds}: one rank per GPU, communicating over nccl"
     return f"{socket.gethostname()}: {cores} cores, {memory:.0f} GB of memory, {where}"
 
 
@@ -59,10 +59,10 @@ def parts() -> Iterator[Feature]:
     for feature in platform.features():
         yield _sglang(feature) if feature.part == "sglang" else feature
     (version, problem), unbound = sandbox.found(), sandbox.groups.problem()
-    without = "such rewards are refused, unless reward.code.isolation is none"
-    yield Feature("bubblewrap", version, "reward code: shuts in the programs that a model wrote", without, problem)
-    bound = "reward code: the kernel's own bound on a program's memory and processes"
-    yield Feature("control groups", "found", bound, "limits of each process, not of the kernel's buffers", unbound)
+    without = "these rewards are refused, unless reward.code.isolation is none"
+    yield Feature("bubblewrap", version, "code rewards: sandbox for programs that a model wrote", without, problem)
+    bound = "code rewards: kernel limits on a program's memory and processes"
+    yield Feature("control groups", "found", bound, "limits per process, without the kernel's buffers", unbound)
     for part, module in (("tensorboard", "tensorboard"), ("wandb", "wandb"), ("mlflow-skinny", "mlflow")):
         yield _tracker(part, module)
 
@@ -75,7 +75,7 @@ def _sglang(feature: Feature) -> Feature:
 def _tracker(part: str, module: str) -> Feature:
     found = next((v for package in (part, module) if (v := _version(package))), None)
     problem = None if found is None or util.find_spec(module) is not None else f"it has no module {module}"
-    return Feature(part, found, f"run.trackers: [{module}]", "metrics.jsonl and mrl report have the same", problem)
+    return Feature(part, found, f"run.trackers: [{module}]", "metrics.jsonl and mrl report show the same", problem)
 
 
 def _version(package: str) -> str | None:
@@ -126,5 +126,5 @@ def gaps(rows: Sequence[Feature], on_gpu: bool) -> list[str]:
         if row.version is None and make is not None and (command := make(on_gpu)) is not None:
             wanted.setdefault(command, []).append(row.part)
     lines = [f"  {' and '.join(names)}:  {command}" for command, names in wanted.items()]
-    head = "absent, with the command that installs it:" if lines else "nothing is absent that this machine could use"
-    return [head, *lines]
+    nothing = "no part that this machine could use is missing"
+    return ["missing parts, with the commands that install them:" if lines else nothing, *lines]

@@ -105,7 +105,7 @@ def lock_for_reading(file: IO[Any], timeout_s: float = LOCK_TIMEOUT_S) -> None:
     """
     with contextlib.suppress(NoLocks):
         if not lock(file, shared=True, timeout_s=timeout_s):
-            raise ValueError(f"{file.name} has been locked by another process for {timeout_s:g} s")
+            raise ValueError(f"{file.name} has been locked by another process for more than {timeout_s:g} s")
 
 
 def lock(file: IO[Any] | int, *, shared: bool = False, timeout_s: float = 0.0) -> bool:
@@ -133,9 +133,7 @@ def _without_locks(file: IO[Any] | int, error: OSError) -> str:
     where = f"file {number}"
     with contextlib.suppress(OSError):
         where = os.path.dirname(os.readlink(f"/proc/self/fd/{number}"))
-    said = (
-        f"the file system of {where} has no locks (flock: {error.strerror}), without which two runs could write there"
-    )
+    said = f"the file system of {where} has no locks (flock: {error.strerror}), which keep two runs from writing there"
     return f"{said}: mount it with them (Lustre: -o localflock is enough), or choose another directory"
 
 

@@ -24,9 +24,9 @@ def read_json(file: Path) -> Any:
     """
     found = file.stat()
     if not stat.S_ISREG(found.st_mode):
-        raise ValueError(f"{file} is no regular file")
+        raise ValueError(f"{file} is not a regular file")
     if found.st_size > MAX_JSON_BYTES:
-        raise ValueError(f"{file} has {found.st_size} bytes, more than the {MAX_JSON_BYTES} that are read")
+        raise ValueError(f"{file} has {found.st_size} bytes; mrl reads JSON files of at most {MAX_JSON_BYTES}")
     try:
         return parse_json(file.read_bytes())
     except ValueError as error:
@@ -38,9 +38,9 @@ def parse_json(text: bytes) -> Any:
     try:
         return json.loads(text.decode("utf-8"), object_pairs_hook=unique_keys)
     except UnicodeDecodeError as error:
-        raise ValueError(f"it is not UTF-8: byte 0x{text[error.start]:02x} at place {error.start + 1}") from None
+        raise ValueError(f"it is not UTF-8: byte 0x{text[error.start]:02x} at position {error.start + 1}") from None
     except RecursionError:
-        raise ValueError("it is nested too deep") from None
+        raise ValueError("it is nested too deeply") from None
 
 
 def complete(loaded: tuple[Any, Mapping[str, Any]], folder: str | Path) -> Any:
@@ -51,7 +51,7 @@ def complete(loaded: tuple[Any, Mapping[str, Any]], folder: str | Path) -> Any:
     model, info = loaded
     if missing := sorted(info["missing_keys"]):
         named = ", ".join(missing[:NAMED_WEIGHTS]) + (", ..." if len(missing) > NAMED_WEIGHTS else "")
-        raise ValueError(f"{folder} lacks {len(missing)} of the weights of a {type(model).__name__}: {named}")
+        raise ValueError(f"{folder} lacks {len(missing)} weights of a {type(model).__name__}: {named}")
     return model
 
 
@@ -64,7 +64,7 @@ def own_file(directory: Path, name: str | Path) -> Path:
     real = Path(os.path.realpath(file))
     in_cache = root.parent.name == "snapshots" and real.parent == root.parent.parent / "blobs"
     if not (in_cache or real.is_relative_to(root)):
-        raise ValueError(f"{file} is a link to {real}, outside of the directory; put the file itself there")
+        raise ValueError(f"{file} is a link to {real}, outside of the directory: copy the file itself there")
     return file
 
 

@@ -31,9 +31,9 @@ def chip_problem(recipe: str, capability: Version, cuda: Version | None, chip: s
     if capability < needs.capability or (needs.below is not None and capability >= needs.below):
         bound = f" and below {_dotted(needs.below)}" if needs.below is not None else ""
         asked = f"compute capability {_dotted(needs.capability)} or above{bound}"
-        return f"{recipe} needs {asked}, {chip} has {_dotted(capability)}"
+        return f"{recipe} needs {asked}, and {chip} has {_dotted(capability)}"
     if cuda is not None and cuda < needs.cuda:
-        return f"{recipe} needs CUDA {_dotted(needs.cuda)} or above, torch here is built with {_dotted(cuda)}"
+        return f"{recipe} needs CUDA {_dotted(needs.cuda)} or above, and this torch is built with {_dotted(cuda)}"
     return None
 
 

@@ -35,13 +35,13 @@ def world_problem() -> str | None:
     number, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     said = f"RANK={number} and WORLD_SIZE={size} in the environment"
     if not (number.isdecimal() and size.isdecimal() and int(number) < int(size)):
-        return f"{said} are no rank of a world: unset both, or start this by torchrun"
+        return f"{said} do not describe a rank (0 <= RANK < WORLD_SIZE): unset both, or start this with torchrun"
     absent = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if absent and MEETING_VARIABLE not in os.environ:
-        where = f"but not {' and '.join(absent)}, where it meets"
-        return f"{said} make this a rank of a world, {where}: unset both, or start this by torchrun"
+        where = f"but {' and '.join(absent)} {'is' if len(absent) == 1 else 'are'} not set"
+        return f"{said} make this process a rank, {where}: unset both, or start this with torchrun"
     port = os.environ.get("MASTER_PORT", "1")
-    return None if port.isdecimal() and int(port) < 1 << 16 else f"MASTER_PORT={port} in the environment is no port"
+    return None if port.isdecimal() and int(port) < 1 << 16 else f"MASTER_PORT={port} in the environment is not a port"
 
 
 def free_port(host: str = HERE, taken: Collection[int] = ()) -> int:
@@ -62,7 +62,7 @@ def free_port(host: str = HERE, taken: Collection[int] = ()) -> int:
             continue
         _claims.append(claim)
         return port
-    raise NoFreePort(f"no free port on {host} among 100 tried between {PORTS.start} and {PORTS.stop}")
+    raise NoFreePort(f"no free port on {host}: tried 100 ports between {PORTS.start} and {PORTS.stop}")
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -96,7 +96,7 @@ def interface_of(host: str) -> str:
             return name
     if host.startswith("127."):  # the loopback interface has all of these
         return LOOPBACK[GLOO]
-    raise OSError(f"no interface of this machine has the address {host}")
+    raise OSError(f"no network interface of this machine has the address {host}")
 
 
 def gloo_towards(host: str) -> dict[str, str]:

@@ -16,7 +16,7 @@ def loads(text: str | bytes) -> Any:
     try:
         text = text if isinstance(text, str) else text.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8: byte 0x{error.object[error.start]:02x} at place {error.start + 1}") from None
+        raise ValueError(f"not UTF-8: byte 0x{error.object[error.start]:02x} at position {error.start + 1}") from None
     start = len(text) - len(text.lstrip(" \t\r\n"))
     value, end = raw_decode(text, start)
     if rest := text[end:].strip(" \t\r\n"):
@@ -67,7 +67,7 @@ def _float(text: str) -> float:
 
 
 def _constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen = set[str]()
         for name, _ in pairs:
             if name in seen:
-                raise ValueError(f"the key {name[:80]!r} is there twice")
+                raise ValueError(f"the key {name[:80]!r} occurs twice")
             seen.add(name)
     return content
 

@@ -96,7 +96,7 @@ class Terminal:
                 self._log.write(data)
             except OSError as error:
                 self._log_is_whole = False
-                self.say(f"{self._log_path} ends here, the terminal goes on: {error.strerror}")
+                self.say(f"{self._log_path} cannot be written any more ({error.strerror}): output goes to the terminal")
 
     def _copy(self) -> bool:
         try:

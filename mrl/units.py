@@ -53,7 +53,7 @@ class Unit:
         assert self.lengths is not None
         lengths = getattr(of, self.lengths)
         if lengths is None:
-            raise ValueError(f"{self.lengths} is None: how many {self.name}s each sample has is not known")
+            raise ValueError(f"{self.lengths} is None: the number of {self.name}s of each sample is unknown")
         return lengths
 
 
@@ -88,7 +88,7 @@ def check(batch: object, of: object = None) -> None:
         if not isinstance(value, Tensor):
             raise TypeError(f"{kind}.{name} must be a tensor, got {type(value).__name__}")
         if value.shape[:1] != (count := unit.count(of),):
-            raise ValueError(f"{kind}.{name} has the shape {list(value.shape)}, and there are {count} {unit.name}s")
+            raise ValueError(f"{kind}.{name} has shape {list(value.shape)}, but there are {count} {unit.name}s")
 
 
 def pick(batch: T, samples: Tensor, of: object = None) -> T:
@@ -120,7 +120,7 @@ def join(batches: Sequence[T]) -> T:
     """
     first: Any = batches[0]
     if len(kinds := {type(batch).__name__ for batch in batches}) > 1:
-        raise TypeError(f"batches of several kinds: {', '.join(sorted(kinds))}")
+        raise TypeError(f"cannot join batches of different types: {', '.join(sorted(kinds))}")
     units, changes = declared(first), {}
     for name in _values(first):
         values = [_values(batch)[name] for batch in batches]
@@ -128,7 +128,7 @@ def join(batches: Sequence[T]) -> T:
         if not any(have) or (name not in units and not inner):
             continue
         if not all(have):
-            raise ValueError(f"{type(first).__name__}.{name}: some of the batches to be joined have it, others do not")
+            raise ValueError(f"{type(first).__name__}.{name}: some of the batches to join have it, others do not")
         numbers = not inner and NUMBERING in units[name]
         changes[name] = join(values) if inner else torch.cat(_numbered_on(values) if numbers else values)
     return replace(first, **changes)
@@ -152,7 +152,7 @@ def _declared(kind: Any) -> Mapping[str, tuple[Any, ...]]:
             continue
         marks: tuple[Any, ...] = getattr(tensors[0], "__metadata__", ())
         if not marks or not isinstance(marks[0], Unit):
-            raise TypeError(f"{kind.__name__}.{name} is a tensor of which nothing says what its items are")
+            raise TypeError(f"{kind.__name__}.{name} is a tensor without a declared unit of its items")
         found[name] = marks
     return found
 

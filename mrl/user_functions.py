@@ -45,7 +45,7 @@ def find(spec: str, key: str) -> Any:
     path = Path(path_text)
     if not path.is_file():
         meant = near(path.name, (p.name for p in path.parent.glob("*.py"))) if path.parent.is_dir() else ""
-        raise FunctionError(f"{where}: there is no file {path.absolute()}{meant}")
+        raise FunctionError(f"{where}: file not found: {path.absolute()}{meant}")
     module = _import_file(path.absolute(), where)
     function = getattr(module, name, None)
     if function is None:
@@ -60,7 +60,7 @@ def near(name: str, candidates: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, names, n=3)
     if close:
         return f"; did you mean {' or '.join(map(repr, close))}?"
-    return f"; there is {', '.join(map(repr, names[:10]))}" if names else ""
+    return f"; available: {', '.join(map(repr, names[:10]))}" if names else ""
 
 
 def _import_file(path: Path, where: str) -> ModuleType:
@@ -114,7 +114,7 @@ def _check_signature(
     if not callable(function):
         raise FunctionError(f"{where} is a {type(function).__name__}, not a function")
     if inspect.iscoroutinefunction(function):
-        raise FunctionError(f"{where} is an async function (async def), which nothing here awaits: write a plain one")
+        raise FunctionError(f"{where} is an async function, and mrl does not await it: define it with a plain def")
     try:
         inspect.signature(function).bind(*arguments, **named)
     except TypeError as error:

@@ -12,7 +12,13 @@ BAD_DATA = [
         "data.train",
         ("'nowhere.jsonl' is not on this machine",),
     ),
-    Bad("unknown format", "  train: train.jsonl", "  train: plain.txt", "data.train", ("no format", "FILE.parquet")),
+    Bad(
+        "unknown format",
+        "  train: train.jsonl",
+        "  train: plain.txt",
+        "data.train",
+        ("not in a format", "FILE.parquet"),
+    ),
     Bad("data is not JSON", "  train: train.jsonl", "  train: plain.jsonl", "data.train", ("not a JSON object",)),
     Bad(
         "wrong column",
@@ -39,13 +45,13 @@ BAD_DATA = [
     Bad(
         "sources of another kind", "  train: train.jsonl", "  train: 3", "data.train", ("a path, a section or a list",)
     ),
-    Bad("no sources", "  train: train.jsonl", "  train: []", "data.train", ("names no source",)),
+    Bad("no sources", "  train: train.jsonl", "  train: []", "data.train", ("has no sources",)),
     Bad(
-        "the same rows twice",
+        "names a source twice",
         "  train: train.jsonl",
         "  train: [train.jsonl, train.jsonl]",
         "data.train",
-        ("the same rows twice",),
+        ("names a source twice",),
     ),
     Bad(
         "weight of the only source",

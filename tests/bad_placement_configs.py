@@ -20,7 +20,7 @@ BAD_PLACEMENT = [
         APART,
         "placement.mode",
         "rollout.urls",
-        "neither comes later nor goes",
+        "cannot join or leave",
         rollout="  urls: ['http://a:1']\n",
     ),
     placed(
@@ -42,7 +42,7 @@ BAD_PLACEMENT = [
         "an engine over nodes that do not cut it",
         f"{APART}, nodes: 3, nodes_per_engine: 3",
         "placement.nodes_per_engine",
-        "tensor 4 cannot be cut evenly over 3 nodes",
+        "3 nodes do not divide tensor 4",
         rollout="  tensor: 4\n",
     ),
     placed(
@@ -50,7 +50,7 @@ BAD_PLACEMENT = [
         "nodes_per_engine: 2",
         "placement.nodes_per_engine",
         "run.nodes",
-        "1 node is no whole number of groups of 2",
+        "1 node is not a multiple of 2",
         rollout="  tensor: 2\n",
     ),
     placed(
@@ -65,14 +65,14 @@ BAD_PLACEMENT = [
         "half a group of nodes",
         f"{APART}, nodes: 3, nodes_per_engine: 2",
         "placement.nodes_per_engine",
-        "3 nodes are no whole number of groups of 2",
+        "3 nodes are not a multiple of 2",
         rollout="  tensor: 2\n",
     ),
     placed(
         "two engines over the same nodes",
         f"{APART}, nodes: 2, nodes_per_engine: 2",
         "placement.nodes_per_engine",
-        "one over several nodes has them alone",
+        "which fit only one engine",
         rollout="  tensor: 2\n  servers: 2\n",
     ),
 ]

@@ -39,7 +39,7 @@ BAD_REUSE = [
         "a reference without the average",
         "ref: {policy: ema}\n",
         "ref.policy",
-        ("needs the average", "ema (default)"),
+        ("needs a weight average", "ema (default)"),
         "ref:",
         WITH_KL,
     ),

@@ -75,7 +75,7 @@ BAD_REWARDS = [
         "a server called like a built-in",
         "  manager: remote\n  servers:\n    math: {url: 'http://judge:8000'}\n",
         "servers.math",
-        ("not a name for a server",),
+        ("is not allowed",),
     ),
     bad(
         "back-off without retries",
@@ -127,7 +127,7 @@ BAD_REWARDS = [
         "a server called like a metric",
         "  manager: remote\n  servers:\n    mean: {url: 'http://judge:8000'}\n",
         "servers.mean",
-        ("not a name for a server",),
+        ("is not allowed",),
     ),
     bad(
         "a pattern that nobody uses",
@@ -165,7 +165,7 @@ BAD_REWARDS = [
         "no reward model",
         "  manager: model\n",
         "model",
-        ("needs one reward model", "there are 0", "reward.manager"),
+        ("needs exactly one reward model", "there are 0", "reward.manager"),
         "reward:",
     ),
     bad(

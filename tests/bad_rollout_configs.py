@@ -21,7 +21,7 @@ BAD_ROLLOUT = [
         SAMPLING,
         ONE_STEP,
         "algorithm.rollout_correction.rollout_is",
-        ("older weights than the trainer's", OVERLAP, "algorithm.old_log_probs"),
+        ("off-policy", OVERLAP, "algorithm.old_log_probs"),
         "algorithm:",
         base=GRPO,
     ),
@@ -38,7 +38,7 @@ BAD_ROLLOUT = [
         ONE_STEP,
         ONE_STEP + "  release: cache\n",
         "rollout.release",
-        ("cannot sample while it computes", OVERLAP),
+        ("cannot generate meanwhile", OVERLAP),
         base=AHEAD,
     ),
     Bad(
@@ -62,7 +62,7 @@ BAD_ROLLOUT = [
         ONE_STEP,
         "rollout:\n  segment_tokens: 4\n",
         "rollout.oversample",
-        ("required above 1", "rollout.segment_tokens"),
+        ("must be above 1", "rollout.segment_tokens"),
         "rollout:\n",
         base=AHEAD,
     ),
@@ -88,7 +88,7 @@ BAD_ROLLOUT = [
         ONE_STEP,
         "rollout:\n  engine: transformers\n  max_staleness: 1\n  overlap: bounded\n",
         OVERLAP,
-        ("transformers cannot stop in the middle", "rollout.engine"),
+        ("transformers cannot update weights in the middle", "rollout.engine"),
         base=AHEAD,
     ),
     Bad(
@@ -96,7 +96,7 @@ BAD_ROLLOUT = [
         ONE_STEP,
         BOUNDED + "  oversample: 2.0\n  segment_tokens: 4\n",
         "rollout.segment_tokens",
-        ("go on over pushes as they are", OVERLAP),
+        ("continue across weight syncs", OVERLAP),
         base=AHEAD,
     ),
     Bad(
@@ -104,7 +104,7 @@ BAD_ROLLOUT = [
         ESTIMATOR,
         ESTIMATOR + "  filter_groups: {enable: true}\n",
         "algorithm.filter_groups",
-        ("none is passed over", OVERLAP),
+        ("cannot drop any", OVERLAP),
         base=AHEAD.replace(ONE_STEP, BOUNDED),
     ),
     Bad(
@@ -112,7 +112,7 @@ BAD_ROLLOUT = [
         "reward:\n",
         "sync: {lora: adapter}\nreward:\n",
         "sync.lora",
-        ("taken from requests that use it", OVERLAP),
+        ("still use the old adapter", OVERLAP),
         "sync:",
         base=AHEAD.replace(ONE_STEP, BOUNDED).replace("actor:\n", "actor:\n  lora: {rank: 4}\n"),
     ),
@@ -156,7 +156,7 @@ BAD_ROLLOUT = [
         "max_tokens: 64",
         "max_tokens: 64\n  step_timeout_s: 40\n  trajectory_timeout_s: 20",
         "agent.step_timeout_s",
-        ("40 s of a step are more than 20 s", "agent.trajectory_timeout_s"),
+        ("40 s for a step exceed 20 s", "agent.trajectory_timeout_s"),
         "  step_timeout_s: 40",
         base=AGENT,
     ),
@@ -174,7 +174,7 @@ BAD_ROLLOUT = [
             "max_tokens: 64",
             f"max_tokens: 64\n  {key}: {value}",
             f"agent.{key}",
-            ("rendered by a chat template", "data.chat_template"),
+            ("needs a chat template", "data.chat_template"),
             base=AGENT.replace("mine.py:Env", program),
         )
         for key, value, program in (("endpoint", "true", "mine.py:score"), ("thoughts", "strip", "mine.py:Env"))
@@ -201,7 +201,7 @@ BAD_ROLLOUT = [
         "reward:\n",
         "reward:\n  on_error: leave_out\n",
         "reward.on_error",
-        ("remax needs the score of the greedy response of every group", "algorithm.adv_estimator"),
+        ("remax needs the score of every greedy response", "algorithm.adv_estimator"),
         base=AGENT.replace("adv_estimator: grpo", "adv_estimator: remax"),
     ),
     Bad(
@@ -209,7 +209,7 @@ BAD_ROLLOUT = [
         "reward:\n  function: exact_match\n",
         "reward:\n  manager: model\n  servers: {judge: {url: http://127.0.0.1:1, api: sglang}}\n",
         "reward.servers.judge.api",
-        ("no place for turns", "agent"),
+        ("not the turns of an agent", "agent"),
         base=AGENT,
     ),
     Bad(

@@ -108,7 +108,7 @@ def sick(**of: Any) -> Edit:
 
 
 def hangs() -> list[GpuHealth]:
-    raise platform.GpuTimeout("a small product on every GPU was not there within 60 s")
+    raise platform.GpuTimeout("a small product on every GPU did not finish within 60 s")
 
 
 def gpus_of(gib: float) -> Edit:
@@ -171,7 +171,12 @@ MISTAKES = [
     Mistake("no critic for gae", ("adv_estimator", "needs a critic"), ("algorithm.adv_estimator=gae",), code=2),
     Mistake("a group of one", ("samples_per_prompt", "at least 2"), ("batch.samples_per_prompt=1",), code=2),
     Mistake("restarts without checkpoints", ("run.launcher", "none is written"), ("run.launcher=ft",), code=2),
-    Mistake("a tracker twice", ("run.trackers", "named twice"), ("run.trackers=[tensorboard, tensorboard]",), code=2),
+    Mistake(
+        "a tracker twice",
+        ("run.trackers", "names a tracker twice"),
+        ("run.trackers=[tensorboard, tensorboard]",),
+        code=2,
+    ),
     Mistake(
         "keys of a tracker that is off", ("run.wandb", "not among the trackers"), ("run.wandb.project=mine",), code=2
     ),
@@ -189,7 +194,7 @@ MISTAKES = [
     Mistake("no model there", ("model.path", "config.json does not exist"), ("model.path=nowhere",), code=2),
     Mistake(
         "an unknown architecture",
-        ("model.path", "no weight table"),
+        ("model.path", "is not supported"),
         edit=in_config_json(architectures=["MambaForCausalLM"]),
         code=2,
     ),
@@ -206,7 +211,7 @@ MISTAKES = [
     Mistake("no weights", ("model.path", "no safetensors"), edit=removed("model/model.safetensors"), code=2),
     Mistake(
         "another vocabulary's weights",
-        ("model.embed_tokens.weight", "config.json asks for [328"),
+        ("model.embed_tokens.weight", "config.json requires [328"),
         edit=in_config_json(vocab_size=328),
     ),
     Mistake(
@@ -224,10 +229,10 @@ MISTAKES = [
     ),
     Mistake(
         "a layer too many",
-        ("nothing uses its tensor model.layers.1",),
+        ("does not use its tensor model.layers.1",),
         edit=in_config_json(num_hidden_layers=1, layer_types=None),
     ),
-    Mistake("a tensor by another name", ("nothing uses its tensor norm",), edit=renamed("model.norm.weight", "norm")),
+    Mistake("a tensor by another name", ("does not use its tensor norm",), edit=renamed("model.norm.weight", "norm")),
     Mistake("another width", ("gate_proj", "shape [128, 64]"), edit=in_config_json(intermediate_size=96)),
     Mistake(
         "a cut file",
@@ -260,7 +265,7 @@ MISTAKES = [
     ),
     Mistake(
         "a template that refuses",
-        ("train.jsonl:1", "the chat template refuses it: no"),
+        ("train.jsonl:1", "the chat template rejects it: no"),
         ("data.chat_template=true",),
         edit=written("model/chat_template.jinja", "{{ raise_exception('no') }}"),
     ),
@@ -280,7 +285,7 @@ MISTAKES = [
     ),
     Mistake(
         "a function that raises",
-        ("train.jsonl:1", "answered with", "ZeroDivisionError"),
+        ("train.jsonl:1", "with the response", "ZeroDivisionError"),
         (SCORE,),
         edit=scores("return 1 / 0"),
     ),
@@ -392,7 +397,7 @@ MISTAKES = [
     ),
     Mistake(
         "kernels by a name that nobody reads",
-        ("MRL_KERNEL in the environment is read by nobody: did you mean MRL_KERNELS?", "or unset it"),
+        ("MRL_KERNEL in the environment has no effect: did you mean MRL_KERNELS?", "or unset it"),
         environment={"MRL_KERNEL": "torch"},
     ),
     Mistake(
@@ -405,7 +410,7 @@ MISTAKES = [
     ),
     Mistake(
         "an interface by a beginning, for gloo",
-        ("GLOO_SOCKET_IFNAME==lo", "whole and without the signs"),
+        ("GLOO_SOCKET_IFNAME==lo", "without the = and ^"),
         environment={"GLOO_SOCKET_IFNAME": "=lo"},
     ),
     Mistake(
@@ -415,7 +420,7 @@ MISTAKES = [
     ),
     Mistake(
         "a first node that has no name",
-        ("MASTER_ADDR=node..1", "no name of a host"),
+        ("MASTER_ADDR=node..1", "not a host name"),
         environment=A_RANK | {"MASTER_ADDR": "node..1"},
     ),
     Mistake(
@@ -431,14 +436,14 @@ MISTAKES = [
         code=2,
     ),
     Mistake(
-        "a GPU that computes wrong",
-        ("GPU 1 (H100): computes wrong", "CUDA_VISIBLE_DEVICES"),
-        edit=sick(problem="computes wrong: a product"),
+        "a GPU that computes incorrectly",
+        ("GPU 1 (H100): computes incorrectly", "CUDA_VISIBLE_DEVICES"),
+        edit=sick(problem="computes incorrectly: a product"),
     ),
     Mistake(
         "a GPU that somebody uses",
-        ("GPU 1 (H100): other processes hold", "nvidia-smi"),
+        ("GPU 1 (H100): other processes use", "nvidia-smi"),
         edit=sick(**vars(judged(1, "H100", 20 * 10**9, 80 * 10**9, (9, 0), SIZE))),
     ),
-    Mistake("GPUs that hang", ("was not there within 60 s", "dmesg"), edit=patched("mrl.platform.gpu_health", hangs)),
+    Mistake("GPUs that hang", ("did not finish within 60 s", "dmesg"), edit=patched("mrl.platform.gpu_health", hangs)),
 ]

@@ -37,7 +37,7 @@ BAD_SAMPLING = [
         ESTIMATOR,
         GDPO + "  gdpo_reward_weights: [0.0, 0.0]\n",
         "algorithm.gdpo_reward_weights",
-        ("all are 0",),
+        ("all weights are 0",),
         base=SORTED,
     ),
     Bad(
@@ -45,7 +45,7 @@ BAD_SAMPLING = [
         ESTIMATOR,
         "  adv_estimator: gdpo\n  gdpo_reward_keys: [score, score]\n",
         "algorithm.gdpo_reward_keys",
-        ("named twice",),
+        ("names a component twice",),
         base=GRPO,
     ),
     Bad(
@@ -176,7 +176,7 @@ BAD_SAMPLING = [
         ESTIMATOR,
         GROUPS + "{enable: true}\n",
         "algorithm.filter_groups.metric",
-        ("the score has overlong in it", "Compare sorted_digits, or say score", "reward.manager"),
+        ("the score includes overlong", "set sorted_digits, or score", "reward.manager"),
         "  filter_groups:",
         base=DAPO,
     ),
@@ -185,7 +185,7 @@ BAD_SAMPLING = [
         ESTIMATOR,
         GROUPS + "{enable: true}\n",
         "algorithm.filter_groups.metric",
-        ("the score has length in it", "Compare exact_match or math, or say score"),
+        ("the score includes length", "set exact_match or math, or score"),
         "  filter_groups:",
         base=SORTED.replace(
             "  function: sorted_digits\n",
@@ -206,7 +206,7 @@ BAD_SAMPLING = [
         GAE,
         GAE + "  filter_groups: {enable: true}\n",
         "batch.samples_per_prompt",
-        ("every group would be dropped", "algorithm.filter_groups.enable"),
+        ("would be dropped", "algorithm.filter_groups.enable"),
         "batch:",
     ),
     Bad(
@@ -222,7 +222,7 @@ BAD_SAMPLING = [
         "  max_prompt_tokens: 8\n",
         "  max_prompt_tokens: 8\n  shuffle: false\n",
         "data.shuffle",
-        ("the same prompts again", "algorithm.filter_groups.enable"),
+        ("repeat the same prompts", "algorithm.filter_groups.enable"),
         base=GRPO.replace(ESTIMATOR, GROUPS + "{enable: true}\n"),
     ),
     Bad(

@@ -341,13 +341,13 @@ def test_a_harness_without_turns_ends_with_its_rewards(harnesses: Path, settings
 
 
 def test_a_harness_that_never_ends_is_ended(harnesses: Path) -> None:
-    with pytest.raises(AgentError, match="gave no answer within 2 s"):
+    with pytest.raises(AgentError, match="did not respond within 2 s"):
         play(harnesses, "stubborn", Model(), max_turns=1, step_timeout_s=2, retries=0, workers=1)
 
 
 def test_a_run_that_does_not_answer_is_waited_for_in_bounded_time() -> None:
     session = Session(lambda question: None, lambda told, number, tools: {}, 0.1, 1000)
-    with pytest.raises(BadChat, match="the run has not answered within 0.1 s") as caught:
+    with pytest.raises(BadChat, match="the run did not respond within 0.1 s") as caught:
         asyncio.run(session.generate({"messages": [], "tools": []}))
     assert caught.value.status == 504
 
@@ -432,7 +432,7 @@ def test_without_a_key_little_is_read_for_a_short_time(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("silent", "before the model had a turn"), ("Env", "is no function .ctx, prompt.")]
+    ("name", "message"), [("silent", "before the model's first turn"), ("Env", "is not a function .ctx, prompt.")]
 )
 def test_harnesses_that_are_none(harnesses: Path, name: str, message: str) -> None:
     with pytest.raises(AgentError, match=message):

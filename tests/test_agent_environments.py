@@ -160,12 +160,14 @@ def test_a_server_of_openenv_is_played(programs: Path) -> None:
 def test_two_trajectories_on_a_server_of_one_episode_are_found_out(programs: Path) -> None:
     with (
         openenv() as (url, _),
-        pytest.raises(AgentError, match="it holds one episode at a time"),
+        pytest.raises(AgentError, match="a server runs one episode at a time"),
     ):
         play(programs, "Server", count=2, row={"url": url}, workers=1, retries=0)
 
 
-@pytest.mark.parametrize(("url", "message"), [("http://127.0.0.1:1", "ConnectionRefused"), ("here", "no address")])
+@pytest.mark.parametrize(
+    ("url", "message"), [("http://127.0.0.1:1", "ConnectionRefused"), ("here", "not a server address")]
+)
 def test_a_server_that_is_none_is_named(programs: Path, url: str, message: str) -> None:
     with pytest.raises(AgentError, match=message):
         play(programs, "Server", count=1, row={"url": url}, workers=1, retries=0)

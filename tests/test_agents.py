@@ -311,12 +311,12 @@ def test_a_program_that_fails_is_begun_again_with_the_same_seeds(programs: Path,
     ("name", "message"),
     [
         ("broken", "sample 0 .data row 5. raised KeyError: 'the tool is gone' .begun 2 times.*\nTraceback"),
-        ("nan", "score is nan, expected a finite number"),
-        ("never", "a reward is inf, expected a finite number"),
+        ("nan", "score is nan: it must be a finite number"),
+        ("never", "the reward is inf: it must be a finite number"),
         ("halves", "surrogates not allowed"),
         ("leaves", "ended its process .exit code 3."),
-        ("blocks", "gave no answer within 1.5 s .agent.step_timeout_s."),
-        ("silent", "sample 0 .data row 5. ended before the model had a turn"),
+        ("blocks", "did not respond within 1.5 s .agent.step_timeout_s."),
+        ("silent", "sample 0 .data row 5. ended before the model's first turn"),
         ("plain", "is neither `async def rollout"),
         ("absent", "programs.py defines no 'absent'"),
     ],
@@ -347,7 +347,7 @@ def test_words_that_cannot_fit_are_not_tokenised(programs: Path, monkeypatch: py
     [sample] = play(programs, "says_much", count=1, retries=0, max_tokens=1000)
     assert sample.environment == {"score": 1.0} and len(sample.messages) == 1
     assert max(map(len, sizes)) < 1000
-    with pytest.raises(AgentError, match="ended before the model had a turn: 5000000. bytes .*agent.max_tokens"):
+    with pytest.raises(AgentError, match="ended before the model's first turn: 5000000. bytes .*agent.max_tokens"):
         play(programs, "begins_with_much", count=1, retries=0, max_tokens=1000)
 
 
@@ -355,7 +355,7 @@ def test_the_exception_of_a_program_is_kept_whole(programs: Path) -> None:
     [sample] = play(programs, "verbose", count=1, retries=0, on_error="leave_out")
     line, *traceback = sample.left_out.splitlines()
     assert "on sample 0 (data row 5) raised KeyError: 'first line\\nsecond line" in line
-    assert line.endswith("(begun 1 times: agent.retries)") and len(line) < 3000
+    assert line.endswith("(attempts: 1; agent.retries)") and len(line) < 3000
     assert traceback[0].startswith("Traceback") and traceback[-1].endswith("the end'")
     assert any("programs.py" in each for each in traceback)
 
@@ -363,7 +363,7 @@ def test_the_exception_of_a_program_is_kept_whole(programs: Path) -> None:
 @pytest.mark.parametrize("name", ["dawdles", "sets_up"])
 def test_a_trajectory_has_so_much_time_whatever_it_does_with_it(programs: Path, name: str) -> None:
     limits = {"trajectory_timeout_s": 0.5, "max_turns": 10_000}
-    with pytest.raises(AgentError, match="(?s)not done .*agent.trajectory_timeout_s.*begun 2 times"):
+    with pytest.raises(AgentError, match="(?s)did not finish .*agent.trajectory_timeout_s.*attempts: 2"):
         play(programs, name, count=1, workers=1, **limits)
 
 
@@ -443,11 +443,13 @@ def test_a_template_that_takes_back_what_it_showed_is_refused_by_the_kind_of_mes
     talker = chat(STRIPS)
     suffix = Suffix(talker, ids_of(talker, "<|im_end|>"), is_chat=True)
     assert suffix.kinds == ("tool",)
-    with pytest.raises(AgentError, match="role 'user' cannot be said with this chat template, tool can"):
+    with pytest.raises(AgentError, match="cannot add messages of the role 'user', only of tool"):
         suffix([{"role": "user", "content": "x"}], ids_of(talker, "<|im_end|>")[0])
-    with pytest.raises(AgentError, match="(?s)cannot go on after a turn.*user messages: it shows earlier turns other"):
+    with pytest.raises(
+        AgentError, match="(?s)cannot continue after a turn.*user messages: it formats earlier turns differently"
+    ):
         Suffix(chat(COUNTS), ids_of(talker, "<|im_end|>"), is_chat=True)
-    with pytest.raises(AgentError, match="'<|im_end|>', which does not end a response: model.eos_token"):
+    with pytest.raises(AgentError, match="'<|im_end|>', which does not end a response: set model.eos_token"):
         Suffix(talker, (EOS,), is_chat=True)
 
 

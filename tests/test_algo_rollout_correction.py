@@ -232,7 +232,7 @@ def test_thresholds_of_weights(text: Any, bounds: tuple[float | None, float]) ->
 @pytest.mark.parametrize("text", ["0.5", "", "2.0_3.0", "-1_2", "a_b", "nan", "2_", "1_2_3"])
 def test_bad_thresholds_of_weights(text: str) -> None:
     cfg = RolloutCorrectionConfig.model_validate({"rollout_is": "token", "rollout_is_threshold": text})
-    with pytest.raises(ValueError, match="cuts the weight 1|neither a number"):
+    with pytest.raises(ValueError, match="excludes the weight 1|neither a number"):
         cfg.importance_bounds()
 
 

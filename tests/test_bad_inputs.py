@@ -195,7 +195,7 @@ def test_an_import_that_hangs_is_waited_for_in_bounds(
     write_run(model, function="reward.py:score")
     Path("reward.py").write_text("import time\ntime.sleep(600)\ndef score(prompt, response, row): return 0.0\n")
     line = refusal(capsys, "train", "c.yaml", code=1)
-    assert "reward.py:score" in line and "importing the function's file takes too long or hangs" in line
+    assert "reward.py:score" in line and "takes too long or hangs" in line
 
 
 @pytest.mark.parametrize("command", ["train", "data"])

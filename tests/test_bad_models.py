@@ -129,7 +129,7 @@ def test_a_tokenizer_that_cannot_encode_is_one_line(model: Path, capsys: Any) ->
 
 def test_a_model_s_end_token_must_be_one_of_its_tokenizer(model: Path, capsys: Any) -> None:
     assert main(["train", "c.yaml", "model.eos_token=<|end|>"]) == CONFIG_ERROR
-    assert "model.eos_token '<|end|>' is no token of the vocabulary" in capsys.readouterr().err
+    assert "model.eos_token '<|end|>' is not in the vocabulary" in capsys.readouterr().err
 
 
 def test_nothing_of_a_linked_file_reaches_a_conversion(tmp_path: Path, capfd: Any) -> None:

@@ -77,7 +77,7 @@ def test_a_card_is_one_of_the_hubs_and_says_what_the_run_has_measured(
     assert "| `reward/mean` | 0.25 | 0.75 (step 2) | 0.625 |" in text  # of the steps that the weights have had
     assert "| `kl/ref` | 0 |  | 0.25 |" in text  # neither more nor less is better
     assert "after 3 steps of PPO on `train.jsonl`, judged by `reward.py:score`" in text
-    assert "The run was to make 4 steps" in text and "not finite: 1." in text
+    assert "The run was planned for 4 steps" in text and "not finite: 1." in text
     assert "| `train.jsonl` | 2.048 KB | blake2b feedfeed" in text
     assert (tmp_path / "hf" / "reward_curve.png").read_bytes().startswith(b"\x89PNG")
 

@@ -161,13 +161,13 @@ def test_saving_works_after_a_failure_and_removes_what_is_old(world: Cases) -> N
 @pytest.mark.parametrize(
     ("case", "parts"),
     [
-        ("load: truncated", ("step_3 is damaged", ".distcp has", "were written")),
+        ("load: truncated", ("step_3 is damaged", ".distcp has", "bytes instead of")),
         ("load: missing", ("step_3 is damaged", ".distcp is missing")),
-        ("load: garbled", ("reading", "step_3/actor", "does not hold what was written")),
+        ("load: garbled", ("reading", "step_3/actor", "is damaged")),
         ("load: other model", ("hidden_size is 64, in the checkpoint 32", "num_layers is 2, in the checkpoint 4")),
         (
             "load: other learners",
-            ("actor is a critic, in the checkpoint a policy", "no reward in it, but actor, critic"),
+            ("actor is a critic in this run and a policy in the checkpoint", "it has no reward, only actor, critic"),
         ),
         ("load: other names", ("value_head.weight is not in the checkpoint",)),
     ],
@@ -285,7 +285,7 @@ def test_what_another_process_reads_is_not_removed(tmp_path: Path) -> None:
         for step in (2, 3):
             write(tmp_path, step, keep_last=1)
         assert names(tmp_path) == ["step_1", "step_3"]
-        with pytest.raises(ValueError, match="step_1 is there already, and somebody is reading it"):
+        with pytest.raises(ValueError, match="step_1 exists already, and another process is reading it"):
             write(tmp_path, 1)
         assert directory.read(first)[1] == {"step": 1}
         reader.stdin.close()

@@ -246,7 +246,7 @@ def test_ranks_die_with_a_launcher_that_is_killed(start: type[Launched]) -> None
 def test_a_killed_rank_names_the_signal(start: type[Launched]) -> None:
     launched = start("os.kill(os.getpid(), signal.SIGKILL)\n", 1)
     assert launched.wait() == 137
-    assert "rank 0 failed first (killed by SIGKILL: often the kernel, when memory runs out)" in launched.err()
+    assert "rank 0 failed first (killed by SIGKILL, often by the kernel when memory runs out)" in launched.err()
 
 
 def test_two_launchers_do_not_share_a_run_directory(start: type[Launched]) -> None:
@@ -255,7 +255,7 @@ def test_two_launchers_do_not_share_a_run_directory(start: type[Launched]) -> No
     second = start("", 1)
     assert second.wait() == 1
     owner = f"process {first.process.pid} on {socket.gethostname()}"
-    assert f"refused: logs belongs to a run that is going on: stop it ({owner}), or choose another" in second.err()
+    assert f"refused: logs is in use by another run ({owner}): stop it, or choose another" in second.err()
 
 
 def test_a_terminal_stays_a_terminal_for_rank_0(tmp_path: Path) -> None:
@@ -353,18 +353,18 @@ def test_who_is_told_to_stop_before_anything_has_begun_is_to_be_started_again(
     _, said = process.communicate(timeout=LIMIT_S)
     assert process.returncode == EXIT_PREEMPTED, said
     assert said == (
-        f"mrl: told to stop by {number.name} before the run had begun (exit code 75): the same command starts it\n"
+        f"mrl: stopped by {number.name} before the run started (exit code 75): run the same command to start it\n"
     )
 
 
 @pytest.mark.parametrize(
     ("place", "says"),
     [
-        ({}, "make this a rank of a world, but not MASTER_ADDR and MASTER_PORT, where it meets: unset both"),
-        ({"MASTER_ADDR": "127.0.0.1"}, "but not MASTER_PORT, where"),
-        ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "x"}, "MASTER_PORT=x in the environment is no port"),
-        ({"RANK": "2"}, "RANK=2 and WORLD_SIZE=2 in the environment are no rank of a world"),
-        ({"WORLD_SIZE": "two"}, "WORLD_SIZE=two in the environment are no rank of a world"),
+        ({}, "make this process a rank, but MASTER_ADDR and MASTER_PORT are not set: unset both"),
+        ({"MASTER_ADDR": "127.0.0.1"}, "but MASTER_PORT is not set"),
+        ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "x"}, "MASTER_PORT=x in the environment is not a port"),
+        ({"RANK": "2"}, "RANK=2 and WORLD_SIZE=2 in the environment do not describe a rank"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE=two in the environment do not describe a rank"),
     ],
 )
 def test_a_rank_without_a_world_is_told_so(
@@ -398,7 +398,7 @@ def test_what_torch_compiles_lies_in_no_folder_of_everybody_s(tmp_path: Path, mo
 def test_report_names_a_missing_directory(tmp_path: Path) -> None:
     done = mrl("report", "runs/none", cwd=tmp_path)
     assert done.returncode == 1
-    assert "runs/none is no directory" in done.stderr
+    assert "runs/none is not a directory" in done.stderr
 
 
 def test_doctor_prints_its_table(tmp_path: Path) -> None:
@@ -413,7 +413,7 @@ def test_doctor_survives_a_sandbox_that_does_not_work(tmp_path: Path) -> None:
     (tmp_path / "bwrap").chmod(0o755)
     done = mrl("doctor", cwd=tmp_path, COLUMNS="400", PATH=f"{tmp_path}:{os.environ['PATH']}")
     assert done.returncode == 0, done.stderr
-    assert re.search(r"bubblewrap +unknown, unusable \(cannot shut in untrusted programs: no namespaces", done.stdout)
+    assert re.search(r"bubblewrap +unknown, unusable \(cannot sandbox untrusted programs: no namespaces", done.stdout)
 
 
 NOTED = """
@@ -492,7 +492,7 @@ fail(RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 3
         2,
     )
     assert launched.wait() == 1
-    assert "error: rank 1 had been stopped (by a SIGSTOP or a debugger), and the others waited" in launched.err()
+    assert "error: rank 1 had been paused (SIGSTOP or a debugger), and the other ranks timed out" in launched.err()
     assert "Timed out" not in launched.err() and "Timed out" in launched.log(0)
     assert "closing" in launched.log(1)
 

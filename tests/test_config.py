@@ -119,7 +119,7 @@ def test_the_models_with_experts_have_rules_of_their_own() -> None:
     assert "= 16 ranks do not divide the world" in str(
         refusal(text, "actor.parallel.expert=4", "actor.parallel.expert_tensor=2")
     )
-    assert "1 with expert 1 must equal tensor (2)" in str(refusal(text, "actor.parallel.expert_tensor=1"))
+    assert "with expert 1, 1 must equal tensor (2)" in str(refusal(text, "actor.parallel.expert_tensor=1"))
     assert "sequence" in str(refusal(text, "actor.parallel.sequence=false"))
     assert "does not divide the experts' feed-forward width 6: 1, 2, 3 or 6 would" in str(
         refusal(text, "actor.parallel.expert_tensor=4", "actor.parallel.expert=2", "run.nproc=16")
@@ -240,8 +240,8 @@ def test_a_mistake_in_a_base_file_is_reported_there() -> None:
 @pytest.mark.parametrize(
     ("text", "place", "says"),
     [
-        ("base: c.yaml\n", "c.yaml:1", "based on each other"),
-        ("run: {}\nbase: loop.yaml\n", "loop.yaml:1", "based on each other"),
+        ("base: c.yaml\n", "c.yaml:1", "bases form a circle"),
+        ("run: {}\nbase: loop.yaml\n", "loop.yaml:1", "bases form a circle"),
         ("\nbase: gone.yaml\n", "c.yaml:2", "cannot read gone.yaml: No such file"),
         ("base: [a]\n", "c.yaml:1", "must be a file name, got a list"),
         ("base: list.yaml\n", "list.yaml:1", "expected a mapping of keys, got a list"),
@@ -311,18 +311,18 @@ def test_a_joined_world_is_checked_against_the_layout() -> None:
     text = PPO.replace("  nproc: 4\n", "")
     assert loaded(text, machine=Machine(8, 4, 0, joined=True))
     assert "WORLD_SIZE" in str(refusal(text, machine=Machine(6, 6, 0, joined=True)))
-    assert "8 were started here" in str(refusal(PPO, machine=Machine(8, 8, 0, joined=True)))
+    assert "8 are started" in str(refusal(PPO, machine=Machine(8, 8, 0, joined=True)))
     two = PPO.replace("  nproc: 4\n", "  nproc: 4\n  nodes: 2\n")
     assert loaded(two, machine=Machine(8, 4, 0, joined=True))
     said = str(refusal(two, "sync.transport=disk", machine=Machine(8, 4, 0, joined=True)))
-    assert "sync.transport" in said and "disk is a directory of one machine" in said
+    assert "sync.transport" in said and "disk uses a directory of one machine" in said
     assert "2 machines with 4 processes each" in str(refusal(two, machine=Machine(4, 4, 0, joined=True)))
 
 
 def test_gpus_bound_the_world_and_the_engines() -> None:
     assert loaded(PPO, gpus=4)
-    assert "4 processes for the 2 GPUs" in str(refusal(PPO, gpus=2))
-    assert "8 GPUs, this machine has 4" in str(refusal(PPO, "rollout.servers=4", "rollout.tensor=2", gpus=4))
+    assert "4 processes, but this machine has 2 GPUs" in str(refusal(PPO, gpus=2))
+    assert "8 GPUs, but this machine has 4" in str(refusal(PPO, "rollout.servers=4", "rollout.tensor=2", gpus=4))
     assert loaded(PPO, "rollout.gpus=[7]", gpus=8) and loaded(PPO, "rollout.gpus=[7]")
     found = str(refusal(PPO, "rollout.servers=3", "rollout.gpus=[8, 2, 9]", gpus=8))
     assert "8, 9: this machine has 8 GPUs, number 0 to 7" in found

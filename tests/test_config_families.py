@@ -18,15 +18,15 @@ ADAPTERS = ("actor.lora={rank: 4}", "sync.lora=adapter", "actor.optimizer.lr=1e-
 ONE: dict[str, Any] = {}
 PACKED = {"quantization_config": {"quant_method": "mxfp4"}}
 REFUSED: list[tuple[str, dict[str, Any], tuple[str, ...], int, str, str]] = [
-    ("deepseek_v3", ONE, (EMULATED,), 0, "actor.precision.fp8.emulate", "attention by latent vectors.*recipe: none"),
+    ("deepseek_v3", ONE, (EMULATED,), 0, "actor.precision.fp8.emulate", "multi-head latent attention.*recipe: none"),
     ("gemma3_text", ONE, ("actor.precision.fp8={recipe: current}",), 4, "actor.precision.fp8.recipe", "emulate: true"),
     ("olmo2", ONE, ("actor.precision.fp8={recipe: current}",), 4, "actor.precision.fp8.recipe", "norms over all heads"),
-    ("gemma3_text", ONE, ADAPTERS, 0, "sync.lora", "adapters of gemma3_text are sent merged only: merge"),
-    ("smollm3", ONE, ADAPTERS, 0, "sync.lora", "adapters of smollm3 are sent merged only: merge"),
-    ("deepseek_v3", ONE, ("rollout.quantization=fp8",), 4, "rollout.quantization", "engines join: leave it out"),
-    ("smollm3", ONE, ("rollout.tensor=2",), 0, "rollout.engine", "smollm3 on one rank alone: set rollout.tensor: 1"),
+    ("gemma3_text", ONE, ADAPTERS, 0, "sync.lora", "adapters of gemma3_text can only be synced merged: set merge"),
+    ("smollm3", ONE, ADAPTERS, 0, "sync.lora", "adapters of smollm3 can only be synced merged: set merge"),
+    ("deepseek_v3", ONE, ("rollout.quantization=fp8",), 4, "rollout.quantization", "engines fuse: leave it out"),
+    ("smollm3", ONE, ("rollout.tensor=2",), 0, "rollout.engine", "smollm3 on one rank only: set rollout.tensor: 1"),
     ("smollm3", ONE, ("rollout.quantization=fp8",), 4, "rollout.engine", "transformers' modules, not in fp8"),
-    ("phi3", ONE, ("rollout.quantization=fp8",), 4, "rollout.engine", "no joined projections of phi3 in fp8"),
+    ("phi3", ONE, ("rollout.quantization=fp8",), 4, "rollout.engine", "fused fp8 projections of phi3"),
     ("olmo2", ONE, ("rollout.tensor=4",), 0, "rollout.engine", "set rollout.tensor to 2 or less"),
     (
         "qwen2_moe",
@@ -34,13 +34,20 @@ REFUSED: list[tuple[str, dict[str, Any], tuple[str, ...], int, str, str]] = [
         (),
         0,
         "rollout.engine",
-        "all layers of qwen2_moe to have experts: set rollout.engine: transformers",
+        "experts in all layers of qwen2_moe: set rollout.engine: transformers",
     ),
-    ("phi3", ONE, ("actor.lora={rank: 4}",), 0, "actor.lora.targets", "qkv_proj, gate_up_proj, which are several"),
+    ("phi3", ONE, ("actor.lora={rank: 4}",), 0, "actor.lora.targets", "fused layers qkv_proj, gate_up_proj"),
     ("glm4_moe", ONE, ("actor.layers=transformer_engine", "model.dtype=float32"), 4, "actor.layers", "TF32"),
     ("gpt_oss", ONE, (), 0, "rollout.engine", "no attention with sinks on CPUs .*: set rollout.engine: transformers"),
-    ("gpt_oss", ONE, ("rollout.quantization=fp8",), 4, "rollout.engine", "no experts of gpt_oss in fp8"),
-    ("gpt_oss", ONE, ("actor.parallel.tensor=2",), 2, "actor.parallel.expert_tensor", "tensor 2 needs expert of 2 or"),
+    ("gpt_oss", ONE, ("rollout.quantization=fp8",), 4, "rollout.engine", "fp8 experts of gpt_oss"),
+    (
+        "gpt_oss",
+        ONE,
+        ("actor.parallel.tensor=2",),
+        2,
+        "actor.parallel.expert_tensor",
+        "tensor 2, that needs expert 2 or",
+    ),
     (
         "gpt_oss",
         ONE,
@@ -57,9 +64,16 @@ REFUSED: list[tuple[str, dict[str, Any], tuple[str, ...], int, str, str]] = [
         "model.path",
         "packed.*mrl convert hf-to-megatron and then",
     ),
-    ("gpt_oss", PACKED, ADAPTERS[:1], 0, "model.path", "packed, and adapters could not be merged"),
-    ("gpt_oss", ONE, (EMULATED,), 0, "actor.precision.fp8.emulate", "no experts with biases"),
-    ("olmo3", ONE, ("actor.layers=transformer_engine",), 4, "actor.layers", "windows and rotary angles by layer"),
+    ("gpt_oss", PACKED, ADAPTERS[:1], 0, "model.path", "packed, and adapters cannot be merged"),
+    ("gpt_oss", ONE, (EMULATED,), 0, "actor.precision.fp8.emulate", "do not support experts with biases"),
+    (
+        "olmo3",
+        ONE,
+        ("actor.layers=transformer_engine",),
+        4,
+        "actor.layers",
+        "windows and rotary embeddings that differ by layer",
+    ),
 ]
 
 

@@ -40,17 +40,17 @@ def test_links_in_the_documentation_lead_somewhere() -> None:
 @pytest.mark.parametrize(
     ("path", "values", "default", "meaning"),
     [
-        ("actor.optimizer.lr", "number >= 0", "1e-6", "the highest learning rate"),
-        ("ema.decay", "number > 0, < 1", "0.992", "share of the average"),
+        ("actor.optimizer.lr", "number >= 0", "1e-6", "peak learning rate"),
+        ("ema.decay", "number > 0, < 1", "0.992", "decay of the average"),
         ("run.nproc", "integer > 0 or null", "null", "processes on each machine"),
-        ("data.train", "path | section | [path or section, ...]", None, "what is learnt from"),
-        ("ptx.data.train.weight", "number > 0 or null", "null", "share of the prompts"),
+        ("data.train", "path | section | [path or section, ...]", None, "training rows"),
+        ("ptx.data.train.weight", "number > 0 or null", "null", "relative share of the prompts"),
         ("reward.recipe", "{NAME: {NAME: number, ...}, ...}", "{}", "data source"),
-        ("reward.servers.NAME.retries", "integer >= 0", "3", "further tries"),
-        ("critic", "section or null", "null", "The model of values"),
-        ("critic.recompute", "none | selective | full", "none", "activations computed again"),
+        ("reward.servers.NAME.retries", "integer >= 0", "3", "retries after"),
+        ("critic", "section or null", "null", "The value model"),
+        ("critic.recompute", "none | selective | full", "none", "activation recomputation"),
         ("algorithm.kl", "section", None, "A penalty"),
-        ("algorithm.rollout_correction.rollout_is_threshold", "string", "'2.0'", '"2.0": no more than 2'),
+        ("algorithm.rollout_correction.rollout_is_threshold", "string", "'2.0'", '"2.0": truncate at 2'),
     ],
 )
 def test_a_key_says_what_it_can_be(path: str, values: str, default: str | None, meaning: str) -> None:
@@ -62,8 +62,8 @@ def test_a_key_says_what_it_can_be(path: str, values: str, default: str | None, 
 def test_comments_above_a_key_and_behind_several_lines_are_its_own() -> None:
     loss, correction = "algorithm.policy_loss.", "algorithm.rollout_correction."
     assert keys()[f"{loss}loss_mode"].meaning == "the loss of a token or response; see mrl.algo"
-    assert keys()[f"{correction}rollout_rs_threshold"].meaning.endswith('of the statistic for the others: "0.01"')
-    assert keys()[f"{correction}rollout_rs"].meaning.startswith("criteria that reject")
+    assert keys()[f"{correction}rollout_rs_threshold"].meaning.endswith('the others, the statistic: "0.01"')
+    assert keys()[f"{correction}rollout_rs"].meaning.startswith("rejection criteria")
 
 
 def test_defaults_are_the_schema_s() -> None:
@@ -80,14 +80,14 @@ def test_the_trainers_of_a_section() -> None:
 
 def test_pages(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config"]) == 0
-    assert re.search(r"\nrollout +rl +The engines that sample\n", capsys.readouterr().out)
+    assert re.search(r"\nrollout +rl +The engines that generate responses\n", capsys.readouterr().out)
     assert main(["config", "rollout"]) == 0
     page = capsys.readouterr().out
-    assert page.startswith("rollout:  # section; trainer: rl\n    The engines that sample.\n")
+    assert page.startswith("rollout:  # section; trainer: rl\n    The engines that generate responses.\n")
     assert "\nservers: 1  # integer > 0\n    engines that mrl starts on each node\n" in page
     assert "more: mrl config rollout.mismatch" in page
     assert main(["config", "rollout.mismatch.stop"]) == 0
-    of_a_key = "rollout.mismatch.stop: 1  # number > 0 or null; trainer: rl\n    in the mean"
+    of_a_key = "rollout.mismatch.stop: 1  # number > 0 or null; trainer: rl\n    mean over"
     assert capsys.readouterr().out.startswith(of_a_key)
     assert main(["config", "batch"]) == 0
     page = capsys.readouterr().out
@@ -107,7 +107,7 @@ def test_pages(capsys: pytest.CaptureFixture[str]) -> None:
         ("batch.samples_per_stp", "did you mean batch.samples_per_step?"),
         ("gspo", "see `mrl config algorithm.policy_loss`"),
         ("gpg", "see `mrl config algorithm` and `mrl config algorithm.policy_loss`"),
-        ("a\nb", "is called 'a\\nb': see `mrl config`"),
+        ("a\nb", "'a\\nb' is not a section or key of a configuration: see `mrl config`"),
         ("", "see `mrl config`"),
     ],
 )

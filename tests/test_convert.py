@@ -105,7 +105,7 @@ def test_files_have_a_size_that_a_file_can_have(size: str, capsys: pytest.Captur
     for command in (["convert", "megatron-to-hf"], ["merge", "base"]):
         with pytest.raises(SystemExit):
             main([*command, "source", "target", f"--shard-gb={size}"])
-        assert f"--shard-gb: {size} is not a number above 0" in capsys.readouterr().err
+        assert f"--shard-gb: {size}: must be a number of gigabytes above 0" in capsys.readouterr().err
 
 
 def test_settings_of_other_conversions_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,7 +142,7 @@ def test_a_killed_conversion_leaves_nothing_that_looks_whole(
     partial = tmp_path / ".target.partial"
     assert not target.exists() and partial.is_dir()
     assert not (partial / "config.json").exists()
-    with pytest.raises(ValueError, match="is not complete"):
+    with pytest.raises(ValueError, match="is incomplete"):
         read_converted(partial)
 
 
@@ -165,7 +165,7 @@ def test_a_configuration_may_name_a_converted_model(converted: Path, tmp_path: P
         accepts(cut_off, tmp_path)
     unfinished = Path(shutil.copytree(converted, tmp_path / "unfinished"))
     (unfinished / "complete").unlink()
-    with pytest.raises(ConfigError, match=r"model\.path: .*is not complete"):
+    with pytest.raises(ConfigError, match=r"model\.path: .*is incomplete"):
         accepts(unfinished, tmp_path)
 
 
@@ -192,10 +192,10 @@ def test_segments_tell_what_to_megatron_does(family: str, tiny_models: Callable[
 def test_leftovers_on_either_side_are_listed(faults: Cases) -> None:
     there = faults["leftovers to megatron"]
     assert "no tensor model.layers.1.mlp.up_proj.weight" in there["error"]
-    assert "nothing uses its tensor model.layers.9.mlp.up_proj.weight" in there["error"]
-    assert "model.norm.weight has shape [5], config.json asks for [64]" in there["error"]
+    assert "the model does not use its tensor model.layers.9.mlp.up_proj.weight" in there["error"]
+    assert "model.norm.weight has shape [5], and config.json requires [64]" in there["error"]
     back = faults["leftovers to hf"]
-    assert "nothing uses its tensor decoder.layers.surplus.weight" in back["error"]
+    assert "the model does not use its tensor decoder.layers.surplus.weight" in back["error"]
     assert "no tensor decoder.layers.mlp.linear_fc2.weight, which holds model.layers.0.mlp" in back["error"]
     assert "parts of decoder.layers.self_attention.linear_qkv.weight at [1] are missing" in back["error"]
     assert there["left"] == back["left"] == []
@@ -204,8 +204,8 @@ def test_leftovers_on_either_side_are_listed(faults: Cases) -> None:
 @pytest.mark.parametrize(
     ("case", "said"),
     [
-        ("nan", "model.safetensors: model.layers.1.self_attn.k_proj.weight holds NaN or infinity"),
-        ("inf", "model.safetensors: model.layers.1.self_attn.k_proj.weight holds NaN or infinity"),
+        ("nan", "model.safetensors: model.layers.1.self_attn.k_proj.weight contains NaN or infinity"),
+        ("inf", "model.safetensors: model.layers.1.self_attn.k_proj.weight contains NaN or infinity"),
         ("untied", "model.safetensors: lm_head.weight differs from model.embed_tokens.weight"),
     ],
 )
@@ -214,7 +214,7 @@ def test_what_would_be_wrong_in_silence_is_not_converted(faults: Cases, case: st
 
 
 def test_a_cast_that_makes_values_infinite_is_refused(faults: Cases) -> None:
-    said = "model.norm.weight holds values that torch.float16 cannot: they would become infinite"
+    said = "model.norm.weight has values beyond the range of torch.float16: they would become infinite"
     assert said in faults["too large for float16"]["error"]
 
 
@@ -223,13 +223,13 @@ def test_a_cast_that_makes_values_infinite_is_refused(faults: Cases) -> None:
     [
         ("truncated safetensors", "model.safetensors: not a complete safetensors file"),
         ("truncated distcp", "is damaged: release/__0_0.distcp has"),
-        ("nothing there", "holds no Megatron checkpoint"),
-        ("no marker", "is not complete: it has no file 'complete'"),
+        ("nothing there", "is not a Megatron checkpoint"),
+        ("no marker", "is incomplete: it has no file 'complete'"),
         ("garbled distcp", "__0_0.distcp: embedding.word_embeddings.weight cannot be read"),
         ("garbled metadata", ".metadata is not the description of a checkpoint"),
         ("pickle refused", "pickled weights can run code"),
         ("code in a pickle", "cannot be read as plain tensors"),
-        ("code in metadata", "it names pathlib.Path.touch, which describes no tensor"),
+        ("code in metadata", "it names pathlib.Path.touch, which does not describe a tensor"),
         ("metadata leaves", "points to '../../outside.distcp', outside of the directory"),
         ("index leaves", "points to '../outside.safetensors', outside of the directory"),
         ("no room to megatron", "MB needed, 1 KB free"),
@@ -282,7 +282,7 @@ def test_verify_computes_with_what_it_compares(faults: Cases) -> None:
 
 def test_verify_finds_what_nothing_takes(faults: Cases) -> None:
     assert not faults["surplus"]["same"]
-    assert any("nothing uses its tensor model.extra" in problem for problem in faults["surplus"]["problems"])
+    assert any("the model does not use its tensor model.extra" in problem for problem in faults["surplus"]["problems"])
 
 
 def test_fused_experts_and_several_workers(faults: Cases) -> None:

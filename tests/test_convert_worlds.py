@@ -105,7 +105,7 @@ def test_critics(world: World, model: str, layout: dict[str, int]) -> None:
     result = world("critic", model, layout)
     assert result["role"] == "critic", "config.json does not say that it has a score head"
     assert result["from_policy"] == result["converted"] == result["returned"] == []
-    assert "nothing uses its tensor score.weight" in result["as_policy"]
+    assert "does not use its tensor score.weight" in result["as_policy"]
 
 
 @pytest.mark.parametrize(("model", "layout"), OF_CRITICS)

@@ -135,22 +135,22 @@ class Untold:
 
 
 def test_a_tensor_that_does_not_say_its_unit_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"Untold\.values is a tensor of which nothing says what its items are"):
+    with pytest.raises(TypeError, match=r"Untold\.values is a tensor without a declared unit of its items"):
         units.declared(Untold)
 
 
 WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "log-probs": (
         lambda: replace(rollout_of([(1, 2), (3, 1)]), rollout_log_probs=torch.zeros(2)),
-        r"rollout_log_probs has the shape \[2\], and there are 3 response tokens",
+        r"rollout_log_probs has shape \[2\], but there are 3 response tokens",
     ),
     "tokens": (
         lambda: replace(rollout_of([(1, 2)]), tokens=torch.zeros(4)),
-        r"tokens has the shape \[4\], and there are 3 tokens",
+        r"tokens has shape \[4\], but there are 3 tokens",
     ),
     "scores": (
         lambda: replace(rollout_of([(1, 2)]), greedy_scores=torch.tensor(1.0)),
-        r"greedy_scores has the shape \[\], and there are 1 samples",
+        r"greedy_scores has shape \[\], but there are 1 samples",
     ),
     "prompts": (
         lambda: replace(rollout_of([(1, 2)]), prompt_lens=torch.tensor([4])),
@@ -158,15 +158,15 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "pictures": (
         lambda: replace(with_images([(1, 2)], [2]), image_counts=torch.tensor([1])),
-        r"WithImages.images has the shape \[2, 2\], and there are 1 images",
+        r"WithImages.images has shape \[2, 2\], but there are 1 images",
     ),
     "no counts": (
         lambda: replace(with_images([(1, 2)], [2]), image_counts=None),
-        "image_counts is None: how many images each sample has is not known",
+        "image_counts is None: the number of images of each sample is unknown",
     ),
     "joined": (
         lambda: rollout_of([(1, 2)]).join(replace(rollout_of([(1, 2)]), rows=None)),
-        r"Rollout\.rows: some of the batches to be joined have it, others do not",
+        r"Rollout\.rows: some of the batches to join have it",
     ),
 }  # fmt: skip
 
@@ -182,7 +182,7 @@ def test_no_list_goes_for_a_tensor_and_no_rollout_is_joined_with_another_kind() 
     plain = rollout_of([(1, 2)])
     with pytest.raises(TypeError, match=r"Rollout\.rows must be a tensor, got list"):
         replace(plain, rows=[0])  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="batches of several kinds: Rollout, WithImages"):
+    with pytest.raises(TypeError, match="cannot join batches of different types: Rollout, WithImages"):
         plain.join(with_images([(1, 2)], [0]))
 
 

@@ -76,9 +76,9 @@ def test_tokenizer_corrections_are_said(task: Path, tmp_path: Path) -> None:
 def test_another_eos_token_by_name(task: Path) -> None:
     tokenizer = load_tokenizer(task / "model_init", eos_token="=")
     assert tokenizer.eos_id == tokenizer.encode_plain(["="])[0][0]
-    assert tokenizer.notes == ["the EOS token is '=' (model.eos_token), the tokenizer has '<eos>'"]
+    assert tokenizer.notes == ["the EOS token is '=' (model.eos_token) instead of the tokenizer's '<eos>'"]
     assert load_tokenizer(task / "model_init", eos_token="<eos>").notes == []
-    with pytest.raises(TokenizerError, match="model.eos_token '<end>' is no token of the vocabulary"):
+    with pytest.raises(TokenizerError, match="model.eos_token '<end>' is not in the vocabulary"):
         load_tokenizer(task / "model_init", eos_token="<end>")
 
 
@@ -222,5 +222,5 @@ def test_collate_refuses_incomplete_samples() -> None:
         collate(3, [])
     unnamed = sample(0, (1,), [2])
     unnamed.weight_version = "3-ema"
-    with pytest.raises(ValueError, match="step 3: sample 0 was drawn with the weights '3-ema', which is not a number"):
+    with pytest.raises(ValueError, match="sample 0 has the weight version '3-ema', which is not a number"):
         collate(2, [unnamed])

@@ -221,7 +221,7 @@ def test_ranks_share_the_cost_of_attention_too() -> None:
         assert max(loads) / (sum(loads) / 8) <= 1 + 1e-3, max_tokens
         assert all(len(ids) < 2 or int(lens[ids].sum()) <= max_tokens for rank in plan for ids in rank)
         assert sorted(i for rank in plan for ids in rank for i in ids) == list(range(2048))
-    with pytest.raises(ValueError, match="3 costs of 2 sequences"):
+    with pytest.raises(ValueError, match="3 costs for 2 sequences"):
         plan_micro_batches([1, 2], 1, 10, costs=[1, 2, 3])
 
 

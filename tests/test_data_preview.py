@@ -45,9 +45,9 @@ def test_mrl_data_shows_what_the_model_will_see(folder: Path, capsys: pytest.Cap
     assert ["75.0%", "3", "1", "0", "119", "9.00", "a.jsonl"] in lines  # 24 prompts, 18 of them from 2 rows
     assert ["25.0%", "1", "0", "0", "20", "6.00", "b.jsonl"] in lines
     assert "tokens of prompt, answer and EOS: 20 to 25" in out  # "user: 7\nassistant:" is 18 bytes; "7", EOS
-    assert out.count("\n--- ") == 4 and out.count("user: 7\nassistant:\n--> 2 tokens, EOS included\n7\n") == 1
+    assert out.count("\n--- ") == 4 and out.count("user: 7\nassistant:\n--> 2 tokens, including EOS\n7\n") == 1
     assert "--- b.jsonl:1: 20 tokens, data_source small\n" in out
-    assert "user: 12+12\nassistant:\n--> 3 tokens, EOS included\n12\n" in out
+    assert "user: 12+12\nassistant:\n--> 3 tokens, including EOS\n12\n" in out
 
 
 def test_mrl_data_names_what_is_wrong(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

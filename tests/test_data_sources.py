@@ -104,9 +104,9 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, tokenizer: Tokenizer) -> N
     (tmp_path / "rows.csv").write_text("prompt\n")
     (tmp_path / "empty").mkdir()
     for path, split, says in [
-        ("two", None, "which split. it has a, b"),
-        ("two", "c", "no split 'c'; it has a, b"),
-        ("one", "a", "split 'a' of a data set without splits"),
+        ("two", None, "choose a split"),
+        ("two", "c", "it has no split 'c'"),
+        ("one", "a", "the data set has no splits: leave out split 'a'"),
         ("bad.parquet", None, "the datasets library cannot read it: .*[Pp]arquet"),
         ("bad.json", None, "not valid JSON"),
         ("rows.csv", None, "expected .jsonl, .json, .parquet or a directory"),
@@ -139,17 +139,17 @@ def test_a_conversation_that_the_template_refuses_is_named(tmp_path: Path, token
     tokenizer.hf.chat_template = "{{ raise_exception('roles must alternate') if messages|length > 1 else 'x' }}"
     message = {"role": "user", "content": "a"}
     path = write(tmp_path / "rows.jsonl", [{"prompt": [message]}, {"prompt": [message, message]}])
-    with pytest.raises(DataError, match=r"rows.jsonl:2: the chat template refuses it: roles must alternate"):
+    with pytest.raises(DataError, match=r"rows.jsonl:2: the chat template rejects it: roles must alternate"):
         prompts(tokenizer, SourceConfig(path=path), chat_template=True)
 
 
 @pytest.mark.parametrize(
     ("truncation", "kept", "note"),
     [
-        ("left", "6789", "3 prompts cut to 4 tokens, at their beginning"),
-        ("right", "0123", "3 prompts cut to 4 tokens, at their end"),
-        ("middle", "0189", "3 prompts cut to 4 tokens, in the middle"),
-        ("drop", None, "3 prompts over 4 tokens left out"),
+        ("left", "6789", "3 prompts truncated to 4 tokens at the beginning"),
+        ("right", "0123", "3 prompts truncated to 4 tokens at the end"),
+        ("middle", "0189", "3 prompts truncated to 4 tokens in the middle"),
+        ("drop", None, "3 prompts left out: longer than 4 tokens"),
     ],
 )
 def test_long_prompts_are_cut_or_left_out(

@@ -23,7 +23,7 @@ from tests.diffusion_tools import tiny_directory  # noqa: E402
     [
         ("good.png", None),
         ("absent.png", "No such file"),
-        ("cut.png", "no image that can be read"),
+        ("cut.png", "not a readable image"),
         ("text.png", "cannot identify"),
         ("../outside.png", "outside of the directory"),
         ("huge.png", "decompression bomb"),
@@ -73,7 +73,7 @@ def test_mrl_data_shows_the_rows(trainer: str, tmp_path: Path, capsys: pytest.Ca
     assert ("a.png: 20 x 10" in shown) == (trainer == "diffusion_sft")
     for command in (["eval", str(config)], ["eval", str(config), "--precision-report"]):
         assert main(command) == 2
-        assert f"mrl eval is made for language models, and this is trainer {trainer}" in capsys.readouterr().err
+        assert f"mrl eval supports language models only, and this is trainer {trainer}" in capsys.readouterr().err
     with (tmp_path / "rows.jsonl").open("a") as file:
         file.write('{"label": "two"}\n')
     assert main(["data", str(config)]) == 1

@@ -140,5 +140,5 @@ def test_a_directory_that_lacks_weights_is_refused_by_their_names(part: str, tmp
     lacking = min(stored)
     del stored[lacking]
     save_file(stored, file, {"format": "pt"})
-    with pytest.raises(ValueError, match=f"{part} lacks 1 of the weights of a .*: {re.escape(lacking)}"):
+    with pytest.raises(ValueError, match=f"{part} lacks 1 weights of a .*: {re.escape(lacking)}"):
         Pipeline.load(DiffusionModelConfig(path=str(tmp_path)))

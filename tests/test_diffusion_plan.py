@@ -101,9 +101,11 @@ def test_a_plan_counts_what_is_built(kind: str, tmp_path: Path, capsys: pytest.C
     assert plan.images == 8 and plan.rows == 8 * 50 and plan.images_per_s > 0 and not plan.problems
     small = DiffusionPlan(cfg, Cluster(replace(H100, memory=GIB), 2))
     *_, last = small.lines()
-    assert last.startswith("It does not fit:\n  rollout: 2.5 GiB on GPUs of 1.0 GiB\n    -> a smaller sampler.batch")
+    assert last.startswith(
+        "The run does not fit:\n  rollout: 2.5 GiB on GPUs of 1.0 GiB\n    -> a smaller sampler.batch"
+    )
     assert main(["plan", str(config), "--search"]) == 2
-    assert "--search and --svg are made for language models" in capsys.readouterr().err
+    assert "--search and --svg plan language models only" in capsys.readouterr().err
     assert main(["plan", str(config), "--gpus", "2", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["net"]["trained"] == trained and shown["images_per_s"] == pytest.approx(plan.images_per_s)

@@ -145,7 +145,7 @@ def test_a_scorer_that_lacks_weights_is_refused_by_their_names(tmp_path: Path) -
     stored = load_file(tmp_path / "model.safetensors")
     del stored["visual_projection.weight"]
     save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(RewardError, match="lacks 1 of the weights of a CLIPModel: visual_projection.weight"):
+    with pytest.raises(RewardError, match="lacks 1 weights of a CLIPModel: visual_projection.weight"):
         ImageRewards(ImageRewardConfig.model_validate({"function": "scorer", "scorer": {"path": str(tmp_path)}}))
 
 

@@ -97,7 +97,7 @@ def test_a_killed_run_goes_on_with_the_same_images(tmp_path: Path) -> None:
     assert train(path).returncode == -9
     assert len(rows(run_dir)) == 2
     done = train(path)
-    assert done.returncode == 0 and "continuing from" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "resuming from" in done.stdout, done.stdout + done.stderr
     assert train(path, "run.name=whole").returncode == 0
     assert rows(run_dir) == rows(whole), "to the last bit, with the statistics of prompts"
     assert all("reward/least" in row and row["actor/skipped"] == 0 for row in rows(run_dir))
@@ -147,7 +147,7 @@ def test_adapters_do_not_go_on_beside_other_weights(tmp_path: Path) -> None:
     changed = f'model.path: "{tmp_path / "model"}" -> "edited: transformer/diffusion_pytorch_model.safetensors"'
     assert done.returncode != 0 and changed in done.stderr
     done = train(path, "run.steps=2", "checkpoint.accept_changes=[model.path]")
-    assert done.returncode != 0 and "adapters belong to other weights than model.path has now" in done.stderr
+    assert done.returncode != 0 and "adapters were trained on other weights than those of model.path" in done.stderr
 
 
 def test_an_export_without_room_does_not_end_a_run_that_is_to_go_on(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_an_export_without_room_does_not_end_a_run_that_is_to_go_on(tmp_path: Pa
     assert last["checkpoint/failed"] == 1 and (run_dir / "hf_step_2" / "transformer").is_dir()
 
 
-@pytest.mark.parametrize(("bad", "what"), [(0, "drawing the images after step 0"), (2, "sampling for step 1")])
+@pytest.mark.parametrize(("bad", "what"), [(0, "generating the images after step 0"), (2, "sampling for step 1")])
 def test_a_row_of_one_rank_that_the_net_does_not_know_is_named(tmp_path: Path, bad: int, what: str) -> None:
     """Of two ranks that share the net, which nobody then waits for."""
     config = settings(tmp_path)
@@ -174,7 +174,7 @@ def test_a_row_of_one_rank_that_the_net_does_not_know_is_named(tmp_path: Path, b
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines) + "\n")
     ranks = ("run.nproc=2", "run.timeout_s=60", "actor.sharded=true", "images.count=2")
     done = train(written(tmp_path, config), *ranks, launched=True)
-    said = f"{what} failed: rank {bad // 2}: ValueError: prompt 'odd': class 1000, the net has 0 to 2"
+    said = f"{what} failed: rank {bad // 2}: ValueError: prompt 'odd': class 1000 is not in 0 to 2"
     assert done.returncode != 0 and said in done.stderr
 
 
@@ -215,28 +215,28 @@ def test_what_a_net_is_to_say_is_what_makes_the_image_again() -> None:
     ("override", "said"),
     [
         ("sampler.eta=0", "sampler.eta: at 0 every step is deterministic"),
-        ("sampler.noise_level=0.5", "sampler.noise_level: has no effect: ddim takes eta"),
+        ("sampler.noise_level=0.5", "sampler.noise_level: has no effect: ddim uses eta"),
         ("sampler.kind=flow_sde", "a DDIMScheduler has no flow_sde step"),
-        ("sampler.steps=2000", "the scheduler was made for 1000 times"),
-        ("advantage.min_count=5", "5 scores are never kept of a prompt, at most 4"),
-        ("advantage.against=group", "advantage.buffer_size: has no effect: scores are held against group"),
+        ("sampler.steps=2000", "the scheduler's 1000 timesteps"),
+        ("advantage.min_count=5", "5 exceeds the 4 scores that are kept per prompt"),
+        ("advantage.against=group", "advantage.buffer_size: has no effect: scores are compared with group"),
         ("batch.images_per_update=4", "4 do not divide the 6 images of a step"),
-        ("run.nproc=4 actor.sharded=true", "4 ranks do not divide the 6 images of a step: all must call the net"),
+        ("run.nproc=4 actor.sharded=true", "4 ranks do not divide the 6 images of a step, as sharded"),
         ("run.nproc=8", "6 images are fewer than the 8 ranks"),
         ("actor.optimizer.decay=linear", "required by linear decay"),
-        ("sampler.negative_prompt=ugly", "a DiTTransformer2DModel is told classes"),
-        ("model.path=nowhere", "nowhere is no diffusers directory"),
+        ("sampler.negative_prompt=ugly", "a DiTTransformer2DModel takes classes"),
+        ("model.path=nowhere", "nowhere is not a diffusers directory"),
         ("data.train=nowhere.jsonl", "nowhere.jsonl"),
         ("rollout.engine=sglang", "it is a key of trainer rl, and this is trainer ddpo"),
-        ("reward.function=null", "one of them scores the images"),
-        ("reward.server.url=http://127.0.0.1:9", "give one, not both"),
+        ("reward.function=null", "give exactly one of them"),
+        ("reward.server.url=http://127.0.0.1:9", "give exactly one of them"),
         (
             "reward.function=null reward.server.url=127.0.0.1:9",
             "'127.0.0.1:9' is not an address such as http://host:8000",
         ),
-        ("reward.function=scorer", "`function: scorer` and its section go together"),
+        ("reward.function=scorer", "`function: scorer` and `scorer:` need each other"),
         ("reward.function=scorer reward.scorer.path=nowhere", "nowhere has no config.json"),
-        ("model.image_size=16", "draws images of the one size that it was made for, 8"),
+        ("model.image_size=16", "generates images of one size only: 8"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(tmp_path: Path, override: str, said: str) -> None:
@@ -253,7 +253,7 @@ def test_schedulers_and_nets_without_a_policy_are_refused(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match="clamped pixels have no gradient"):
         load(written(tmp_path, config))
     scheduler.write_text(json.dumps(stored | {"steps_offset": 0}))
-    with pytest.raises(ConfigError, match="sampler.steps.*has a single step at time 0, where it is deterministic"):
+    with pytest.raises(ConfigError, match="sampler.steps.*the only step is at time 0, where it is deterministic"):
         load(written(tmp_path, config), ["sampler.steps=1"])
     net = tmp_path / "model" / "transformer" / "config.json"
     net.write_text(json.dumps(json.loads(net.read_text()) | {"_class_name": "QwenImageTransformer2DModel"}))
@@ -268,7 +268,7 @@ def test_nets_and_decoders_that_do_not_draw_an_image_of_a_prompt_alone_are_refus
     net, decoder = (tmp_path / "sd" / part / "config.json" for part in ("unet", "vae"))
     stored = net.read_text()
     net.write_text(json.dumps(json.loads(stored) | {"in_channels": 9}))
-    with pytest.raises(ConfigError, match="in_channels: its input has 9 channels, an image's latent has 4"):
+    with pytest.raises(ConfigError, match="in_channels: its input has 9 channels, a latent has 4"):
         load(written(tmp_path, config))
     net.write_text(stored)
     decoder.write_text(json.dumps(json.loads(decoder.read_text()) | {"_class_name": "AutoencoderTiny"}))

@@ -83,8 +83,8 @@ def test_killed_and_started_again_is_the_same_run_to_the_bit(folder: Path) -> No
 
 def test_a_cache_of_something_else_is_made_again_and_that_is_said(folder: Path) -> None:
     said = (folder / "terminal").read_text()
-    assert f"{CACHE} is of other tokens or weights, and is made again" in said
-    assert "its log-probs of 12 rows are in" in said and "its weights are let go" in said
+    assert f"{CACHE} was computed from other tokens or weights: computing it again" in said
+    assert "wrote the log-probs of 12 rows to" in said and "its weights are freed" in said
 
 
 def test_a_live_reference_at_tp2_is_the_cached_one_in_one_process(folder: Path) -> None:
@@ -155,7 +155,7 @@ def test_labels_a_moving_reference_and_a_moving_threshold_go_on_exactly(folder: 
     config = write(folder, tiny_models("llama"), "labels.yaml", preference=loss, data=data, ref=ref)
     weights = ("preference.loss.kto.desirable_weight=1.5",)
     said = train(folder, config, "run.name=labels", *weights).terminal
-    assert "kto: 12 good and 12 bad rows count 18 to 12 by preference.loss.kto.desirable_weight" in said
+    assert "kto: 12 desirable and 12 undesirable rows have total weights 18 and 12" in said
     train_and_kill(folder, folder / "runs/labels_killed", config, "run.name=labels_killed", "run.steps=50", *weights)
     train(folder, config, "run.name=labels_killed", *weights)
     whole, killed = (folder / "runs" / name for name in ("labels", "labels_killed"))
@@ -171,25 +171,28 @@ def test_labels_a_moving_reference_and_a_moving_threshold_go_on_exactly(folder: 
         ("preference.loss={}", "preference.loss: names no loss"),
         ("preference.loss=sigmoidd", "did you mean sigmoid?"),
         ("preference.loss={sigmoid: {gamma: 1.0}}", "unknown key"),
-        ("preference.loss={sigmoid: {}, kto: {}}", "kto are of responses with a label, sigmoid of pairs"),
-        ("data.label_key=good", "data.label_key: has no effect: the losses are of pairs"),
-        ("data.margin_key=lead", "data.margin_key: has no effect: no loss has a margin"),
+        ("preference.loss={sigmoid: {}, kto: {}}", "kto need labeled responses, and sigmoid pairs"),
+        ("data.label_key=good", "data.label_key: has no effect: the losses use pairs"),
+        ("data.margin_key=lead", "data.margin_key: has no effect: no loss uses a margin"),
         ("preference.loss={robust: {label_smoothing: 0.5}}", "preference.loss.robust.label_smoothing: must be less"),
         ("preference.loss={exo_pair: {label_smoothing: 0.0}}", "label_smoothing: must be greater than 0"),
         ("preference.loss={sigmoid: {f_alpha_divergence_coef: 0.2}}", "the divergence is reverse_kl"),
-        ("preference={loss: simpo, ld_alpha: 0.5}", "preference.ld_alpha: is of log-ratios of pairs, simpo take all"),
+        (
+            "preference={loss: simpo, ld_alpha: 0.5}",
+            "preference.ld_alpha: applies to log-ratios of pairs, but simpo weight all",
+        ),
         ("preference={loss: aot, use_weighting: true}", "aot compares the batch"),
         ("preference={loss: orpo, reference_free: true}", "has no effect: orpo use no reference"),
         ("preference={loss: simpo}", "ref.policy: has no effect: no reference is used"),
         ("ref={policy: refreshed}", "required by refreshed"),
         ("ref={policy: cached, refresh_share: 0.5}", "has no effect: the reference is cached"),
         ("data.max_prompt_tokens=32", "leave no room for a response in 32 tokens"),
-        ("data.max_tokens=4096", "more than the model's 512 positions"),
+        ("data.max_tokens=4096", "exceeds the model's 512 positions"),
         ("data.rejected_key=worse", "has no 'worse'"),
         ("data.answer_key=other", "data.answer_key: has no effect"),
         ("validation.patience=2", "validation.patience: has no effect: there are no held-out rows"),
         ("run.nproc=8", "batch.rows_per_step: 6 rows are fewer than the 8 data-parallel replicas"),
-        ("resilience.timeouts_s.rollout=1.0", "dpo does not sample"),
+        ("resilience.timeouts_s.rollout=1.0", "dpo does not generate"),
     ],
 )
 def test_what_cannot_be_or_has_no_effect_is_refused(

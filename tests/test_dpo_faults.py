@@ -80,9 +80,9 @@ def test_sigterm_saves_and_leaves(folder: Path) -> None:
         run.signal(signal.SIGTERM)
         assert run.wait(RUN_S) == EXIT_PREEMPTED, run.terminal
         assert run.left_running() == {}
-    assert "told to stop after step" in run.terminal and "error" not in run.terminal, run.terminal
+    assert "stopping after step" in run.terminal and "error" not in run.terminal, run.terminal
     said = train(folder, config, "run.name=signals").terminal
-    assert "continuing from" in said and f"its log-probs of 12 rows are those of {folder}" in said
+    assert "resuming from" in said and f"using the log-probs of 12 rows from {folder}" in said
     assert_undisturbed(folder, "signals")
 
 
@@ -106,7 +106,7 @@ OTHER = {
 def test_another_configuration_is_refused_before_anything_starts(folder: Path) -> None:
     with Train(folder, folder / "config.yaml", "run.name=undisturbed", "run.steps=7", *OTHER) as run:
         assert run.wait(RUN_S) != 0
-    assert "was made with another configuration" in run.terminal
+    assert "was written with another configuration" in run.terminal
     assert all(said in run.terminal for said in OTHER.values()), run.terminal
 
 
@@ -133,7 +133,7 @@ def test_a_pair_whose_loss_is_not_finite_is_named_and_skipped(loss: Any, tmp_pat
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with Train(tmp_path, config, "run.steps=3") as run:
         assert run.wait(RUN_S) == 0, run.terminal[-4000:]
-    assert "step 2: 1 of 1 updates skipped, the loss or gradient was not finite; the samples: " in run.terminal
+    assert "step 2: 1 of 1 updates skipped because the loss or gradient was not finite; their samples: " in run.terminal
     told = [(line["step"], line["by"], line["sample_ids"], line["rows"]) for line in lines(tmp_path / "runs/run")]
     assert told == [(2, "outputs", [2], [7])]
     found = read_metrics(tmp_path / "runs/run")

@@ -111,10 +111,10 @@ def test_a_killed_run_goes_on_to_the_bit(folder: Path) -> None:
             "algorithm.kl.use_in_reward=false algorithm.kl.coef=0 critic=null algorithm.adv_estimator=grpo",
             "has no effect",
         ),
-        ("rollout.early_passes=9", "9 parts of the 8 samples of a step"),
-        ("rollout.overlap=one_step", "all of the next samples"),
+        ("rollout.early_passes=9", "9 parts exceed the 8 samples of a step"),
+        ("rollout.overlap=one_step", "the next samples are generated"),
         ("actor.offload=optimizer", "actor.offload"),
-        ("algorithm.filter_groups.enable=true", "is known when all are there"),
+        ("algorithm.filter_groups.enable=true", "only known once all are generated"),
     ],
 )
 def test_what_cannot_be_computed_early_is_refused(

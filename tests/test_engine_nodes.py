@@ -150,7 +150,7 @@ def test_the_key_is_drawn_once_and_kept_from_others(tmp_path: Path) -> None:
     keys = {Registry(tmp_path / "run").key() for _ in range(3)}
     assert len(keys) == 1 and len(keys.pop()) == 64
     (tmp_path / "run" / "engines" / "key").chmod(0o640)
-    with pytest.raises(ValueError, match="can be read or written by others"):
+    with pytest.raises(ValueError, match="can be read or written by other users"):
         Registry(tmp_path / "run").key()
 
 

@@ -126,7 +126,7 @@ def test_an_error_of_the_system_that_names_no_file(
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [(("--rows", "0"), "take numbers of at least 1"), (("data.validation=null",), "names no held-out rows")],
+    [(("--rows", "0"), "must be at least 1"), (("data.validation=null",), "data.validation is not set")],
 )
 def test_what_cannot_be_evaluated_is_said(
     tiny_models: TinyModels, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str
@@ -167,11 +167,11 @@ def sampling(folder: Path, model: Path, **keys: Any) -> Path:
 @pytest.mark.parametrize(
     ("case", "said"),
     [
-        ("pickles", "pickled has no safetensors, and engines read nothing else"),
-        ("converted", "converted is a converted model, and engines read safetensors"),
-        ("urls", "rollout.urls: the engines there have weights of their own"),
-        ("fp8", "rollout.quantization: an engine in fp8 has no weights before a run pushes them"),
-        ("reward model", "reward.model: it scores on the ranks of a run, and here are none"),
+        ("pickles", "pickled has no *.safetensors, the only format that engines read"),
+        ("converted", "converted is a Megatron checkpoint, and engines read safetensors"),
+        ("urls", "rollout.urls: those engines have their own weights"),
+        ("fp8", "rollout.quantization: an fp8 engine has no weights before a run syncs them"),
+        ("reward model", "reward.model: it scores on the ranks of a run, and mrl eval has none"),
     ],
 )
 def test_no_engine_is_started_that_would_not_answer_with_the_weights(
@@ -233,7 +233,7 @@ def test_a_run_is_what_is_in_the_directory_that_is_named(
     sampling(tmp_path, tiny_models("llama")).rename(moved / "config.yaml")
     (moved / "hf").rmdir()
     assert cli.main(["eval", "--precision-report", str(moved)]) == 1
-    assert f"{moved}/rollouts has no samples of a step" in capsys.readouterr().err
+    assert f"{moved}/rollouts has no training samples" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["eval", "data"])

@@ -81,7 +81,7 @@ def test_an_unknown_family_is_refused_and_a_line_makes_it_known(models: dict[str
     assert (arch.family, arch.dense_width, arch.num_layers) == ("toy", 128, 2)
     assert {hf for row in weight_table(arch).values() for hf in row.hf} == set(load_file(models["toy"] / WEIGHTS))
     del FAMILIES["toy"]
-    with pytest.raises(UnsupportedModel, match="ToyForCausalLM has no weight table; supported: DeepseekV3F"):
+    with pytest.raises(UnsupportedModel, match="ToyForCausalLM is not supported; supported: DeepseekV3F"):
         load_arch(models["toy"])
 
 

@@ -120,10 +120,10 @@ def config(tmp_path: Path, tiny_models: Any, monkeypatch: pytest.MonkeyPatch) ->
         ("run.nproc=8", "samples_per_step: 4 samples are fewer than the 8 data-parallel replicas"),
         ("samples_per_stepp=4", "did you mean samples_per_step?"),
         ("reward={function: exact_match}", "reward: unknown key"),
-        ("resilience.timeouts_s.rollout=1.0", "forget does not sample"),
-        ("data.validation=train.jsonl", "only what is sampled is validated"),
+        ("resilience.timeouts_s.rollout=1.0", "forget does not generate"),
+        ("data.validation=train.jsonl", "only data of generated responses is validated"),
         ("data.answer_key=result", "has no 'result'"),
-        ("data.max_prompt_tokens=512", "leaves no room for answers"),
+        ("data.max_prompt_tokens=512", "leave no room for answers"),
         ("actor.optimizer.decay=linear", "required by linear decay"),
         ("trainer=forgett", "must be one of rl, sft, dpo, reward_model, ddpo, diffusion_sft, forget"),
     ],
@@ -151,8 +151,8 @@ def test_what_the_command_shows_of_it_is_its_own_answer(config: Path, capsys: py
 
 def test_it_trains_saves_and_goes_on(config: Path) -> None:
     shown = train(config)
-    assert "step  4 samples to forget" in shown and "actor  one copy over 1 rank" in shown
-    assert "continuing from" in train(config, "run.steps=3")
+    assert "step  4 samples to forget" in shown and "actor  one replica over 1 rank" in shown
+    assert "resuming from" in train(config, "run.steps=3")
     run_dir = config.parent / "runs" / "run"
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3]

@@ -89,7 +89,7 @@ REFUSED = {
         [fp8("recipe: current, history: 16")],
         4,
         "actor.precision.fp8.history",
-        ("no effect", "present values"),
+        ("no effect", "current values"),
     ),
     "use of no history": (
         [fp8("recipe: blockwise, history_use: most_recent")],
@@ -108,7 +108,7 @@ REFUSED = {
         [fp8("recipe: delayed, first_last_bf16: 1")],
         4,
         "actor.precision.fp8.first_last_bf16",
-        ("1 layers", "need 0"),
+        ("must be 0", "got 1"),
     ),
     "all layers at the ends": (
         [fp8("recipe: current, first_last_bf16: 4")],
@@ -120,7 +120,7 @@ REFUSED = {
         [fp8("recipe: current, first_last_bf16: 3"), "actor.parallel={tensor: 1, pipeline: 4}"],
         4,
         "actor.precision.fp8.first_last_bf16",
-        ("3 is more than the 2 layers",),
+        ("3 exceeds the 2 layers",),
     ),
     "weights in fp8, emulated": (
         [fp8("recipe: current, emulate: true, params: true")],
@@ -132,7 +132,7 @@ REFUSED = {
         [fp8("recipe: delayed, params: true")],
         4,
         "actor.precision.fp8.params",
-        ("not with delayed",),
+        ("another recipe than delayed",),
     ),
     "a critic's head": (
         [fp8("recipe: current, head: true", "critic")],
@@ -193,7 +193,7 @@ REFUSED = {
         [fp8("recipe: delayed"), "model.path=experts", "actor.parallel={tensor: 1}", "actor.recompute=selective"],
         4,
         "actor.recompute",
-        ("4 experts", "not with delayed"),
+        ("4 experts", "delayed rules out"),
     ),
     "the critic's own model": (
         [fp8("recipe: mxfp8", "critic"), "critic.path=dense", "critic.parallel={tensor: 4}"],
@@ -211,7 +211,7 @@ REFUSED = {
         [*KL, "ref.policy=refreshed", "ref.refresh_every_steps=2", fp8("recipe: current, emulate: true", "ref")],
         0,
         "ref.precision",
-        ("no effect", "in its place"),
+        ("no effect", "runs in the actor"),
     ),
 }  # fmt: skip
 
@@ -283,7 +283,7 @@ def test_chips_and_versions_that_can() -> None:
     assert can == {"L40S": ["current", "delayed"], "H200": ["current", "delayed", "blockwise"], "B200": [*RECIPES]}
     assert [version_problem(version) for version in ("2.9.0", "2.11.0+cu13")] == [None, None]
     for version in ("2.8.0", "2.12.0", "unknown"):
-        assert f"{version}; needed is 2.9 or later, below 2.12" in (version_problem(version) or "")
+        assert f"{version} is installed; fp8 needs at least 2.9, below 2.12" in (version_problem(version) or "")
 
 
 def test_preflight_tells_before_the_start_that_this_machine_has_no_fp8() -> None:

@@ -113,7 +113,7 @@ REFUSED = {
     "over pushes": (
         [*FP8, *BOUNDED],
         "rollout.quantization",
-        ("have not been pushed under responses that go on", "rollout.overlap"),
+        ("in-flight weight updates are not supported for fp8", "rollout.overlap"),
     ),
     "given engines": ([*FP8, "rollout.urls=[http://127.0.0.1:3]"], "rollout.quantization", ("no effect",)),
     "no blocks": ([*FP8, "model.path=dense"], "rollout.quantization", ("blocks of 128", "hidden size is 64")),
@@ -135,7 +135,7 @@ def test_what_engines_and_copies_cannot_have(case: str) -> None:
 
 
 def test_engines_in_fp8_need_gpus() -> None:
-    with pytest.raises(ConfigError, match=r"rollout.quantization: fp8 needs GPUs, this machine has 0"):
+    with pytest.raises(ConfigError, match=r"rollout.quantization: fp8 needs GPUs, and this machine has 0"):
         loaded(*FP8, gpus=0)
 
 

@@ -71,7 +71,7 @@ def test_a_machine_is_asked_once(with_cuda: None, monkeypatch: pytest.MonkeyPatc
 
 def test_a_package_that_megatron_does_not_know_is_not_usable(with_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "import_problem", lambda module: None)
-    for known, problem in ((False, "megatron-core does not know this version of it"), (True, None)):
+    for known, problem in ((False, "megatron-core does not support its version"), (True, None)):
         monkeypatch.setattr("megatron.core.extensions.transformer_engine.HAVE_TE", known)
         fused.transformer_engine_problem.cache_clear()
         assert platform.transformer_engine_problem() == problem
@@ -84,7 +84,7 @@ def test_doctor_misses_the_compiler_that_triton_calls(tmp_path: Path, monkeypatc
     assert "no C compiler (cc, gcc or clang)" in (rows["triton"] or "")
     monkeypatch.setenv("CC", "/bin/true")
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
-    assert "Python.h is not there" in (triton_here.compiler_problem() or "")
+    assert "Python.h is missing" in (triton_here.compiler_problem() or "")
     (tmp_path / "Python.h").touch()
     assert triton_here.compiler_problem() is None
 
@@ -92,15 +92,15 @@ def test_doctor_misses_the_compiler_that_triton_calls(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("cuda", "fused_layers", "sglang", "stages", "left_out"),
     [
-        (False, False, True, None, "no GPU: it tests nothing here"),
+        (False, False, True, None, "no GPU: it has nothing to test here"),
         (
             True,
             False,
             False,
             "cuda, engine, trainers, speed",
-            "left out here: transformer_engine, fp8, engine's checks of SGLang",
+            "skipped here: transformer_engine, fp8, engine's checks of SGLang",
         ),
-        (True, True, True, "cuda, engine, transformer_engine, fp8, trainers, speed", "left out here: nothing"),
+        (True, True, True, "cuda, engine, transformer_engine, fp8, trainers, speed", "skipped here: nothing"),
     ],
 )
 def test_doctor_says_which_stages_can_run(

@@ -67,7 +67,7 @@ def test_a_group_with_engines_on_the_trainer_s_gpus_is_refused_before_the_start(
     cfg = RLConfig.model_construct(sync=SyncConfig(transport="distributed"), rollout=apart)
     assert not list(rollout_checks._sync(cfg, Machine(1, 1, 8)))
     (found,) = rollout_checks._sync(cfg, Machine(2, 2, 8))
-    assert "engines and ranks of the trainer are on GPU 1" in found.message
+    assert "engines and trainer ranks share GPU 1" in found.message
 
 
 class SlowReader:

@@ -83,7 +83,7 @@ def test_nothing_but_scales_is_given_to_a_layer_that_unpickles_it(capsys: pytest
         kept(Evil()),
         *([torch.frombuffer(bytearray(x), dtype=torch.uint8)] for x in (from_bytes, by_a_module)),
     ):
-        with pytest.raises(WeightError, match="layer._extra_state is not what a layer keeps of fp8"):
+        with pytest.raises(WeightError, match="layer._extra_state is not the fp8 state of a layer"):
             given_back(evil, "layer._extra_state")
     assert "run" not in capsys.readouterr().out
 
@@ -170,7 +170,7 @@ def test_a_parameter_that_is_missing_or_left_over_is_an_error() -> None:
     chunk = nn.ModuleDict({"a": Layer(), "b": Layer()})
     fill(chunk, {"a.weight": torch.ones(2), "b.weight": torch.ones(2)})
     assert chunk["a"].weight.tolist() == [1.0, 1.0]
-    with pytest.raises(WeightError, match=r"b.weight is missing; nothing takes c.weight"):
+    with pytest.raises(WeightError, match=r"b.weight is missing; the model has no c.weight"):
         fill(chunk, {"a.weight": torch.ones(2), "c.weight": torch.ones(2)})
 
 
@@ -186,5 +186,5 @@ def test_how_experts_are_cut_is_the_table_s_word(monkeypatch: pytest.MonkeyPatch
     said = {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 1}
     of_experts = SimpleNamespace(tp_dim=1, expert=True)
     assert marked(of_experts, **said)["partition_dim"] == 1  # type: ignore[arg-type]
-    with pytest.raises(WeightError, match="the model cuts dimension 0, the weight table dimension 1"):
+    with pytest.raises(WeightError, match="the model splits dimension 0, but the weight table dimension 1"):
         marked(SimpleNamespace(tp_dim=1, expert=False), **said)  # type: ignore[arg-type]

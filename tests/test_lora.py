@@ -144,8 +144,8 @@ def test_a_checkpoint_holds_adapters_alone(work: tuple[Path, Reported], models: 
 
 
 def test_a_checkpoint_is_refused_beside_other_weights_or_by_a_whole_model(reported: Reported) -> None:
-    assert "the digest of the weights that the adapters belong to is 000000" in reported["refused dora"]["base"]
-    assert "either is trained by adapters (lora), or neither" in reported["refused dora"]["full"]
+    assert "the digest of the adapters' base weights is 000000" in reported["refused dora"]["base"]
+    assert "LoRA adapters: set lora" in reported["refused dora"]["full"]
 
 
 def peft_outputs(model: torch.nn.Module, seen: dict[str, Tensor], is_critic: bool) -> Tensor:
@@ -184,7 +184,7 @@ def test_mrl_merge_gives_the_weights_that_the_learner_exports(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["merge", str(models[0]), str(work[0] / f"peft_{kind}"), str(tmp_path / "out")]) == 0
-    assert "not known" not in capsys.readouterr().out, "the digest says that these are the weights"
+    assert "not checked" not in capsys.readouterr().out, "the digest says that these are the weights"
     merged, want = load_file(tmp_path / "out/model.safetensors"), torch.load(work[0] / f"peft_{kind}.pt")["weights"]
     assert want.keys() - merged.keys() <= {"lm_head.weight"}
     for name, tensor in merged.items():
@@ -222,7 +222,7 @@ def test_merging_into_other_weights_is_refused_and_leaves_nothing(
     work: tuple[Path, Reported], models: tuple[Path, Path], tmp_path: Path
 ) -> None:
     other = make_tiny(tmp_path / "other", "qwen2", tied=True, seed=1, num_hidden_layers=4, **SHAPE)
-    with pytest.raises(WeightError, match="is not what the adapters were trained beside"):
+    with pytest.raises(WeightError, match="is not the base model of the adapters"):
         merge(other, work[0] / "peft_dense", tmp_path / "out", 10**9)
     smaller = make_tiny(tmp_path / "smaller", "qwen2", tied=True, **SHAPE)
     with pytest.raises(WeightError, match=r"has no model.layers.2.mlp.down_proj.weight.*and \d+ more"):
@@ -261,16 +261,16 @@ def test_weights_that_peft_saves_beside_adapters_are_refused_with_the_reason(tmp
     layer = "base_model.model.model.layers.0.self_attn.q_proj"
     tensors = {f"{layer}.lora_A.weight": torch.ones(2, 8), f"{layer}.lora_B.weight": torch.ones(8, 2)}
     save_file(tensors | {f"base_model.model.{carried}": torch.ones(4, 8)}, tmp_path / "adapter_model.safetensors")
-    with pytest.raises(WeightError, match=rf"{re.escape(carried)}\. PEFT saves such .*merge_and_unload"):
+    with pytest.raises(WeightError, match=rf"{re.escape(carried)}\. PEFT saves these .*merge_and_unload"):
         read_adapter(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("a", "b", "said"),
     [
-        ((2, 64), (32, 2), r"A is \[2, 64\], not \[4, 64\], beside a weight \[32, 64\] with r 4; .* B is \[32, 2\]"),
-        ((4, 64), (32, 2), r"B is \[32, 2\], not \[32, 4\]"),
-        ((4,), (32, 4), r"A is \[4\], not \[4, 64\]"),
+        ((2, 64), (32, 2), r"A is \[2, 64\] instead of \[4, 64\], for a weight \[32, 64\] and r 4; .* B is \[32, 2\]"),
+        ((4, 64), (32, 2), r"B is \[32, 2\] instead of \[32, 4\]"),
+        ((4,), (32, 4), r"A is \[4\] instead of \[4, 64\]"),
     ],
 )
 def test_adapters_of_another_rank_than_their_configuration_says_are_not_merged(

@@ -77,7 +77,7 @@ def test_a_run_does_not_go_on_beside_other_weights(ppo: Path, tiny_models: TinyM
     try:
         with Train(ppo, ppo / "config.yaml", "run.name=whole", "run.steps=5") as run:
             assert run.wait(120) != 0
-            assert "actor: the digest of the weights that the adapters belong to is" in run.terminal
+            assert "actor: the digest of the adapters' base weights is" in run.terminal
     finally:
         file.write_bytes(before)
 
@@ -108,7 +108,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "no layer": (("actor.lora={targets: []}",), ("actor.lora.targets", "names no layer")),
     "weights from nowhere": (
         ("actor.lora={}", "model.from_scratch=true"),
-        ("actor.lora", "model.from_scratch", "belong to weights that are on disk"),
+        ("actor.lora", "model.from_scratch", "need base weights on disk"),
     ),
     "fp8": (
         ("actor.lora={}", "actor.precision.fp8={recipe: current, emulate: true}"),
@@ -118,18 +118,21 @@ REFUSED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("actor.lora={}", "algorithm.kl={use_in_loss: true}", "ref.max_tokens_per_microbatch=64"),
         ("ref.max_tokens_per_microbatch", "actor.lora", "the reference is the actor without its adapters"),
     ),
-    "adapters to be sent, and none": (("sync.lora=adapter",), ("sync.lora", "actor.lora", "the actor has none")),
+    "adapters to be sent, and none": (
+        ("sync.lora=adapter",),
+        ("sync.lora", "actor.lora", "the actor trains all weights"),
+    ),
     "an engine for whole weights": (
         ("actor.lora={}", "sync.lora=adapter", "rollout.engine=transformers"),
         ("sync.lora", "rollout.engine", "takes whole weights only"),
     ),
     "magnitudes that SGLang would leave out": (
         ("actor.lora={dora: true}", "sync.lora=adapter"),
-        ("sync.lora", "actor.lora.dora", "SGLang knows no DoRA"),
+        ("sync.lora", "actor.lora.dora", "SGLang does not support DoRA"),
     ),
     "memory that nothing fills again": (
         ("actor.lora={}", "sync.lora=adapter", "rollout.release=all"),
-        ("sync.lora", "rollout.release", "no push brings back"),
+        ("sync.lora", "rollout.release", "does not restore the released base weights"),
     ),
     "buckets of adapters": (
         ("actor.lora={}", "sync.lora=adapter", "sync.bucket_mib=3"),
@@ -143,9 +146,9 @@ REFUSED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 REFUSED_EXPERTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "experts that are sent": (
         ("actor.lora={}", "actor.layers=local", "sync.lora=adapter"),
-        ("sync.lora", "actor.lora.targets", "adapters of experts are sent merged only"),
+        ("sync.lora", "actor.lora.targets", "adapters of experts can only be synced merged"),
     ),
-    "experts of joined layers": (("actor.lora={}",), ("actor.lora.targets", "actor.layers", "take local layers")),
+    "experts of joined layers": (("actor.lora={}",), ("actor.lora.targets", "actor.layers", "need local layers")),
     "experts that are cut": (
         ("actor.lora={}", "actor.layers=local", "actor.parallel={tensor: 2}"),
         ("actor.parallel.expert_tensor", "actor.lora.targets", "need 1, not 2"),

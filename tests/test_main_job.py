@@ -166,7 +166,7 @@ def test_ppo_the_same_command_goes_on(ppo: Path, metrics: list[dict[str, float]]
     run_dir = ppo / "runs/run"
     shutil.rmtree(run_dir / "checkpoints/step_3")
     run = train(ppo, ppo / "config.yaml", "run.steps=4")
-    assert f"continuing from {run_dir / 'checkpoints/step_2'} (step 2)" in run.terminal
+    assert f"resuming from {run_dir / 'checkpoints/step_2'} (step 2)" in run.terminal
     rows = read_metrics(run_dir)
     assert rows[:3] == metrics[:3] and [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     assert results(rows[3]) == pytest.approx(results(metrics[3]), rel=1e-5, abs=1e-7)

@@ -49,7 +49,7 @@ def test_a_part_there_twice_does_not_stand_for_a_missing_one(
     starts: tuple[int, ...], tmp_path: Path, tiny_models: TinyModels
 ) -> None:
     write_blocks(tmp_path, *starts)
-    with pytest.raises(WeightError, match=r"parts of w at \[\] are missing or there twice"):
+    with pytest.raises(WeightError, match=r"parts of w at \[\] are missing or duplicated"):
         read(tmp_path, tiny_models)
 
 

@@ -104,13 +104,13 @@ def test_what_is_away_is_refused_by_name(world: dict[str, Any]) -> None:
     assert f"a backward pass: the policy's {away}" in found["update"] and "offload: all" in found["update"]
     assert f"an update: the policy's {away}" in found["step"]
     assert "embedding.word_embeddings.weight cannot be exported" in found["export"]
-    assert "taking other weights: the policy's parameters" in found["average"]
+    assert "swapping weights: the policy's parameters" in found["average"]
     assert "the policy's gradients, main weights and Adam's moments are not" in found["update without the optimizer"]
 
 
 def test_a_rank_that_cannot_move_is_one_error_that_names_it_and_the_phase(world: dict[str, Any]) -> None:
     said = world["refusals"]["no host memory"]
-    want = "giving up memory before 'critic_update' failed: rank 2: actor: RuntimeError: out of host memory"
+    want = "offloading before 'critic_update' failed: rank 2: actor: RuntimeError: out of host memory"
     assert said == f"OffloadError: {want}"
 
 
@@ -145,7 +145,7 @@ def test_memory_that_is_shared_is_not_given_up_and_its_bytes_can_be_read_without
     alone, other = alone.clone(), shared.numpy()
     host_bytes(alone)
     room = HostRoom()
-    with pytest.raises(RuntimeError, match="something shares this memory"):
+    with pytest.raises(RuntimeError, match="this memory is shared"):
         room.take(storages([alone, shared]))
     assert not room.is_away and alone.sum() == 15 and other.sum() == 0
     room.take(storages([alone]))

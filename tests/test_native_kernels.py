@@ -367,7 +367,7 @@ def test_where_they_cannot_be_had_torch_s_forms_serve(tmp_path: Path) -> None:
     assert problem(tmp_path, CC="false").startswith(f"{build.shutil.which('false')} failed:")
     assert list(cache.iterdir()) == [], "nothing is left of it"
     cache.chmod(0o777)
-    assert problem(tmp_path) == f"{cache} belongs to another account, or another may write there"
+    assert problem(tmp_path) == f"{cache} belongs to another user, or other users may write to it"
     cache.rmdir()
     cache.touch()
     assert problem(tmp_path) == f"{cache} cannot be used: File exists"

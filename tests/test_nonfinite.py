@@ -82,7 +82,8 @@ def test_a_token_without_an_embedding_is_refused_in_the_same_words_under_every_l
     """Megatron's embedding gives zeros for it where tensor parallelism cuts the vocabulary."""
     said = {text for found in results.values() for rank in found["unknown ids"] for text in rank}
     assert said == {
-        f"step 1: token 1 of sample 2 is {token}, the model's vocabulary has the ids 0 to 319" for token in (320, -1)
+        f"step 1: token 1 of sample 2 is {token}, and the model's vocabulary has the ids 0 to 319"
+        for token in (320, -1)
     }
 
 
@@ -120,9 +121,11 @@ def test_sft_goes_on_past_a_poisoned_row_and_stops_after_three_steps_in_a_row(tm
         assert run.wait(240) == 1, run.terminal
     run_dir = tmp_path / "runs/run"
     assert "data.train: 1 rows left out: their prompt does not fit into data.max_prompt_tokens=32" in run.terminal
-    assert "step 2: 1 of 1 updates skipped, the loss or gradient was not finite; the samples: " in run.terminal
-    assert the_error(run).startswith("3 steps in a row, to step 6, had an update whose loss or gradient was not finite")
-    assert f"{run_dir / 'nonfinite.jsonl'} names their samples" in the_error(run)
+    assert "step 2: 1 of 1 updates skipped because the loss or gradient was not finite; their samples: " in run.terminal
+    assert the_error(run).startswith(
+        "3 consecutive steps up to step 6 had an update whose loss or gradient was not finite"
+    )
+    assert f"samples and data rows in {run_dir / 'nonfinite.jsonl'}" in the_error(run)
     told = [(line["step"], line["by"], line["sample_ids"], line["rows"]) for line in lines(run_dir)]
     assert told == [(2, "outputs", [2], [6]), (4, "outputs", [0], [12]), (5, "outputs", [1], [17]),
                     (6, "outputs", [0, 3], [20, 23])]  # fmt: skip
@@ -208,7 +211,7 @@ def test_adapters_that_nothing_reaches_are_refused() -> None:
     class Cut:
         adapters: object | None = object()
 
-    with pytest.raises(NoGradientError, match="a loss of 2.5 has no gradient in any of the adapters"):
+    with pytest.raises(NoGradientError, match="loss 2.5 has a gradient of 0 in all LoRA adapters"):
         require_gradient(Cut(), {"loss": 2.5, "grad_norm": 0.0})  # type: ignore[arg-type]
     require_gradient(Cut(), {"loss": 2.5, "grad_norm": 1e-30})  # type: ignore[arg-type]
     require_gradient(Cut(), {"loss": math.nan, "grad_norm": math.nan})  # type: ignore[arg-type]
@@ -217,7 +220,7 @@ def test_adapters_that_nothing_reaches_are_refused() -> None:
 
 
 def test_a_run_whose_last_step_learned_nothing_is_no_success(tmp_path: Path) -> None:
-    with pytest.raises(NonFiniteError, match="last step applied no update of the actor: .*nonfinite.jsonl names"):
+    with pytest.raises(NonFiniteError, match="last step applied no update of the actor: .*nonfinite.jsonl"):
         make_steps(tmp_path, [0, 0], [1, 1]).end_of_run()
     make_steps(tmp_path, [0, 0], [1, 1], [0, 1]).end_of_run()  # it went on
     make_steps(tmp_path, [1], [0]).end_of_run()
@@ -228,5 +231,5 @@ def test_a_limit_that_a_resumed_run_is_past_ends_it(tmp_path: Path) -> None:
     resumed = Updates(tmp_path, 2, SilentRecorder(), writes=False)
     resumed.load_state_dict(before.state_dict())
     resumed.note_update("actor", Steps(1).step(), 2, [])
-    with pytest.raises(NonFiniteError, match="3 steps in a row, to step 3, had an update whose"):
+    with pytest.raises(NonFiniteError, match="3 consecutive steps up to step 3 had an update whose"):
         resumed.end_of_step(3)

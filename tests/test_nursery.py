@@ -165,4 +165,4 @@ with Nursery("json") as made:
 
 def test_a_copy_that_does_not_come_is_an_error_and_no_second_rank() -> None:
     done = subprocess.run([sys.executable, "-c", STOPPED], cwd=ROOT, capture_output=True, text=True, timeout=90)
-    assert done.stdout.splitlines() == ["the process that ranks are copied from made none within 0.5 s", "None"]
+    assert done.stdout.splitlines() == ["the fork server of the ranks did not start a rank within 0.5 s", "None"]

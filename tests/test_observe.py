@@ -150,7 +150,7 @@ def test_what_a_crash_leaves_of_a_lock_is_nobody_s(
     file.write_bytes(content)
     lock = Lock(file)
     assert json.loads(file.read_text())["pid"] == os.getpid()
-    assert f"{file} is empty, as a crash may leave it" in capsys.readouterr().out
+    assert f"{file} is empty, probably after a crash" in capsys.readouterr().out
     lock.release()
 
 
@@ -196,7 +196,9 @@ def test_not_a_number_is_null_and_reported(tmp_path: Path, capsys: pytest.Captur
         recorder.log(StepStats(1, {"actor/grad_norm": math.nan, "critic/loss": math.inf, "reward/mean": 1.0}))
     line = (tmp_path / "metrics.jsonl").read_text()
     assert json.loads(line, parse_constant=pytest.fail)["actor/grad_norm"] is None
-    assert "step 1: not finite, null in metrics.jsonl: actor/grad_norm, critic/loss" in capsys.readouterr().out
+    assert (
+        "step 1: not finite, written as null to metrics.jsonl: actor/grad_norm, critic/loss" in capsys.readouterr().out
+    )
     [row] = read_metrics(tmp_path)
     assert "actor/grad_norm" not in row and row["reward/mean"] == 1.0
 
@@ -374,7 +376,7 @@ def test_report_of_a_run_in_progress(tmp_path: Path) -> None:
     text = page.read_text()
     assert "step 2 of 3" in text
     assert "0.100 → 0.200" in text
-    assert set(pictures(text)) == {"Reward", "KL divergence", "Throughput", "Time of each phase", "Time line"}
+    assert set(pictures(text)) == {"Reward", "KL divergence", "Throughput", "Step time", "Timeline"}
     assert all("<svg" in svg for svg in pictures(text).values())
     assert "&lt;b&gt;good&lt;/b&gt;" in text and "<b>good" not in text
     assert "answer_key: solution" in text
@@ -421,18 +423,18 @@ def test_the_report_of_ppo_says_in_words_what_is_flat(tmp_path: Path, minibatch:
             recorder.log(StepStats(step, flat | losses))
     text = write_report(tmp_path).read_text()
     assert set(pictures(text)) == {"Loss", "KL divergence"}, "that to the reference"
-    said = re.search("<p[^>]*>(0 at every step, and not drawn: .*)</p>", text)
+    said = re.search("<p[^>]*>(0 at every step, not drawn: .*)</p>", text)
     assert said is not None
-    assert "KL divergence to the sampling policy, clip fraction of the actor, clip fraction of the critic" in said[1]
-    assert ("A step makes one update" in said[1]) == once
-    assert "of the policy: updates follow its gradient" in text and "cross-entropy" not in text
+    assert "KL divergence to the rollout policy, clip fraction of the actor, clip fraction of the critic" in said[1]
+    assert ("Each step makes one on-policy update" in said[1]) == once
+    assert "policy loss: only its gradient matters" in text and "cross-entropy" not in text
 
 
 def test_the_report_of_sft_says_what_its_loss_is(tmp_path: Path) -> None:
     with Recorder(tmp_path, 1, live=False) as recorder:
         recorder.log(StepStats(1, {"actor/loss": 2.0}))
     text = write_report(tmp_path).read_text()
-    assert "cross-entropy of the answers" in text and "not drawn" not in text
+    assert "cross-entropy of the responses" in text and "not drawn" not in text
 
 
 def test_report_of_an_empty_run(tmp_path: Path) -> None:
@@ -482,7 +484,7 @@ def test_a_followed_report_is_written_again_until_the_run_ends(tmp_path: Path, m
             lock.release()
 
     monkeypatch.setattr("mrl.observe.following.time.sleep", sleep)
-    assert follow(tmp_path, 7.0, said.append) == "no run goes on there; it came to step 3"
+    assert follow(tmp_path, 7.0, said.append) == "the run is not active; last step: 3"
     assert [line.partition(":")[0] for line in said] == ["step 1", "step 2", "step 3"]
     assert all('<meta http-equiv="refresh" content="7">' in page for page in pages)
     last = (tmp_path / "report.html").read_text()

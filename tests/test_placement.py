@@ -77,7 +77,10 @@ def test_what_is_said_of_it() -> None:
         return list(placement.notes(RolloutConfig(**keys), machine))
 
     (note,) = notes(FOUR, servers=2, memory_fraction=0.4)
-    assert note.startswith("GPU 0, 1: an engine and a rank of the trainer") and "0.4 of what the models leave" in note
+    assert (
+        note.startswith("GPU 0, 1: an engine and a trainer rank share it")
+        and "0.4 of the memory that models leave free" in note
+    )
     assert notes(FOUR, release="cache") == notes(FOUR, gpus=(2,)) == notes(CPU) == []
     assert notes(CPU, gpus=(2,)) == ["rollout.gpus has no effect: this machine has no GPUs"]
     assert notes(FOUR, release="cache", threads=2) == ["rollout.threads has no effect: the engines are on GPUs"]

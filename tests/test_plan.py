@@ -65,7 +65,7 @@ def plan_of(name: str, *overrides: str, gpu: str = "h100-80g") -> Plan:
         ("quickstart_gpu", "", "planned for none: this machine has no GPU"),
         ("ppo_llama70b_64gpu", "", "planned for h100-80g: there is no GPU here"),
         ("grpo_qwen0.6b_1gpu", "NVIDIA H200", "planned for h200: this machine's GPU"),
-        ("grpo_qwen0.6b_1gpu", "NVIDIA X9", "planned for h100-80g: the limits of NVIDIA X9 are not known"),
+        ("grpo_qwen0.6b_1gpu", "NVIDIA X9", "planned for h100-80g: mrl does not know the limits of NVIDIA X9"),
     ],
 )
 def test_a_plan_is_for_this_machine(
@@ -103,14 +103,14 @@ def test_what_does_not_fit_is_said_with_the_reason(capsys: pytest.CaptureFixture
     keys = ["actor.offload=none", "critic.offload=none", "ref.offload=none"]
     assert main(["plan", "yaml_configs/ppo_llama70b_64gpu.yaml", *keys, "--gpu", "a100-40g"]) == 1
     printed = capsys.readouterr().out
-    assert "It does not fit" in printed and "rank 0 needs" in printed and "actor optimizer" in printed
+    assert "The run does not fit" in printed and "rank 0 needs" in printed and "actor optimizer" in printed
 
 
 def test_a_run_that_could_not_save_when_it_is_told_to_stop_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = ["plan", "yaml_configs/grpo_qwen32b_16gpu.yaml"]
     assert main([*recipe, "resilience.save_deadline_s=500.0"]) == 0
     said = capsys.readouterr().out
-    assert "it may need 527 s to end the step and save, and resilience.save_deadline_s is 500 s: raise it" in said
+    assert "may need 527 s" in said and "resilience.save_deadline_s is 500 s: raise it" in said
     for enough in ("resilience.save_deadline_s=530.0", "--gpu=none"):
         assert main([*recipe, enough]) == 0
         assert "save_deadline_s" not in capsys.readouterr().out
@@ -157,12 +157,12 @@ def test_routing_replay_keeps_the_experts_of_every_token() -> None:
     assert made.nbytes / 5 == arch.choice_bytes == 48 * 8
     assert arch.experts is not None
     assert replace(arch, experts=replace(arch.experts, count=600)).choice_bytes == 2 * 48 * 8
-    kept, said, update = "host experts of tokens", "host objects of rank 0", "actor_update experts of tokens"
-    assert not any("experts of tokens" in name for name in off)
+    kept, said, update = "host routed experts", "host objects of rank 0", "actor_update routed experts"
+    assert not any("routed experts" in name for name in off)
     assert engine[kept] == trainer[kept] == tokens * 48 * 8
     assert engine[said] - off[said] > tokens * 48 * 8 * 6, "and the answers that they are read from"
     assert trainer[said] == off[said] and trainer[update] == engine[update] > 0
-    passes = [found["experience experts of tokens"] for found in (engine, trainer)]
+    passes = [found["experience routed experts"] for found in (engine, trainer)]
     assert passes[1] - passes[0] == pytest.approx(2 * tokens * 48 * 8)
 
 
@@ -304,7 +304,7 @@ def test_search_writes_the_plan_that_it_has_printed(tmp_path: Path, capsys: pyte
     ("arguments", "said"),
     [
         (["ppo_llama70b_64gpu", "--gpus", "8"], "Nearest: TP8, 5120 tokens, recompute full"),
-        (["dapo_qwen7b_8gpu", "--gpus", "1"], "refused, such as for rollout.servers: 8 servers x tensor 1 = 8 GPUs"),
+        (["dapo_qwen7b_8gpu", "--gpus", "1"], "refused, for example: rollout.servers: 8 servers x tensor 1 = 8 GPUs"),
     ],
 )
 def test_a_search_without_a_result_says_why(
@@ -333,15 +333,15 @@ def test_engines_that_keep_their_memory_are_named(capsys: pytest.CaptureFixture[
         (["--gpu", "h900"], "expected one of a100-80g"),
         (["--gpus", "12"], "do not divide"),
         (["--gpus", "0"], "at least 1"),
-        (["--gpus", "160", "--per-node", "64"], "no whole number of nodes of 64"),
-        (["--search", "--gpu", "none"], "planned for GPUs alone"),
-        (["--search", "--json"], "not for --search"),
+        (["--gpus", "160", "--per-node", "64"], "not a multiple of 64"),
+        (["--search", "--gpu", "none"], "predicted for GPUs only"),
+        (["--search", "--json"], "do not go with --search"),
         (
             ["critic=null", "algorithm.adv_estimator=grpo", "batch.samples_per_prompt=8", "rollout.release=none"],
             "keep it",
         ),
-        (["--out", "x.yaml"], "--out is for --search"),
-        (["--search", "--out", "yaml_configs/ppo_llama70b_64gpu.yaml"], "cannot take its place"),
+        (["--out", "x.yaml"], "--out needs --search"),
+        (["--search", "--out", "yaml_configs/ppo_llama70b_64gpu.yaml"], "would overwrite CONFIG"),
         (["actor.parallel.tensor=3"], "does not divide the model's"),
         (["model.path=nowhere"], "nowhere/config.json does not exist"),
     ],
@@ -365,7 +365,7 @@ def test_prompts_that_are_here_give_their_mean_length(
     asked = ["plan", "yaml_configs/quickstart_grpo.yaml", *keys, "actor.parallel.context=1", "run.nproc=1"]
     assert main([*asked, f"data.train={tmp_path / 'train.jsonl'}"]) == 0
     printed = capsys.readouterr().out
-    assert "prompts of data.train: 8 tokens in the mean, at most 11" in printed and "in the mean 8 + 4" in printed
+    assert "prompts of data.train: mean 8 tokens, longest 11" in printed and "assumed mean 8 + 4" in printed
     assert main([*asked, f"data.train={tmp_path / 'absent.jsonl'}"]) == 0
     assert "prompts of data.train" not in capsys.readouterr().out
 
@@ -390,11 +390,11 @@ def test_dry_run_is_of_the_gpus_that_are_named(capsys: pytest.CaptureFixture[str
     assert main(["train", *blackwell, "--dry-run"]) == 1
     assert "mxfp8 needs compute capability 10.0" in capsys.readouterr().out
     assert main(["train", *blackwell, "--dry-run", "--gpu", "b200"]) == 0
-    assert "Memory of one b200" in capsys.readouterr().out
+    assert "Memory per b200" in capsys.readouterr().out
     for wrong, said in (
-        (["--gpu", "b200"], "--gpu is for --dry-run"),
+        (["--gpu", "b200"], "--gpu needs --dry-run"),
         (["--dry-run", "--gpu", "h900"], "--gpu h900: expected one of a100-80g"),
-        (["--dry-run", "--nodes=2", "--node=0", "--head=a:1"], "leave --nodes, --node and --head out"),
+        (["--dry-run", "--nodes=2", "--node=0", "--head=a:1"], "leave out --nodes, --node and --head"),
     ):
         assert main(["train", *blackwell, *wrong]) == 2 and said in capsys.readouterr().err
 
@@ -407,10 +407,10 @@ def test_engines_on_nodes_of_their_own_are_counted_apart(capsys: pytest.CaptureF
     pushes = [[part.seconds for part in p.parts if part.what == "weights to the engines"] for p in (shared, apart)]
     assert sum(pushes[1]) == pytest.approx(4 * sum(pushes[0]))
     assert main(["plan", "yaml_configs/grpo_qwen32b_disaggregated.yaml"]) == 0
-    assert "4 of tensor 4, on 2 nodes of their own (mrl serve): 16 x h100-80g" in capsys.readouterr().out
+    assert "4 x TP4, on 2 separate nodes (mrl serve): 16 x h100-80g" in capsys.readouterr().out
     (problem,) = plan_of("grpo_qwen32b_disaggregated", "rollout.servers=4").problems
     beside = plan_of("grpo_async_qwen32b_disaggregated")
     sampling = sum(part.seconds for part in apart.parts if part.phase == "rollout")
     learning = sum(part.seconds for part in apart.parts if part.phase in ("experience", "actor_update"))
     assert beside.seconds == pytest.approx(apart.seconds - min(sampling, learning)), "the shorter one is hidden"
-    assert "the engines of a node want 16 GPUs, it has 8" in problem
+    assert "the engines of a node need 16 GPUs, and a node has 8" in problem

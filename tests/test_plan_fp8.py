@@ -95,9 +95,9 @@ def test_emulated_nothing_is_faster_and_rounding_takes_memory() -> None:
     emulated = plan_of(PLAIN, "actor.precision.fp8={recipe: blockwise, emulate: true, head: true}")
     plain = plan_of(PLAIN, "actor.layers=local")
     assert item(emulated, "actor_update", "weights in fp8") == 0
-    assert item(emulated, "actor_update", "layer at work") > item(plain, "actor_update", "layer at work")
+    assert item(emulated, "actor_update", "current layer") > item(plain, "actor_update", "current layer")
     parts = [part for part in emulated.parts if part.what.startswith("actor layers")]
-    assert all("what rounding takes is not counted" in part.what for part in parts)
+    assert all("time of rounding not counted" in part.what for part in parts)
     assert seconds(emulated, "actor_update", "actor layers") == seconds(plain, "actor_update", "actor layers")
 
 

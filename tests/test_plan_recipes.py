@@ -100,7 +100,7 @@ def test_every_yaml_can_be_planned(
     keys += ["rollout.sampling.max_new_tokens=256"] if "smollm2" in name else []  # the tiny model's context
     assert main(["plan", f"yaml_configs/{name}.yaml", *keys, "--gpu", gpu]) == 0
     *_, last = capsys.readouterr().out.splitlines()
-    assert last.startswith("On CPUs: a node needs" if gpu == "none" else "It fits: ")
+    assert last.startswith("On CPUs: a node needs" if gpu == "none" else "The run fits: ")
 
 
 def test_from_the_laptop_to_64_gpus_is_one_block(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,6 +172,6 @@ def test_a_recipe_fits(name: str, gpus: int, capsys: pytest.CaptureFixture[str])
     printed = capsys.readouterr().out
     apart = recipe(name).engine_nodes()
     train = gpus - (8 * apart.nodes if apart is not None else 0)
-    assert f"{train} x h100-80g on {-(-train // 8)} node" in printed and "It fits" in printed
-    assert apart is None or f"{gpus - train} x h100-80g besides those of the trainer" in printed
+    assert f"{train} x h100-80g on {-(-train // 8)} node" in printed and "The run fits" in printed
+    assert apart is None or f"{gpus - train} x h100-80g in addition to the trainer's" in printed
     assert "matmul_share" in printed, "what is assumed stands there"

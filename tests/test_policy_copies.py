@@ -85,7 +85,7 @@ def test_a_run_has_the_reference_and_the_average_that_its_configuration_says(wor
 def test_a_critic_starts_with_the_values_of_a_reward_model(world: dict[str, Any]) -> None:
     found = world["reward model"]
     assert found["gap"] < 1e-4 * found["largest"]
-    assert "names a reward model, but there is no score.weight" in found["headless"]
+    assert "names a reward model, but its weights have no score.weight" in found["headless"]
 
 
 @pytest.mark.parametrize("case", TWO_LOSSES)

@@ -68,9 +68,9 @@ def test_each_form_of_a_recipe_is_told_in_numbers_and_bars(folder: Path) -> None
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
-        (["run.name=other"], 1, "runs/other/rollouts has no samples of a step: train it for one first"),
+        (["run.name=other"], 1, "runs/other/rollouts has no training samples: train one step first"),
         (["--recipes", "tensorwise"], 2, "--recipes tensorwise: expected some of current, delayed, blockwise, mxfp8"),
-        (["--samples", "0"], 2, "--samples takes a number of at least 1"),
+        (["--samples", "0"], 2, "--samples 0: must be at least 1"),
     ],
 )
 def test_what_cannot_be_measured_is_said_in_a_line(folder: Path, words: list[str], code: int, says: str) -> None:

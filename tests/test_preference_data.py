@@ -145,17 +145,17 @@ def test_control_tokens_in_a_conversation_are_text(tmp_path: Path, chat: Tokeniz
     data = read(tmp_path, [{"prompt": "hi", "chosen": "a</s>b", "rejected": "c"}], tokenizer=chat, chat_template=True)
     chosen = data.rows[0].responses[0].tolist()
     assert chosen.count(EOS) == 1 and chosen[-1] == EOS
-    assert any("text to the model, no control tokens" in note for note in preference_notes("data.train", data))
+    assert any("tokenized as text, not as control tokens" in note for note in preference_notes("data.train", data))
 
 
 def test_control_tokens_of_any_response_are_said(tmp_path: Path, chat: Tokenizer) -> None:
     pair = {"prompt": "hi", "chosen": "a", "rejected": "b</s>c"}
     solution = {"prompt": "hi", "completions": ["a", "b</s>c"], "labels": [True, False]}
     for row, form in ((pair, "pairs"), (solution, "steps")):
-        for talks, said in ((True, "text to the model"), (False, "control to the model")):
+        for talks, said in ((True, "tokenized as text"), (False, "tokenized as control tokens")):
             data = read(tmp_path, [row], form, chat, chat_template=talks, cuts=False)
             assert data.sources[0].as_text + data.sources[0].as_control == ["</s>"]
-            assert any(f"1 rows hold </s>: {said}" in note for note in preference_notes("data.train", data))
+            assert any(f"1 rows contain </s>: {said}" in note for note in preference_notes("data.train", data))
 
 
 def test_the_prompt_ends_before_a_token_that_lies_over_its_end(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_the_prompt_ends_before_a_token_that_lies_over_its_end(tmp_path: Path) -
     assert row.prompt.tolist() == [2], "both halves share a prompt: what is before b and bc"
     assert [part.tolist() for part in row.responses] == [[5, 2, 1], [3, 2, 1]]
     assert data.sources[0].merged == 1
-    said = "1 pairs whose prompt is written or tokenised otherwise with a response behind it"
+    said = "1 pairs whose prompt is"
     assert any(said in note and "1 at most" in note for note in preference_notes("data.train", data))
 
 
@@ -186,7 +186,7 @@ def test_what_is_cut_and_left_out_is_counted(tmp_path: Path) -> None:
     assert texts(data, 0) == ("1234", "abcdef", "x</s>") and data.rows[0].is_cut and not data.rows[1].is_cut
     notes = " ".join(preference_notes("data.train", data))
     assert "1 pairs left out: their prompt" in notes and "2 pairs left out: two responses are the same" in notes
-    assert "1 pairs with a response cut to 10 tokens" in notes
+    assert "1 pairs with a response truncated to 10 tokens" in notes
     cut = read(tmp_path, rows[:1], max_prompt_tokens=3, max_tokens=10, truncation="left")
     assert texts(cut)[0] == "234" and cut.sources[0].cut_prompt == 1
     whole = read(tmp_path, rows, max_prompt_tokens=9, max_tokens=10, cuts=False)
@@ -234,7 +234,7 @@ def test_labels(tmp_path: Path) -> None:
         ({"chosen": [user("a")], "rejected": "b"}, "pairs", "chat messages need data.chat_template: true"),
         ({"prompt": "1", "completion": "a"}, "labels", "no key 'label' (data.label_key)"),
         ({"prompt": "1", "completion": "a", "label": "yes"}, "labels", "'label' must be true or false, not 'yes'"),
-        ({"chosen": "abc", "rejected": "xyz"}, "pairs", "no token of a prompt is shared"),
+        ({"chosen": "abc", "rejected": "xyz"}, "pairs", "no common first token"),
         (["no", "row"], "pairs", "not"),
         ({"prompt": "1", "completions": "a"}, "pairs", "must be a list of two or more completions"),
         ({"prompt": "1", "completions": RANKED[:1]}, "lists", "must be a list of two or more completions"),
@@ -277,23 +277,26 @@ def test_rows_of_no_use_are_named_by_file_and_line(tmp_path: Path, row: Any, for
         ),
         (
             {"prompt": "you", "chosen": [user("hi"), assistant("yes")], "rejected": "no"},
-            "'chosen' begins with a message of the user, and not with the prompt",
+            "'chosen' begins with a user message instead of the prompt",
         ),
         (
             {"prompt": "hi", "chosen": "y", "rejected": [assistant("n"), user("oh")]},
             "'rejected' ends with a message of",
         ),
-        ({"chosen": "hi", "rejected": "hello"}, "whole texts are no conversation"),
-        ({"chosen": [user("hi"), assistant("yes")], "rejected": "no"}, "is text, another a list of messages"),
+        ({"chosen": "hi", "rejected": "hello"}, "responses are text without a prompt"),
+        (
+            {"chosen": [user("hi"), assistant("yes")], "rejected": "no"},
+            "some responses are text, others lists of messages",
+        ),
         ({"prompt": "hi", "chosen": "yes", "rejected": "no", "tools": "[1]"}, "'tools' must be a list of objects"),
-        ({"prompt": "hi", "chosen": "yes", "rejected": "no", "tools": "{"}, "'tools' is text that is no JSON"),
+        ({"prompt": "hi", "chosen": "yes", "rejected": "no", "tools": "{"}, "'tools' is text, but not JSON"),
         (
             {"prompt": "hi", "chosen": "yes", "rejected": "no", "chat_template_kwargs": {"tokenize": True}},
-            "'chat_template_kwargs' has tokenize, which mrl says itself",
+            "'chat_template_kwargs' has tokenize, which mrl sets itself",
         ),
         (
             {"prompt": [{"role": "system", "content": "a"}], "chosen": "yes", "rejected": "no", "system": "b"},
-            "'system' is a system message, and the prompt begins with another",
+            "'system' is a system message, and the prompt begins with one too",
         ),
     ],
 )

@@ -109,7 +109,7 @@ def test_a_cpu_that_multiplies_bfloat16_slower_is_told(
     code, said = run(Mistake("dtype", (), (f"model.dtype={dtype}", "rollout.engine=transformers")))
     found = [each for each in said["findings"] if each["check"] == "dtype"]
     assert code == 0 and [each["verdict"] for each in found] == ["warning"] * warns
-    assert not warns or "22 GFLOP/s, and 40 in float32" in found[0]["text"]
+    assert not warns or "22 GFLOP/s in bfloat16 and 40 in float32" in found[0]["text"]
 
 
 def test_several_things_are_wrong_at_once(run: Callable[..., tuple[int, dict[str, Any]]]) -> None:
@@ -278,4 +278,4 @@ def test_engines_of_other_nodes_need_nothing_here(
     cfg = load(write_config(tmp_path, tiny_models("llama"), placement=placement))
     assert [finding.verdict for finding in machine.look_at_packages(cfg)] == ["ok"]
     (found,) = machine.look_at_services(cfg)
-    assert str(found) == "3 engine nodes are to come (mrl serve): the run waits 60 s for them"
+    assert str(found) == "the run waits up to 60 s for 3 engine nodes (mrl serve)"

@@ -44,7 +44,7 @@ def test_two_launchers_look_at_each_other(tiny_models: TinyModels, tmp_path: Pat
     assert [each["exit_code"] for each in told] == [1, 1], "no network is that fast"
     for each in told:
         found = {(finding["check"], finding["verdict"]): finding["text"] for finding in each["findings"]}
-        assert found["nodes", "ok"] == "all 2 are here"
+        assert found["nodes", "ok"] == "all 2 have joined"
         assert "all-reduce of 1 MiB over 2 ranks on 2 nodes by gloo" in found["network", "ok"]
         slow = [finding["text"] for finding in each["findings"] if finding["verdict"] == "problem"]
         assert [text.partition(" is slow")[0] for text in slow] == ["node 0 (n1)", "node 1 (n2)"]
@@ -74,13 +74,13 @@ def test_what_ranks_print_is_no_measurement(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     for [here, network] in meet([[]] * 2, 2):
-        assert (here.text, network.verdict) == ("all 2 are here", "ok")
+        assert (here.text, network.verdict) == ("all 2 have joined", "ok")
         assert "all-reduce of 1 MiB over 2 ranks on 2 nodes by gloo" in network.text
 
 
 def test_nodes_that_do_not_come_are_named() -> None:
     for finding in chain(*meet([[]] * 3, 3, missing=[1])):
-        assert finding.verdict == "problem" and finding.text == "node 1 (n2) did not come within 1.5 s"
+        assert finding.verdict == "problem" and finding.text == "node 1 (n2) did not join within 1.5 s"
     [finding] = look_at_nodes(Meeting(NodePlace(0, 2, "10.255.255.1:17399"), [], meet_s=1.0), [], 1, None)
     assert "node 0 cannot listen at 10.255.255.1:17399 (Cannot assign requested address)" in finding.text
     [[finding]] = meet([[]] * 2, 2, missing=[0])
@@ -100,7 +100,7 @@ def test_a_node_that_lacks_a_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(nodes.platform, "gpu_count", lambda: next(counts))
     monkeypatch.setattr(nodes.subprocess, "Popen", None)
     for [finding] in meet([[]] * 3, 3):
-        assert re.fullmatch(r"of GPUs, of which others have 8, node \d \(n\d\) has 7", finding.text)
+        assert re.fullmatch(r"node \d \(n\d\) has 7 GPUs, and other nodes have 8", finding.text)
 
 
 def test_a_node_is_slow_that_is_so_with_both_neighbours() -> None:
@@ -126,7 +126,7 @@ def test_every_node_has_two_neighbours_and_one_at_a_time(count: int) -> None:
     [
         (["--nodes=2", "--node=0"], "go together"),
         (["--nodes=2", "--node=0", "--head=a:99999"], "must be HOST:PORT"),
-        (["--nodes=2", "--node=0", "--head=a:1", "--ranks=8"], "--ranks is for a look without the other nodes"),
+        (["--nodes=2", "--node=0", "--head=a:1", "--ranks=8"], "--ranks checks this machine alone"),
         (["--gpu=h900"], "expected one of a100-80g"),
     ],
 )

@@ -118,9 +118,9 @@ def test_the_preview_and_the_trainer_say_the_same(
         assert "6 steps of 4 packs, 3.43 epochs" in shown
     if case == "packs that split":
         assert "data.train: 7 rows are longer than packing.seq_length=40, and split into pieces" in shown
-        assert "data.train: 14 of these pieces, with " in shown and "so without the question" in shown
+        assert "data.train: 14 of these pieces, with " in shown and "and with it the question" in shown
     if case == "packs that split texts":
-        assert "split into pieces" in shown and "without the question" not in shown
+        assert "split into pieces" in shown and "and with it the question" not in shown
     if case == "epochs":
         assert cfg.run.steps == 6 and "6 steps of 4 rows, 3.43 epochs" in shown
     if case in ("rows as they are", "prompts"):
@@ -147,5 +147,5 @@ def test_demonstrations_are_shown_beside_the_prompts(
     config = write(tmp_path, tiny_models("llama"), "rl", ptx=ptx)
     assert cli.main(["data", str(config)]) == 0
     shown = capsys.readouterr().out
-    assert "ptx.data.train: 1 prompts over 20 tokens left out" in shown
+    assert "ptx.data.train: 1 prompts left out: longer than 20 tokens" in shown
     assert "\nptx.data.train: 7 prompts\n" in shown and "tokens of prompt, answer and EOS: 95 to 95" in shown

@@ -137,7 +137,9 @@ def test_a_world_that_did_not_form_names_who_is_missing(a_place: pytest.MonkeyPa
         platform.init_process_group(0.5)
     a_place.setenv("RANK", "2")
     a_place.setenv("MASTER_PORT", str(free_port()))
-    with pytest.raises(platform.WorldError, match=r"rank 0 \(127.0.0.1:\d+\) was not there within run.timeout_s = 1 s"):
+    with pytest.raises(
+        platform.WorldError, match=r"rank 0 \(127.0.0.1:\d+\) did not respond within run.timeout_s = 1 s"
+    ):
         platform.init_process_group(1)
 
 

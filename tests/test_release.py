@@ -100,7 +100,7 @@ def test_a_run_that_gives_everything_up_is_the_same_to_the_bit(
         assert run.wait(RUN_S) == EXIT_PREEMPTED, run.terminal
         assert run.left_running() == {}
     assert run.terminal.count("starting it again") == 1 and "Traceback" not in run.terminal
-    assert "told to stop after step 2: step 2 is saved, leaving" in run.terminal
+    assert "stopping after step 2 on a signal: step 2 is saved" in run.terminal
     with start(folder, tiny_models("llama"), **ALL) as run:
         assert run.wait(RUN_S) == 0, run.terminal
     ours, theirs = left(folder), left(undisturbed)

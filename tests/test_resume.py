@@ -200,7 +200,7 @@ def test_ppo_exports_its_average_beside_the_actor(ppo: Runs) -> None:
 
 def test_the_terminal_says_from_where_and_what_is_dropped(ppo: Runs) -> None:
     path = ppo.killed / "checkpoints/step_2"
-    assert f"continuing from {path} (step 2), 2 steps are left; dropped of what was written down" in ppo.terminal
+    assert f"resuming from {path} (step 2), 2 steps left; dropped what was written after it" in ppo.terminal
     assert "of metrics.jsonl" in ppo.terminal and "of rollouts/" in ppo.terminal
     assert "changed since the checkpoint: run.steps: 50 -> 4" in ppo.terminal
 
@@ -221,7 +221,7 @@ def test_a_changed_configuration_is_refused_before_anything_is_loaded(ppo: Runs)
     with Train(ppo.folder, ppo.config, "run.name=killed", "run.steps=6", *changes) as run:
         assert run.wait(RUN_S) == 1
     error = run.terminal.split("mrl: error: ")[1]
-    assert "step_4 was made with another configuration" in error
+    assert "step_4 was written with another configuration" in error
     assert "  actor.optimizer.lr: 0.005 -> 0.001\n" in error and "  batch.epochs_per_step: 2 -> 1\n" in error
     assert "'checkpoint.accept_changes=[actor.optimizer.lr, batch.epochs_per_step]'" in error
     assert "Traceback" not in error and "waiting for the engine" not in run.terminal
@@ -262,14 +262,14 @@ def test_a_disk_that_gets_full(tiny_models: TinyModels, tmp_path: Path) -> None:
 
     with small_files(), Train(tmp_path, config, "run.steps=5", "checkpoint.on_error=warn", copied=False) as run:
         assert run.wait(RUN_S) == 0, run.terminal
-    assert run.terminal.count("not saved, training goes on (checkpoint.on_error: warn)") >= 4, run.terminal
+    assert run.terminal.count("not saved, training continues (checkpoint.on_error: warn)") >= 4, run.terminal
     assert "File too large" in run.terminal and "step_5.tmp" in run.terminal
     rows = results(run_dir)
     assert list(rows) == [1, 2, 3, 4, 5] and rows[5]["checkpoint/failed"] >= 1
 
     with small_files(), Train(tmp_path, config, "run.steps=5", copied=False) as run:
         assert run.wait(RUN_S) == 1, run.terminal
-    assert f"continuing from {good} (step 2)" in run.terminal
+    assert f"resuming from {good} (step 2)" in run.terminal
     assert "step_3.tmp" in run.terminal.split("mrl: error: ")[1], run.terminal
     assert [path.name for path in good.parent.iterdir()] == ["step_2"]
     assert {file: file.stat().st_size for file in good.rglob("*")} == sizes
@@ -360,8 +360,8 @@ def test_data_edited_without_a_change_of_its_size_is_noticed(tmp_path: Path) -> 
     older = {"config": one["config"], "data_bytes": {"data.train": len(rows)}}
     assert check_resume(older, made(), tmp_path) == []
     of_data, of_files = unknown(older, made())
-    assert "older than digests of data" in of_data and unknown(one, made()) == []
-    assert "older than digests of files: whether model.path, reward.function has other contents" in of_files
+    assert "the checkpoint has no digests of data" in of_data and unknown(one, made()) == []
+    assert "no digests of files: changes to the contents of model.path, reward.function" in of_files
 
     data.write_bytes(rows)
     held_out = {"train": str(data), "validation": str(tmp_path / "validation.jsonl"), "max_prompt_tokens": 16}

@@ -46,16 +46,16 @@ def test_the_tests_of_an_answer(answer: object, tests: object) -> None:
     ("answer", "message"),
     [
         ({"inputs": ["1"], "outputs": []}, "1 inputs, 0 outputs"),
-        ({"inputs": [1], "outputs": ["2"]}, "expected one text of each"),
+        ({"inputs": [1], "outputs": ["2"]}, "expected one text input and one text output"),
         (
             {"fn_name": "f", "inputs": [[1]], "outputs": [[2]]},
-            r"calls of a function .*as Python text: assert f\(1\) == 2",
+            r"write calls of a function .*as Python text, such as assert f\(1\) == 2",
         ),
-        ([{"input": "1", "output": "2", "testtype": "functional"}], "holds no tests"),
-        ({"input": "1"}, "holds no tests"),
-        ([], "holds no tests"),
-        ("", "holds no tests"),
-        (7, "'7' holds no tests"),
+        ([{"input": "1", "output": "2", "testtype": "functional"}], "has no tests"),
+        ({"input": "1"}, "has no tests"),
+        ([], "has no tests"),
+        ("", "has no tests"),
+        (7, "'7' has no tests"),
     ],
 )
 def test_an_answer_without_tests_is_refused(answer: object, message: str) -> None:
@@ -184,40 +184,40 @@ def test_what_is_solved_passes(case: str) -> None:
 
 
 UNSPLIT = {  # a test that a program could pass without solving it, and why
-    "f(3)": "nothing is asserted",
-    "assert True": "nothing is asserted",
-    "assert f(1) == 2 - ": "is no Python",
-    "assert f(1) == f(2)": "both for the program to tell",
-    "assert abs(f(1) - g(1)) < 1": "both for the program to tell",
-    "from fractions import Fraction\nassert f(1) == Fraction(1, 2)": "both for the program to tell",
-    "def same(a, b): return a == b\nassert same(f(3), [1])": "decided inside",
-    "import numpy as np\nassert np.allclose(f(1), [1])": "decided inside",
-    "assert f(1).startswith('a')": "decided inside",
-    "assert eval('f(1) == 2')": "decided inside",
-    "assert all(a == b for a, b in zip(f(1), [1]))": "decided inside",
-    "ok = f(3) == 5\nassert ok": "decided inside",
-    "a = b = f(3) == 5\nassert a": "decided inside",
-    "ok = f(2) == 3\nassert str(ok) == 'True'": "decided inside",
-    "n = 0\nfor i in [1, 2]:\n    n += f(i) == i\nassert n == 2": "decided inside",
-    "x = [i for i in range(3) if f(i) == i]\nassert x == [0, 1, 2]": "decided inside",
-    "assert [str(i) for i in range(3) if f(i) == i * i] == ['0', '1', '2']": "decided inside",
-    "assert '{}'.format(f(2) == 3) == 'True'": "decided inside",
-    "def g(x): return 'ok' if x else 'no'\nassert g(3 in f(2)) == 'ok'": "decided inside",
-    "def test(a): assert f(a) == 2": "has other arguments",
-    "assert (lambda: f(1) == 3)()": "decided inside",
+    "f(3)": "it has no assertion",
+    "assert True": "it has no assertion",
+    "assert f(1) == 2 - ": "is not Python",
+    "assert f(1) == f(2)": "comes from the program too",
+    "assert abs(f(1) - g(1)) < 1": "comes from the program too",
+    "from fractions import Fraction\nassert f(1) == Fraction(1, 2)": "comes from the program too",
+    "def same(a, b): return a == b\nassert same(f(3), [1])": "inside the sandbox",
+    "import numpy as np\nassert np.allclose(f(1), [1])": "inside the sandbox",
+    "assert f(1).startswith('a')": "inside the sandbox",
+    "assert eval('f(1) == 2')": "inside the sandbox",
+    "assert all(a == b for a, b in zip(f(1), [1]))": "inside the sandbox",
+    "ok = f(3) == 5\nassert ok": "inside the sandbox",
+    "a = b = f(3) == 5\nassert a": "inside the sandbox",
+    "ok = f(2) == 3\nassert str(ok) == 'True'": "inside the sandbox",
+    "n = 0\nfor i in [1, 2]:\n    n += f(i) == i\nassert n == 2": "inside the sandbox",
+    "x = [i for i in range(3) if f(i) == i]\nassert x == [0, 1, 2]": "inside the sandbox",
+    "assert [str(i) for i in range(3) if f(i) == i * i] == ['0', '1', '2']": "inside the sandbox",
+    "assert '{}'.format(f(2) == 3) == 'True'": "inside the sandbox",
+    "def g(x): return 'ok' if x else 'no'\nassert g(3 in f(2)) == 'ok'": "inside the sandbox",
+    "def test(a): assert f(a) == 2": "positional arguments of its definition",
+    "assert (lambda: f(1) == 3)()": "inside the sandbox",
     "assert isinstance(f(1), Fraction)": "a type that is not plain",
     "assert f'{f(1)}' == '1'": "is a JoinedStr",
-    "assert sorted(f(1), key=len) == [1]": "keywords that are not plain",
+    "assert sorted(f(1), key=len) == [1]": "keyword arguments that are not plain",
     "try:\n    f(-1)\nexcept ValueError:\n    pass\nelse:\n    assert False": "try statement",
     "with raises(ValueError):\n    f(1)": "with statement",
-    "for x in g():\n    assert f(x) == 1": "goes over what is not plain",
+    "for x in g():\n    assert f(x) == 1": "iterates over something that is not a plain value",
     "def check(f):\n    assert f(1) == 2": "nothing calls it",
-    "class Test(unittest.TestCase):\n    def test(self): self.assertEqual(f(1), 2)": "nothing is asserted",
+    "class Test(unittest.TestCase):\n    def test(self): self.assertEqual(f(1), 2)": "it has no assertion",
     "assert f(1) == 2 and 1 > 2 ** 10 ** 10": "has no plain value: a number of more than 1000000 bits",
     "assert f(1) == [0] * 10 ** 9": "has no plain value: more than 1000000 items",
     "assert f(1) == '%999999999d' % 1": "has no plain value: text formatted to more than 1000",
     "assert f(1) == set(range(2000000))": "has no plain value: more than 1000000 items",
-    "assert f(1) @ [1] == [1]": "has the operator MatMult, which is not evaluated",
+    "assert f(1) @ [1] == [1]": "uses the operator MatMult, which is not evaluated",
     f"assert {'-' * 3000}1 == f(1)": "recursion",
     f"assert f(1) == {'(' * 300}1{')' * 300}": "nested parentheses",
     "for x in range(9999):\n    assert f(x) == x": "more than 2000 statements",
@@ -245,7 +245,7 @@ def test_refused_tests_are_found_before_a_run() -> None:
 def test_what_programs_could_read_is_refused(tmp_path: Path) -> None:
     cfg = RewardConfig.model_validate({"function": "code"})
     check_hidden(cfg, {"run.root": str(tmp_path), "data": "/usr/local/src/x", "other data": "/usr/lib/data"})
-    with pytest.raises(RewardError, match="^run.root: .* could read /usr/bin/runs, as all of /(usr/)?bin: keep"):
+    with pytest.raises(RewardError, match="^run.root: .* can read all of /(usr/)?bin, and so /usr/bin/runs: move"):
         check_hidden(cfg, {"run.root": "/usr/bin/runs"})
     (tmp_path / "link").symlink_to("/usr/bin")
     with pytest.raises(RewardError, match="^data: "):
@@ -368,12 +368,12 @@ def test_code_through_the_manager() -> None:
     cfg = RewardConfig.model_validate({"function": "code", "code": {"wall_s": 2.0}})
     with RewardManager(cfg) as manager:
         manager.collect(samples)
-        with pytest.raises(RewardError, match="(?s)reward function 'code' on sample 3 .*holds no tests"):
+        with pytest.raises(RewardError, match="(?s)reward function 'code' on sample 3 .*has no tests"):
             manager.collect([sample(3, DOUBLE, {"answer": 7})])
     assert [s.score for s in samples] == [1, 0, 0]
 
 
 def test_a_run_does_not_start_where_programs_cannot_be_shut_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isolate, "find_bwrap", lambda: None)
-    with pytest.raises(RewardError, match="built-in reward 'code': cannot shut in untrusted programs"):
+    with pytest.raises(RewardError, match="built-in reward 'code': cannot sandbox untrusted programs"):
         CodeReward(LIMITS)

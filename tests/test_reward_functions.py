@@ -77,7 +77,7 @@ def test_arithmetic(response: str, answer: str, score: float) -> None:
 
 
 def test_arithmetic_refuses_an_answer_without_a_number() -> None:
-    with pytest.raises(ValueError, match="'seven' holds no number"):
+    with pytest.raises(ValueError, match="'seven' contains no number"):
         arithmetic("7", "seven")
 
 
@@ -105,7 +105,7 @@ def test_multiple_choice(response: str, answer: str, score: float) -> None:
 
 
 def test_multiple_choice_refuses_an_answer_without_a_letter() -> None:
-    with pytest.raises(ValueError, match="'Paris' begins with no letter"):
+    with pytest.raises(ValueError, match="'Paris' does not begin with a letter"):
         multiple_choice("B", "Paris")
 
 
@@ -206,10 +206,10 @@ def test_files_of_one_name_in_two_folders_are_two_files(tmp_path: Path) -> None:
     [
         (
             "exact_mach",
-            "is no built-in; did you mean 'exact_match'.*known: arithmetic, code, environment, exact_match",
+            "is not a built-in; did you mean 'exact_match'.*known: arithmetic, code, environment, exact_match",
         ),
-        ("{dir}/my_rewards.py:score", "there is no file .*my_rewards.py; did you mean 'my_reward.py'"),
-        ("{dir}/nowhere/x.py:score", "there is no file .*nowhere/x.py"),
+        ("{dir}/my_rewards.py:score", "file not found: .*my_rewards.py; did you mean 'my_reward.py'"),
+        ("{dir}/nowhere/x.py:score", "file not found: .*nowhere/x.py"),
         ("{dir}/my_reward.py:scor", "defines no 'scor'; did you mean 'score'"),
         ("{dir}/my_reward.py:zzz", "defines no 'zzz'; there is 'later', 'score', 'two'"),
         ("{dir}/my_reward.py:TABLE", "is a dict, not a function"),

@@ -151,7 +151,7 @@ def test_the_sample_says_that_it_has_no_score(tmp_path: Path) -> None:
     assert [sample.score for sample in samples if not sample.left_out] == [1.0] * 3
     found = summary(samples, 2, 1.0)
     assert found["estimates"]["exact"]["value"] == 1 and found["estimates"]["failed"]["value"] == 0.25
-    with pytest.raises(RewardError, match="(?s)no prompt has a score of each .*judge is gone"):
+    with pytest.raises(RewardError, match="(?s)no prompt has scores for all .*judge is gone"):
         summary(samples[:2][::-1], 2, 1.0)
 
 

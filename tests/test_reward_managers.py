@@ -149,7 +149,7 @@ BATCH_FAULTS = {
     "nan": r"on sample 2 \(row 102, prompt 'question 2'\) returned no score: ValueError: .*finite, got nan",
     "raise": "on a batch of 4 samples.*LookupError: no luck",
     "exit": r"on a batch of 4 samples.*ended its process \(exit code 3\)",
-    "sleep": r"on a batch of 4 samples.*gave no answer within 2 s",
+    "sleep": r"on a batch of 4 samples.*returned nothing within 2 s",
 }
 
 

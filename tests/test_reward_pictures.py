@@ -75,8 +75,11 @@ def test_servers_get_them_as_png_and_only_where_they_are_asked_for(fake: FakeSer
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        ("{function: exact_match, pictures: true}", "neither a file's function nor a server with api mrl scores"),
-        ("{function: 'FILE:one', pictures: true}", "reward.pictures: has no effect: the model sees no pictures"),
+        (
+            "{function: exact_match, pictures: true}",
+            "only functions of your files and servers with api: mrl read images",
+        ),
+        ("{function: 'FILE:one', pictures: true}", "reward.pictures: has no effect: the model reads no images"),
     ],
 )
 def test_where_it_has_no_effect_it_is_refused(tiny_models: Any, tmp_path: Path, reward: str, message: str) -> None:

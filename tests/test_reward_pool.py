@@ -82,8 +82,8 @@ def gone(pid: int, within_s: float = 60.0) -> bool:
 HANG_S = 5.0
 FAULTS = {
     "raise": r"raised:(?s:.*)user_reward.py(?s:.*)LookupError: no luck with 5",
-    "sleep": r"gave no answer within 5 s \(reward.timeout_s\)",
-    "regex": "gave no answer within 5 s",
+    "sleep": r"returned nothing within 5 s \(reward.timeout_s\)",
+    "regex": "returned nothing within 5 s",
     "exit": r"ended its process \(exit code 3\)",
     "segfault": r"ended its process \(signal SIGSEGV\)",
     "sys.exit": "SystemExit",

@@ -283,7 +283,7 @@ def test_groups_that_killed_trainers_left_are_cleared_away() -> None:
         ("4:memory:/job\n8:pids:/", "memory pids", {}, ["memory/job", "pids"]),
         ("0::/a/b", "", {"a/b": "", "a": "cpu memory pids"}, ["unified/a"]),
         ("0::/", "", {"": "memory pids"}, ["unified"]),
-        ("0::/a/b", "", {"a/b": "", "a": "cpu"}, "hands memory and pids to groups"),
+        ("0::/a/b", "", {"a/b": "", "a": "cpu"}, "delegates the memory and pids controllers"),
         ("", "", {}, "no control groups"),
     ],
 )
@@ -330,7 +330,7 @@ def test_it_dies_with_who_started_it(tmp_path: Path) -> None:
 
 def test_without_bubblewrap_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isolate, "find_bwrap", lambda: None)
-    with pytest.raises(SandboxError, match="no bwrap on the PATH.*Install bubblewrap.*reward.code.isolation: none"):
+    with pytest.raises(SandboxError, match="bwrap is not on the PATH.*Install bubblewrap.*reward.code.isolation: none"):
         check_isolation("bubblewrap")
 
 

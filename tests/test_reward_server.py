@@ -134,14 +134,14 @@ HUGE = b"x" * (1 << 20)
 BOMB = gzip.compress(bytes(32 << 20))
 BIG_NUMBER = '{"scores": [' + "9" * 400 + "]}"
 FAULTS: dict[str, tuple[Speak, str]] = {
-    "no answer": (lambda a: time.sleep(2 * SHORT_S), r"no answer within 3 s \(timeout_s\); attempts: 1"),
+    "no answer": (lambda a: time.sleep(2 * SHORT_S), r"no response within 3 s \(timeout_s\); attempts: 1"),
     "slow drip of the body": (
         lambda a: (a.begin("Content-Length: 1000"), a.drip(b" ", SHORT_S / 10))[0],
-        "no answer within 3 s",
+        "no response within 3 s",
     ),
     "slow drip of the head": (
         lambda a: (a.wfile.write(b"HTTP/1.1 200 OK\r\n"), a.drip(b"X: y\r\n", SHORT_S / 10))[1],
-        "no answer within 3 s",
+        "no response within 3 s",
     ),
     "hangs up": (lambda a: None, "RemoteProtocolError"),
     "hangs up in the middle": (
@@ -192,7 +192,7 @@ def test_a_fault_is_named_with_server_and_sample(fake: FakeServer, fault: str) -
     fake.speak, message = FAULTS[fault]
     began = time.monotonic()
     one = sample(3)
-    timeout_s = SHORT_S if "no answer" in message else LONG_S
+    timeout_s = SHORT_S if "no response" in message else LONG_S
     with open_manager(fake.url, max_answer_mib=1, timeout_s=timeout_s) as manager:
         manager.collect([one])
         assert one.score == 0 and manager.failures == 1
@@ -300,7 +300,7 @@ def test_a_reward_model_gets_the_sample_s_own_tokens(fake: FakeServer) -> None:
 def test_an_embedding_model_is_no_reward_model(fake: FakeServer) -> None:
     fake.speak = lambda answer: answer.send([{"embedding": [0.1, 0.2]}] * answer.wanted)
     with open_manager(fake.url, manager="model", api="sglang", on_error="stop") as manager:
-        with pytest.raises(RewardError, match="got 2 numbers: is the model a reward model?"):
+        with pytest.raises(RewardError, match="got 2 numbers: check that it serves a reward model"):
             manager.collect([sample(0)])
 
 

@@ -128,7 +128,7 @@ def test_another_configuration_is_refused_before_anything_starts(folder: Path) -
     }
     with Train(folder, folder / "config.yaml", "run.name=whole", "run.steps=7", *other) as run:
         assert run.wait(RUN_S) != 0
-    assert "was made with another configuration" in run.terminal
+    assert "was written with another configuration" in run.terminal
     assert all(said in run.terminal for said in other.values()), run.terminal
 
 
@@ -290,7 +290,7 @@ def test_sections_of_rewardbench_are_weighted_as_it_does() -> None:
     ("arguments", "said"),
     [
         (("--at-least", "2"), "an accuracy between 0 and 1"),
-        (("--max-tokens", "1"), "--max-tokens one of at least 2"),
+        (("--max-tokens", "1"), "--max-tokens at least 2"),
         ((), "does not score texts: expected a ...ForSequenceClassification"),
     ],
 )
@@ -333,13 +333,13 @@ def test_other_losses_learn_from_their_data(form: str, loss: str, tiny_models: T
         ("reward_model.label_smoothing=0.5", "must be less than 0.5"),
         ("reward_model.loss=regression", "has no 'completion'"),
         ("reward_model.loss=process", "has no 'completions'"),
-        ("reward_model.heads=2", "heads that all start at zero stay the same"),
-        ("reward_model={heads: 2, head_start: zero}", "heads that all start at zero stay the same"),
-        ("reward_model.head_start=checkpoint", "has no score head: zero or normal"),
+        ("reward_model.heads=2", "heads that all start at zero stay equal"),
+        ("reward_model={heads: 2, head_start: zero}", "heads that all start at zero stay equal"),
+        ("reward_model.head_start=checkpoint", "has no score head: use zero or normal"),
         ("data.margin_key=lead", "data.margin_key: has no effect: no margin is used"),
         ("data.score_key=s", "data.score_key: has no effect: the loss is bradley_terry"),
         ("data.max_prompt_tokens=32", "leave no room for a response in 32 tokens"),
-        ("data.max_tokens=4096", "more than the model's 512 positions"),
+        ("data.max_tokens=4096", "exceeds the model's 512 positions"),
         ("data.rejected_key=worse", "has no 'worse'"),
         ("data.answer_key=other", "data.answer_key: has no effect"),
         ("data.validation=null", "validation.every_steps: has no effect: there are no held-out rows"),
@@ -361,7 +361,7 @@ def test_mrl_data_shows_every_form(tiny_models: TinyModels, tmp_path: Path, caps
         assert cli.main(["data", str(config), "--samples", "1", "data.shuffle=false"]) == 0
         shown[form] = capsys.readouterr().out
     assert "data.train: 12 pairs" in shown["pairs"] and "scores: 0 to 2, 1 on average" in shown["scores"]
-    assert "steps: 12 good ones of 24" in shown["steps"] and "--> solution, steps good bad: 6 tokens" in shown["steps"]
+    assert "steps: 12 good of 24" in shown["steps"] and "--> solution, steps good bad: 6 tokens" in shown["steps"]
     with (tmp_path / "steps.jsonl").open("a") as file:
         file.write('{"prompt": "1", "completions": ["a", "b"], "labels": [true]}\n')
     assert cli.main(["data", str(config)]) == 1

@@ -63,7 +63,7 @@ def left_by_a_run(folder: Path) -> Path:
 class TestNothingIsWrittenOver:
     def test_what_a_run_without_a_checkpoint_left_is_refused(self, tmp_path: Path) -> None:
         run_dir = left_by_a_run(tmp_path)
-        with pytest.raises(RunExists, match=r"one holds .* choose another run.name, or say run.existing=move_aside"):
+        with pytest.raises(RunExists, match=r"one has .* choose another run.name, or set run.existing=move_aside"):
             refuse_existing(sft(tmp_path))
         refuse_existing(sft(tmp_path, existing="move_aside"))
         refuse_existing(sft(tmp_path, name="another"))
@@ -119,7 +119,7 @@ class TestNothingIsWrittenOver:
         told, on_rank_0 = SimpleNamespace(any=lambda warned: True), SimpleNamespace(note=notes.append)
         with pytest.raises(SystemExit, match="75"):
             Phases(told, run_dir, on_rank_0, None, 60.0).leave_if_warned(0, lambda deadline_s: 0)
-        assert notes == ["told to stop after step 0: no step is saved, leaving"]
+        assert notes == ["stopping after step 0 on a signal: no step is saved"]
         assert json.loads((run_dir / "preempted").read_text())["step"] is None
         refuse_existing(cfg)
         with contextlib.ExitStack() as stack:
@@ -217,7 +217,7 @@ class TestFullDisk:
                 terminal.pump(1.0)
         said = capfd.readouterr()
         assert [line[0] for line in said.out.splitlines()] == ["0", "1", "2"]
-        assert said.err.count("\n") == 1 and "rank_0.log ends here, the terminal goes on: File too large" in said.err
+        assert said.err.count("\n") == 1 and "rank_0.log cannot be written any more (File too large)" in said.err
 
     def test_metrics_end_the_run_in_one_sentence_or_are_missed(self, tmp_path: Path) -> None:
         for on_error in ("stop", "warn"):
@@ -308,11 +308,11 @@ def test_what_a_rank_had_begun_to_say_does_not_run_into_the_error(
     [
         ("runs", "two\nlines", "line break or another control character"),
         ("runs", "nul\0", "line break or another control character"),
-        ("runs", "n" * 300, "300 bytes long, at most"),
+        ("runs", "n" * 300, "300 bytes long; the maximum"),
         ("ru\0ns", "one", "line break or another control character"),
         ("r" * 300, "one", "File name too long"),
-        ("/dev/null/runs", "one", "/dev/null is no directory"),
-        ("/proc/self/runs", "one", "cannot be written to"),
+        ("/dev/null/runs", "one", "/dev/null is not a directory"),
+        ("/proc/self/runs", "one", "is not writable"),
     ],
 )
 def test_a_place_where_no_run_can_be_is_found_at_once(root: str, name: str, message: str) -> None:
@@ -333,21 +333,21 @@ def report_of(folder: Path, name: str, content: bytes, capfd: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("config.yaml", b"run: [", "config.yaml: not the YAML that a run writes"),
-        ("config.yaml", b"a: 2020-13-45", "config.yaml: not the YAML that a run writes"),
-        ("config.yaml", b"\xff\xfe\x00", "config.yaml: not the YAML that a run writes"),
+        ("config.yaml", b"run: [", "config.yaml: not valid YAML of a run"),
+        ("config.yaml", b"a: 2020-13-45", "config.yaml: not valid YAML of a run"),
+        ("config.yaml", b"\xff\xfe\x00", "config.yaml: not valid YAML of a run"),
         ("config.yaml", b"- 1\n", "config.yaml: expected a mapping of sections"),
         ("config.yaml", b"run: 3\n", "config.yaml: expected a mapping of sections"),
         ("metrics.jsonl", b'{"step": 1}\n{"step": 2, "re\n', "metrics.jsonl:2: not JSON"),
         ("metrics.jsonl", b"[1]\n", "metrics.jsonl:1: expected a JSON object"),
-        ("metrics.jsonl", b'{"loss": 1}\n', "metrics.jsonl: a row is no step with numbers"),
-        ("metrics.jsonl", b'{"step": null}\n', "metrics.jsonl: a row is no step with numbers"),
+        ("metrics.jsonl", b'{"loss": 1}\n', "metrics.jsonl: a row is not a step with numeric metrics"),
+        ("metrics.jsonl", b'{"step": null}\n', "metrics.jsonl: a row is not a step with numeric metrics"),
         (
             "metrics.jsonl",
             b'{"step": 1, "loss": ' + b"9" * 400 + b"}\n",
-            "metrics.jsonl: a row is no step with numbers",
+            "metrics.jsonl: a row is not a step with numeric metrics",
         ),
-        ("metrics.jsonl", b'{"step": 1, "loss": "low"}\n', "metrics.jsonl: a row is no step with numbers"),
+        ("metrics.jsonl", b'{"step": 1, "loss": "low"}\n', "metrics.jsonl: a row is not a step with numeric metrics"),
         ("rollouts/validation_step_0.jsonl", b'{"index": 1, "prompt": "p"}\n', "sample 1 has no response and no row"),
     ],
 )
@@ -360,7 +360,7 @@ def test_a_report_of_broken_files_is_one_line(
 
 def test_the_folder_of_the_runs_is_no_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path)]) == 1
-    assert capfd.readouterr().err == f"{tmp_path} holds no run: expected a run directory, such as runs/NAME\n"
+    assert capfd.readouterr().err == f"{tmp_path} contains no run: expected a run directory, such as runs/NAME\n"
     assert not list(tmp_path.iterdir())
 
 
@@ -373,4 +373,4 @@ def test_words_that_are_no_text_and_no_place_for_temporary_files(
     monkeypatch.setattr("mrl.preflight.look.OF_RUN", ())
     monkeypatch.setenv("TMPDIR", str(tmp_path / "missing"))
     assert main(["train", "config.yaml"]) == 1
-    assert capfd.readouterr().err.startswith(f"TMPDIR is '{tmp_path / 'missing'}', where no files can be made")
+    assert capfd.readouterr().err.startswith(f"TMPDIR is '{tmp_path / 'missing'}', in which no files can be created")

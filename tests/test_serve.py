@@ -220,14 +220,14 @@ def test_strangers_are_refused_and_cannot_read_the_key(story: Story) -> None:
 
 def test_a_number_that_is_taken_is_refused(story: Story) -> None:
     assert story.codes["again"] == 1
-    assert "another mrl serve is node 0 of" in story.said["again"]
+    assert "another mrl serve is already node 0 of" in story.said["again"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["placement.mode=colocated"], "mrl serve is for a run with placement.mode: disaggregated"),
-        (["--node=-1"], "nodes are numbered from 0 on"),
+        (["placement.mode=colocated"], "mrl serve needs placement.mode: disaggregated"),
+        (["--node=-1"], "nodes are numbered from 0"),
         (["placement.nodes_per_engine=2"], "runs on one device"),
         (["rollout.servers=70"], "at most 64"),
     ],

@@ -77,7 +77,7 @@ def test_it_ends_where_nothing_gets_better_any_more(folder: Path) -> None:
     stalled = [step for step in range(1, len(found)) if found[step] < min(found[i] for i in range(step)) - 0.01]
     assert len(found) - 1 == stalled[-1] + 2, "patience: two validations without progress"
     said = (folder / "terminal").read_text()
-    assert f"the run ends early (loss {found[best]:.4f} at step {best})" in said
+    assert f"(best: loss {found[best]:.4f} at step {best})" in said
     assert "validation loss" in said or "held-out loss" in said
 
 
@@ -104,8 +104,8 @@ def test_a_best_checkpoint_that_cannot_be_written_costs_no_earlier_one(folder: P
     (run_dir / f"checkpoints/step_{best}").symlink_to("nowhere")
     run = train(folder, folder / "config.yaml", "run.name=unsaved", "checkpoint.on_error=warn")
     assert losses(run_dir) == found and os.readlink(run_dir / "checkpoints/best") == f"step_{before}"
-    said = f"its checkpoint could not be written; the weights of step {before} are in {run_dir / 'hf_best'}"
-    assert f"the best validation, loss {found[best]:.4f} at step {best}: {said}" in run.terminal.replace("\n", "")
+    said = f"its checkpoint was not written; the weights of step {before} are in {run_dir / 'hf_best'}"
+    assert f"best validation: loss {found[best]:.4f} at step {best}: {said}" in run.terminal.replace("\n", "")
     rows = [json.loads(line) for line in (folder / "held_out.jsonl").read_text().splitlines()]
     assert nll(run_dir / "hf_best", rows)["loss"] == pytest.approx(found[before], rel=1e-5)
 
@@ -160,7 +160,7 @@ def test_killed_and_started_again_is_the_same_run_to_the_bit(folder: Path) -> No
 
 
 def test_a_run_that_has_ended_early_stays_ended(folder: Path) -> None:
-    assert "it has ended early: raise validation.patience to train on" in (folder / "again").read_text()
+    assert "stopped early: raise validation.patience to continue training" in (folder / "again").read_text()
 
 
 def test_what_is_better_and_what_is_progress() -> None:
@@ -204,7 +204,7 @@ def test_epochs_are_steps_once_the_rows_are_known(tiny_models: TinyModels, tmp_p
     assert isinstance(cfg, SFTConfig)
     resolved = with_steps(cfg, 12)
     assert resolved.run.steps == 5 == resolved.actor.optimizer.decay_steps and resolved.batch.epochs is None
-    with pytest.raises(ConfigError, match="run.steps: has no effect: batch.epochs says how long the run is"):
+    with pytest.raises(ConfigError, match="run.steps: has no effect: batch.epochs sets the length of the run"):
         load(config, ["run.steps=7"])
     with pytest.raises(ConfigError, match="required by linear decay"):
         load(config, ["batch.epochs=null"])
@@ -213,16 +213,16 @@ def test_epochs_are_steps_once_the_rows_are_known(tiny_models: TinyModels, tmp_p
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("checkpoint.every_steps=null", "validation.keep_best: no checkpoints are written, so none can be kept"),
+        ("checkpoint.every_steps=null", "validation.keep_best: no checkpoints are written"),
         (
             "validation.patience=null; validation.keep_best=false",
-            "validation.min_delta: has no effect: nothing is stopped or kept by it",
+            "validation.min_delta: has no effect: neither keep_best nor patience uses it",
         ),
         ("validation={metric: perplexity}", "must be one of loss, token_accuracy"),
         ("data.form=messages", "conversations need the chat template: set it to true"),
         ("model.chat_template=none.jinja", "none.jinja does not exist: expected a file with a Jinja template"),
-        ("data.tools_key=functions", "data.tools_key: has no effect: no chat template is told anything"),
-        ("packing.strategy=bfd; packing.infinite=false", "packing.infinite: has no effect: rows are put into packs"),
+        ("data.tools_key=functions", "data.tools_key: has no effect: chat_template is false"),
+        ("packing.strategy=bfd; packing.infinite=false", "packing.infinite: has no effect: rows are packed"),
         ("data.form=messages; data.chat_template=true", "has no 'messages'"),
         ("data.form=text", "has no 'text'"),
         (
@@ -230,18 +230,18 @@ def test_epochs_are_steps_once_the_rows_are_known(tiny_models: TinyModels, tmp_p
             "data.train_on: has no effect: a text has no turns",
         ),
         ("data.form=text; data.text_key=prompt; data.completion_only=false", "completion_only: has no effect"),
-        ("data.completion_only=false; data.train_on=last", "data.train_on: has no effect: everything is learnt"),
-        ("data.text_key=prompt", "data.text_key: has no effect: a row is of the form answers"),
+        ("data.completion_only=false; data.train_on=last", "data.train_on: has no effect: all tokens are trained"),
+        ("data.text_key=prompt", "data.text_key: has no effect: data.form is answers"),
         ("data.max_tokens=16", "leave no room for an answer in 16 tokens"),
-        ("data.max_tokens=4096", "more than the model's 512 positions"),
-        ("packing.strategy=wrapped", "packing.strategy: wrapped joins texts, a row is of the form answers"),
-        ("packing.seq_length=64", "packing.seq_length: has no effect: rows are as long as they are"),
-        ("packing.strategy=wrapped; packing.seq_length=1024", "1024 are more than the model's 512 positions"),
+        ("data.max_tokens=4096", "exceeds the model's 512 positions"),
+        ("packing.strategy=wrapped", "packing.strategy: wrapped needs form: text, and data.form is answers"),
+        ("packing.seq_length=64", "packing.seq_length: has no effect: rows are not packed"),
+        ("packing.strategy=wrapped; packing.seq_length=1024", "1024 exceeds the model's 512 positions"),
         (
             "packing.strategy=wrapped; packing.seq_length=1",
-            "must be at least 2: the first token of a row is not learnt",
+            "must be at least 2: the first token of a row is not trained",
         ),
-        ("loss.type=dft; loss.label_smoothing=0.1", "loss.label_smoothing: dft has no smoothed labels"),
+        ("loss.type=dft; loss.label_smoothing=0.1", "loss.label_smoothing: dft does not support label smoothing"),
     ],
 )
 def test_what_cannot_be_or_has_no_effect_is_refused(
@@ -258,4 +258,4 @@ def test_mrl_data_shows_what_is_learnt(
     assert cli.main(["data", str(write(tmp_path, tiny_models("llama"))), "--samples", "1"]) == 0
     shown = capsys.readouterr().out
     assert "data.train: 12 prompts" in shown and "data.validation: 8 prompts" in shown
-    assert re.search(r"--> \d+ tokens, EOS included\n\d+$", shown)
+    assert re.search(r"--> \d+ tokens, including EOS\n\d+$", shown)

@@ -139,7 +139,7 @@ def test_a_template_that_writes_today_s_date_gives_the_same_tokens_on_every_day(
         found.append((data.tokenizer.decode(data.rows[0].ids, special=True), learnt(data)))
     assert found[0] == found[1] and found[0][0].startswith("2024-07-26")
     [note] = [note for note in data.tokenizer.notes if "date" in note]
-    assert note.startswith("the chat template writes today's date: it is 26 Jul 2024 on every day")
+    assert note.startswith("the chat template writes today's date: mrl fixes it to 26 Jul 2024")
 
 
 def test_marks_and_differences_give_the_same_tokens(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_names_of_control_tokens_in_a_message_are_text_and_end_no_turn(tmp_path:
         end = data.tokenizer.hf.convert_tokens_to_ids("<|im_end|>")
         assert learnt(data) == [("say <|im_end|> now<|im_end|>", 1.0)]
         assert data.rows[0].ids.tolist().count(end) == 2, "of the user's turn and the assistant's"
-        assert "text to the model, no control tokens" in " ".join(sft_notes("data.train", data))
+        assert "tokenized as text, not as control tokens" in " ".join(sft_notes("data.train", data))
 
 
 def test_icons_are_text_and_what_stands_for_control_tokens_is_refused(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_icons_are_text_and_what_stands_for_control_tokens_is_refused(tmp_path: 
     assert data.rows[1].ids.tolist().count(data.tokenizer.hf.convert_tokens_to_ids("<|im_end|>")) == 2
     for kept in ("\U0010a000", "\U0010a000 <|im_end|>"):
         talk = [*TALK[:1], {"role": "assistant", "content": kept}]
-        with pytest.raises(DataError, match=r"rows.jsonl:1: it holds the character U\+10A000, which mrl keeps"):
+        with pytest.raises(DataError, match=r"rows.jsonl:1: it contains the character U\+10A000, which mrl reserves"):
             dataset(tmp_path, CHATML, {"messages": talk}, form="messages")
 
 
@@ -181,7 +181,7 @@ def test_weights_of_rows_and_messages_are_multiplied(tmp_path: Path) -> None:
     data = dataset(tmp_path, CHATML, *rows, form="messages", weight_key="w")
     assert learnt(data) == [("Four.<|im_end|>", 2.0)] and learnt(data, 1)[0][1] == 1.0
     assert data.sources[0].unlearnt == 1 and len(data) == 2
-    assert "1 rows left out: none of their tokens is learnt" in " ".join(sft_notes("data.train", data))
+    assert "1 rows left out: they have no token to train on" in " ".join(sft_notes("data.train", data))
     batch = data.batch(0, [0, 1])
     assert float(batch.shares.sum()) == pytest.approx(1)
     packed = pack(batch, [0, 1], cp=1, cp_rank=0, align_total=1)
@@ -211,7 +211,9 @@ def test_turns_that_change_later_are_learnt_as_the_last_one_only(tmp_path: Path,
         TALK[2],
         {"role": "assistant", "content": "<think>so</think>4"},
     ]
-    with pytest.raises(DataError, match="shows earlier turns otherwise once there are later ones: data.train_on: last"):
+    with pytest.raises(
+        DataError, match="formats earlier turns differently once later ones follow: set data.train_on: last"
+    ):
         dataset(tmp_path, template, {"messages": talk}, form="messages")
     data = dataset(tmp_path, template, {"messages": talk}, form="messages", train_on="last")
     assert learnt(data) == [("<think>so</think>4<|im_end|>", 1.0)]
@@ -225,7 +227,7 @@ def test_turns_that_change_later_are_learnt_as_the_last_one_only(tmp_path: Path,
         (CHATML.replace("<|im_end|>\n", "END\n"), "ends a turn with .*would not learn to stop"),
         (MARKED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>"), "would not learn to stop"),
         (MARKED.replace("m['role'] == 'assistant'", "m['role'] == 'model'"), "marks 0 parts of a conversation with 2"),
-        (CHATML.replace("assistant\n{% endif %}", "bot\n{% endif %}"), "a turn otherwise than where"),
+        (CHATML.replace("assistant\n{% endif %}", "bot\n{% endif %}"), "a finished turn differently"),
     ],
 )
 def test_a_template_that_would_teach_something_else_is_refused(tmp_path: Path, template: str, said: str) -> None:
@@ -236,7 +238,7 @@ def test_a_template_that_would_teach_something_else_is_refused(tmp_path: Path, t
 def test_a_conversation_without_the_assistant_is_left_out(tmp_path: Path) -> None:
     data = dataset(tmp_path, CHATML, {"messages": TALK[:1]}, {"messages": TALK}, form="messages")
     assert len(data) == 1 and data.sources[0].unlearnt == 1
-    with pytest.raises(DataError, match="none of its 1 rows can be used: .* of 1 no token is learnt"):
+    with pytest.raises(DataError, match="none of its 1 rows can be used: .* 1 have no token to train on"):
         dataset(tmp_path, CHATML, {"messages": TALK[:1]}, form="messages")
 
 
@@ -338,7 +340,7 @@ def test_texts_that_come_once_or_fill_no_row(tmp_path: Path) -> None:
     data = dataset(tmp_path, CHATML, {"text": "abcdefg"}, {"text": "hijklmn"}, form="text")
     once = Wrapped(data, PackingConfig(strategy="wrapped", seq_length=4, infinite=False), seed=3)
     once.require(4)
-    with pytest.raises(DataError, match="4 rows of packing.seq_length=4 tokens, and the run takes 5"):
+    with pytest.raises(DataError, match="4 rows of packing.seq_length=4 tokens, and the run needs 5"):
         once.require(5)
-    with pytest.raises(DataError, match="16 tokens, EOS included, do not fill one row of packing.seq_length=17"):
+    with pytest.raises(DataError, match="16 tokens, including EOS, do not fill one row of packing.seq_length=17"):
         Wrapped(data, PackingConfig(strategy="wrapped", seq_length=17), seed=3)

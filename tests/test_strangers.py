@@ -269,8 +269,8 @@ def test_the_engine_s_folder_is_private_and_ends_with_it_and_so_does_its_shared_
 @pytest.mark.parametrize(
     ("content", "mode", "message"),
     [
-        (b"sesame\n", 0o644, "by others than its owner: chmod 600"),
-        (b"sesame\n", 0o620, "by others than its owner: chmod 600"),
+        (b"sesame\n", 0o644, "by other users: run chmod 600"),
+        (b"sesame\n", 0o620, "by other users: run chmod 600"),
         (b" \n", 0o600, "is empty"),
         (b"open sesame", 0o600, "one line"),
         (b"\xff\xfe", 0o600, "one line"),

@@ -18,8 +18,8 @@ from mrl.data.columns import told
 from mrl.observe.files import append_jsonl, read_jsonl, write_jsonl
 
 REFUSED = {
-    '{"a": NaN}': "NaN is no number of JSON",
-    "[-Infinity]": "-Infinity is no number",
+    '{"a": NaN}': "NaN is not a JSON number",
+    "[-Infinity]": "-Infinity is not a JSON number",
     '{"a": [1e999]}': "1e999 is larger than any float",
     "-1E+400": "larger than any float",
     '{"a": 1, "b": {"c": 1, "c": 2}}': "'c' is there twice",
@@ -57,7 +57,7 @@ def test_rows_of_the_data(text: str) -> None:
 
 
 def test_tools_of_a_row() -> None:
-    with pytest.raises(ValueError, match="'tools' is text that is no JSON .1e999 is larger"):
+    with pytest.raises(ValueError, match="'tools' is text, but not JSON .1e999 is larger"):
         told({"tools": '[{"maximum": 1e999}]'}, DataConfig(train=(SourceConfig(path="a.jsonl"),)))
 
 
@@ -85,7 +85,7 @@ def test_an_environment_s_server() -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
-        with pytest.raises(OpenEnvError, match="/step answered no JSON: NaN is no number"):
+        with pytest.raises(OpenEnvError, match="/step did not return JSON: NaN is not a JSON number"):
             _asked(url, "POST", "/step", {"action": 1})
         with pytest.raises(ValueError, match="not JSON compliant"):
             _asked(url, "POST", "/step", {"action": math.nan})

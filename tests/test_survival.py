@@ -151,7 +151,7 @@ def left_after(run: Train, mark: str, number: signal.Signals, rank: int | None =
         os.kill(run.pid_of_rank(rank), number)
     assert run.wait(RUN_S) == EXIT_PREEMPTED, run.terminal
     assert run.left_running() == {}
-    assert "told to stop after step" in run.terminal and "exit code 75" in run.terminal, run.terminal
+    assert "stopping after step" in run.terminal and "exit code 75" in run.terminal, run.terminal
     assert "error" not in run.terminal and "restart" not in run.terminal, run.terminal
 
 
@@ -165,7 +165,7 @@ def test_signals_save_and_leave(folder: Folder, undisturbed: dict[str, bytes | l
         "signals", *more, "run.launcher=torchrun", "resilience.straggler_every_steps=2", slow="1 0.5"
     ) as run:
         left_after(run, "slow rank", signal.SIGUSR1, rank=1)
-    assert "continuing from" in run.terminal and "slow rank 1" in run.terminal and "slow rank 0" not in run.terminal
+    assert "resuming from" in run.terminal and "slow rank 1" in run.terminal and "slow rank 0" not in run.terminal
     assert marker.exists()
     with folder.train("signals", *more, "run.launcher=ft") as run:
         left_after(run, "| rollout", signal.SIGUSR1)

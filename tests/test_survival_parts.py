@@ -44,7 +44,7 @@ class TestStragglers:
 
     def test_a_slow_device_is_named(self) -> None:
         note = report([1.0, 1.0], [0.01, 0.03]).note()
-        assert note is not None and note.startswith("slow rank 1: 0.03 s for a fixed piece of work on its device")
+        assert note is not None and note.startswith("slow rank 1: 0.03 s for a fixed test computation")
 
     def test_below_the_ratio_nobody_is_named(self) -> None:
         assert report([1.0, 1.9], [0.01, 0.01]).note() is None
@@ -102,7 +102,7 @@ class TestSections:
                 server.join(20)
 
         go("before")
-        with pytest.raises(failure.LostContact, match="monitor of this rank does not answer"), failure.noted():
+        with pytest.raises(failure.LostContact, match="monitor of this rank does not respond"), failure.noted():
             with sections.watched(SectionTimeouts(update=77.0), monitor.parent):
                 go("in setup")
                 with sections.section("update"):

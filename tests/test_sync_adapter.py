@@ -162,7 +162,7 @@ def test_an_engine_beside_other_weights_is_found_out(engine: Engine, model: Path
     other = tiny_models("qwen2", tied=True, seed=1)
     with closing(make_sync(engine, RandomAdapters(model, 1), other)) as sync, pytest.raises(SyncMismatch) as caught:
         sync.push("1")
-    assert "parameters differ from what was sent" in str(caught.value)
+    assert "engine parameters differ from those sent" in str(caught.value)
     assert ".qkv_proj.weight (made of" in str(caught.value)
 
 

@@ -86,7 +86,7 @@ def test_cuda_ipc_is_refused_on_a_cpu(llama: Served) -> None:
 
 def test_a_wrong_tensor_size_of_the_engine_is_named(llama: Served) -> None:
     cfg = SyncConfig(transport="http", verify="checksum", timeout_s=30.0)
-    with pytest.raises(SyncError, match="runs on 1 tensor-parallel ranks, the push was for 2"):
+    with pytest.raises(SyncError, match="has 1 tensor-parallel ranks; the sync was for 2"):
         WeightSync(FileExporter(llama.new), llama.engine.urls, cfg, 2, access=llama.engine.access).push("1")
 
 

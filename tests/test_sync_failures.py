@@ -27,7 +27,7 @@ FAILURES = {
     "refuses the group": ("refuses_group", "distributed", "/init_weights_update_group: .*no group for you"),
     "answers 500": ("error_500", "shared_memory", "/update_weights_from_tensor: HTTP 500: .*out of memory"),
     "answers 500, by value": ("error_500", "http", "/update_weights_from_tensor: HTTP 500: .*out of memory"),
-    "never joins the group": ("ok", "distributed", "joining process group mrl-sync-.*it answered, but did not come"),
+    "never joins the group": ("ok", "distributed", "joining process group mrl-sync-.*it responded, but did not join"),
     "dies": ("dies", "shared_memory", "/update_weights_from_tensor: no answer"),
     "hangs": ("hangs", "http", r"/update_weights_from_tensor: no answer: .* after [0-9.]+ s"),
     "keeps its cache": ("busy", "shared_memory", r"/flush_cache.*: HTTP 400: .*requests are running"),

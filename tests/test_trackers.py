@@ -83,15 +83,15 @@ def test_one_that_is_down_costs_a_warning_and_no_data(tmp_path: Path, capsys: py
         recorder.log(StepStats(4, {"loss": 0.4}))
     shown = capsys.readouterr().out
     assert remote.steps == [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4)]
-    assert shown.count("takes no metrics at the moment (ConnectionError: connection refused)") == 1
-    assert "elsewhere answers again, and has steps 1 to 3 now" in shown
+    assert shown.count("accepts no metrics at the moment (ConnectionError: connection refused)") == 1
+    assert "elsewhere responds again and has received steps 1 to 3" in shown
 
 
 def test_what_never_arrived_is_named_and_sent_when_the_run_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert log(tmp_path, Elsewhere(down=True), range(1, 4)) == ""
-    assert f"elsewhere lacks the metrics of steps 1 to 3: they are in {tmp_path}" in capsys.readouterr().out
+    assert f"elsewhere did not receive the metrics of steps 1 to 3: they are in {tmp_path}" in capsys.readouterr().out
     remote = Elsewhere()
     log(tmp_path, remote, range(4, 6))
     assert [step for step, _ in remote.steps] == [1, 2, 3, 4, 5]
@@ -181,4 +181,4 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: p
     assert b"sorting" in stored and b"small" in stored and b"hidden" not in stored
     assert json.loads((tmp_path / "one/trackers/wandb.json").read_text()) == {"run_id": run_id, "sent_to_step": 3}
     shown = capfd.readouterr()
-    assert f"wandb: offline, {file.parent} (wandb sync sends it)" in shown.out and shown.err == ""
+    assert f"wandb: offline, {file.parent} (upload it with wandb sync)" in shown.out and shown.err == ""

@@ -62,7 +62,7 @@ def test_every_row_form_says_that_the_template_does_not_write_the_eos(
         imitated = SFTDataConfig.model_validate(keys | {"form": "messages" if form == "messages" else "answers"})
         data = SFTDataset(imitated.train, imitated, tokenizer)
         notes = [*tokenizer.turn_notes(), *sft_notes("data.train", data)]
-    assert any(f"ends the assistant's turns with {end!r}, the EOS token is '</s>'" in note for note in notes)
+    assert any(f"ends the assistant's turns with {end!r}, and the EOS token is '</s>'" in note for note in notes)
     if form == "answers":  # mrl puts the EOS there
         assert data.ends == {tokenizer.eos_id}
     else:
@@ -149,10 +149,10 @@ def test_a_template_whose_turns_have_no_end_is_refused_with_the_way_out(tmp_path
     tokenizer = glm(tmp_path / "tokenizer", "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}")
     keys = sources(tmp_path, {"messages": TALK})
     cfg = SFTDataConfig.model_validate(keys | {"form": "messages"})
-    with pytest.raises(DataError, match=r"would not learn to stop; model.chat_template can name a file"):
+    with pytest.raises(DataError, match=r"would not learn to stop: set model.chat_template"):
         SFTDataset(cfg.train, cfg, tokenizer)
     row = {"prompt": "1", "chosen": "<think></think>a", "rejected": "b"}  # tokens of its own, and none at its end
     pair = PreferenceDataConfig.model_validate(sources(tmp_path, row))
     data = PreferenceDataset(pair.train, pair, tokenizer, "pairs")
     assert data.ends == set()
-    assert any("1 pairs whose chat template ends with no EOS" in note for note in preference_notes("data.train", data))
+    assert any("1 pairs without an end token" in note for note in preference_notes("data.train", data))

@@ -94,7 +94,10 @@ def test_all_rows_are_validated_unless_fewer_are_wanted_and_the_number_is_said(
     parts = Parts()
     generator, _ = made(tmp_path, tokenizer, parts)
     said = generator.notes()
-    assert "data.validation: 1 prompts over 24 tokens left out" in said and said[-1] == "validation: 4 of 5 prompts"
+    assert (
+        "data.validation: 1 prompts left out: longer than 24 tokens" in said
+        and said[-1] == "validation: 4 of 5 prompts"
+    )
     heard: list[object] = []
     generator.is_active = heard.append
     metrics = validated(generator)
@@ -136,10 +139,10 @@ def test_before_and_after_are_means_over_the_same_responses(tmp_path: Path, toke
     before_after_table(tmp_path, console=console)
     assert isinstance(console.file, StringIO)
     text = " ".join(console.file.getvalue().split())
-    assert "validation score 0.583 → 0.583 (6 of 8 responses have a score at both)" in text
+    assert "validation score 0.583 → 0.583 (6 of 8 responses have a score at both steps)" in text
     assert text.count("1 + 1") == 1 and "x (no score)" in text
     page = write_report(tmp_path).read_text()
-    assert "(6 of 8 responses have a score at both)" in page and "no score</span>" in page
+    assert "(6 of 8 responses have a score at both steps)" in page and "no score</span>" in page
 
 
 def test_eval_is_about_prompts_whose_answers_all_have_a_score() -> None:
@@ -155,5 +158,5 @@ def test_eval_is_about_prompts_whose_answers_all_have_a_score() -> None:
     found = summary(samples, 2, right_from=1.0)
     assert found["estimates"]["mean_score"]["value"] == 0.25 and (found["scored"], found["of"]) == (2, 3)
     assert any("prompts scored" in line and "2 of 3" in line for line in lines(found))
-    with pytest.raises(RewardError, match="no prompt has a score of each of its samples"):
+    with pytest.raises(RewardError, match="no prompt has scores for all its samples"):
         summary(samples[2:4], 2, right_from=1.0)

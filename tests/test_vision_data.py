@@ -91,7 +91,7 @@ def test_pictures_inside_a_value_of_the_row_are_seen_and_their_pixels_stay_there
 
 
 def test_without_a_chat_template_a_place_needs_its_picture(folder: Path, model: Path) -> None:
-    with pytest.raises(DataError, match="1 places .* the row 0 pictures"):
+    with pytest.raises(DataError, match="1 image placeholders .* the row 0 images"):
         dataset(folder, model, {"prompt": "<image> how many?"}, chat_template=False)
 
 
@@ -118,7 +118,7 @@ def test_the_trainer_decodes_what_the_engine_was_sent(folder: Path, model: Path)
     sent = [eyes.pixels(Image.open(io.BytesIO(png))) for prompt in prompts for png in prompt.pictures]
     assert torch.equal(store(places.images), torch.cat(sent))
     picture().save(folder / "a.png")
-    with pytest.raises(DataError, match="rows.jsonl:2: picture 0 is decoded otherwise here than on rank 0"):
+    with pytest.raises(DataError, match="rows.jsonl:2: image 0 decodes differently here than on rank 0"):
         PictureStore(data.cfg.train, eyes)(places.images)
 
 
@@ -140,7 +140,7 @@ def test_a_picture_that_is_kept_is_the_one_that_was_sampled_for(folder: Path, mo
     picture().save(folder / "a.png")
     [unread] = data.prompts_for_step(0, 1, 1)
     picture().save(folder / "a.png")
-    with pytest.raises(DataError, match="rows.jsonl:1: picture 0 is decoded otherwise here than on rank 0"):
+    with pytest.raises(DataError, match="rows.jsonl:1: image 0 decodes differently here than on rank 0"):
         store(images(unread))
 
 
@@ -195,40 +195,49 @@ def bomb() -> bytes:
 
 GOOD = stored(picture())
 BAD: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
-    "outside": (lambda: {"images": ["../secret.png"]}, "picture 0: '../secret.png' is outside of"),
+    "outside": (lambda: {"images": ["../secret.png"]}, "image 0: '../secret.png' is outside of"),
     "absolute": (lambda: {"images": ["/etc/passwd"]}, "is outside of"),
     "link": (lambda: {"images": ["link.png"]}, "is outside of"),
-    "url": (lambda: {"images": ["http://x/y.png"]}, "nothing is fetched"),
-    "file url": (lambda: {"images": ["file:///etc/passwd"]}, "nothing is fetched"),
-    "missing": (lambda: {"images": ["a.png", "none.png"]}, "picture 1: 'none.png' is no file below"),
-    "folder": (lambda: {"images": ["."]}, "is no file below"),
-    "zero byte": (lambda: {"images": ["a\0.png"]}, "is no path"),
-    "number": (lambda: {"images": [3]}, "a picture is a path, bytes or a data: text, not int"),
+    "url": (lambda: {"images": ["http://x/y.png"]}, "mrl downloads no images"),
+    "file url": (lambda: {"images": ["file:///etc/passwd"]}, "mrl downloads no images"),
+    "missing": (lambda: {"images": ["a.png", "none.png"]}, "image 1: 'none.png' is not a file below"),
+    "folder": (lambda: {"images": ["."]}, "is not a file below"),
+    "zero byte": (lambda: {"images": ["a\0.png"]}, "is not a path"),
+    "number": (lambda: {"images": [3]}, "an image must be a path, bytes or a data: URL, not int"),
     "null": (lambda: {"images": [None]}, "not NoneType"),
     "nothing in it": (lambda: {"images": [{"bytes": None, "path": None}]}, "not NoneType"),
     "no base64": (lambda: {"images": ["data:image/png,abc"]}, "must be base64"),
     "bad base64": (lambda: {"images": ["data:image/png;base64,!!"]}, "not base64"),
-    "cut off": (lambda: {"images": [url(GOOD[:20])]}, "no picture that can be read"),
-    "cut behind the header": (lambda: {"images": [url(GOOD[:50])]}, "picture 0: its end is missing"),
-    "last byte": (lambda: {"images": [url(GOOD[:-1])]}, "picture 0: its end is missing"),
-    "half a jpeg": (lambda: {"images": [url(half("JPEG"))]}, "picture 0: its end is missing"),
-    "half a webp": (lambda: {"images": [url(half("WEBP"))]}, "its end is missing|no picture that can be read"),
-    "text": (lambda: {"images": [url(b"<svg/>")]}, "no picture that can be read"),
-    "empty": (lambda: {"images": [url(b"")]}, "no picture that can be read"),
-    "tiff": (lambda: {"images": [url(stored(picture(), "TIFF"))]}, "no picture that can be read"),
+    "cut off": (lambda: {"images": [url(GOOD[:20])]}, "not a readable image"),
+    "cut behind the header": (lambda: {"images": [url(GOOD[:50])]}, "image 0: the file is truncated"),
+    "last byte": (lambda: {"images": [url(GOOD[:-1])]}, "image 0: the file is truncated"),
+    "half a jpeg": (lambda: {"images": [url(half("JPEG"))]}, "image 0: the file is truncated"),
+    "half a webp": (lambda: {"images": [url(half("WEBP"))]}, "the file is truncated|not a readable image"),
+    "text": (lambda: {"images": [url(b"<svg/>")]}, "not a readable image"),
+    "empty": (lambda: {"images": [url(b"")]}, "not a readable image"),
+    "tiff": (lambda: {"images": [url(stored(picture(), "TIFF"))]}, "not a readable image"),
     "bomb": (lambda: {"images": [url(bomb())]}, "Image size|at most 64000000 are decoded"),
-    "strip": (lambda: {"images": [url(stored(picture(1000, 2)))]}, "its sides differ more than 200 times"),
-    "too many": (lambda: {"images": ["a.png"] * 9}, "9 pictures, more than data.max_images=8"),
-    "more places": (lambda: {"prompt": "<image><image>", "images": ["a.png"]}, "2 places .* the row 1 pictures"),
-    "fewer places": (lambda: {"prompt": "<image>", "images": ["a.png"] * 2}, "1 places .* the row 2 pictures"),
-    "a place alone": (lambda: {"prompt": "<image> how many?", "image": "a.png"}, "1 places .* the row 0 pictures"),
+    "strip": (lambda: {"images": [url(stored(picture(1000, 2)))]}, "aspect ratio is above 200"),
+    "too many": (lambda: {"images": ["a.png"] * 9}, "9 images, more than data.max_images=8"),
+    "more places": (
+        lambda: {"prompt": "<image><image>", "images": ["a.png"]},
+        "2 image placeholders .* the row 1 images",
+    ),
+    "fewer places": (
+        lambda: {"prompt": "<image>", "images": ["a.png"] * 2},
+        "1 image placeholders .* the row 2 images",
+    ),
+    "a place alone": (
+        lambda: {"prompt": "<image> how many?", "image": "a.png"},
+        "1 image placeholders .* the row 0 images",
+    ),
     "parts that are text": (
         lambda: {"prompt": [{"role": "user", "content": ["hi"]}], "images": ["a.png"]},
-        r"has for its 'content' \['hi'\], not text",
+        r"has the 'content' \['hi'\], which is not text",
     ),
     "places in messages": (
         lambda: {"prompt": [{"role": "user", "content": "<image> <image>"}], "images": ["a.png"]},
-        "2 places",
+        "2 image placeholders",
     ),
 }
 
@@ -246,14 +255,14 @@ def test_a_text_that_spells_an_image_token_is_text_in_a_conversation_and_refused
     row = {"prompt": "say <|image_pad|>", "images": ["a.png"]}
     (prompt,) = dataset(folder, model, row).prompts_for_step(0, 1, 1)
     assert prompt.token_ids.count(IMAGE) == 6
-    with pytest.raises(DataError, match="2 image tokens in the prompt and 1 pictures"):
+    with pytest.raises(DataError, match="the prompt has 2 image tokens"):
         dataset(folder, model, row, chat_template=False)
 
 
 def test_a_picture_that_is_damaged_inside_is_found_when_it_is_sampled_for(folder: Path, model: Path) -> None:
     whole = stored(picture(200, 200))
     data = dataset(folder, model, {"images": [url(whole[:3000] + bytes(200) + whole[3200:])]})
-    with pytest.raises(DataError, match="rows.jsonl:1: picture 0: no picture that can be read"):
+    with pytest.raises(DataError, match="rows.jsonl:1: image 0: it is not a readable image"):
         data.prompts_for_step(0, 1, 1)
 
 
@@ -269,12 +278,12 @@ def test_a_processor_of_another_form_is_refused(model: Path, tmp_path: Path) -> 
     other = make_tiny_vl(tmp_path / "other", "qwen3_vl", weights=False, patch=PATCH)
     file = other / "preprocessor_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"patch_size": 8}))
-    with pytest.raises(DataError, match="preprocessor_config.json has .* the tower of config.json"):
+    with pytest.raises(DataError, match="preprocessor_config.json has .* config.json's vision tower"):
         load_eyes(other, DataConfig(train="unused"))
-    with pytest.raises(DataError, match="data.max_image_tokens=3: the model's processor makes at least 10 tokens"):
+    with pytest.raises(DataError, match="data.max_image_tokens=3: must be at least 10"):
         size = {"min_pixels": 640, "max_pixels": 6400, "patch_size": PATCH}
         file.write_text(json.dumps(json.loads(file.read_text()) | size))
         load_eyes(other, DataConfig(train="unused", max_image_tokens=3))
     file.unlink()
-    with pytest.raises(DataError, match="its processor of pictures cannot be loaded"):
+    with pytest.raises(DataError, match="its image processor cannot be loaded"):
         load_eyes(other, DataConfig(train="unused"))

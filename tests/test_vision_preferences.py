@@ -211,7 +211,7 @@ def test_mrl_data_shows_pairs_with_their_pictures(
     sheet = ["--samples", "6", "--sheet", str(tmp_path / "sheet.png")]
     assert cli.main(["data", str(config), *sheet]) == 0
     shown = capsys.readouterr().out
-    assert "6 pictures: " in shown and f"{SPELLED}what?" in shown and "pixels for the model" in shown
+    assert "6 images: " in shown and f"{SPELLED}what?" in shown and "image: resized to" in shown
     with Image.open(tmp_path / "sheet.png") as drawn:
         assert drawn.width > 2 * 192 and drawn.height > 4 * 192
     nowhere = tmp_path / "none" / "sheet.png"
@@ -226,11 +226,11 @@ TWO = {"images": ["3_0.png", "3_0.png"]}
     ("row", "said"),
     [
         ({"images": ["../model/config.json"]}, "is outside of"),
-        ({"images": ["https://host/a.png"]}, "nothing is fetched"),
-        (TWO, "the prompt has 1 places for pictures (<image>), the row 2 pictures"),
-        ({"prompt": None, "chosen": "<image>a", "rejected": "<image>b"}, "1 pictures, and no 'prompt'"),
-        ({"rejected": "say <|image_pad|>"}, "2 image tokens in the prompt and 1 pictures"),
-        ({"images": ["3_0.png"] * 9, "prompt": "?"}, "9 pictures, more than data.max_images=8"),
+        ({"images": ["https://host/a.png"]}, "mrl downloads no images"),
+        (TWO, "the prompt has 1 image placeholders (<image>), and the row 2 images"),
+        ({"prompt": None, "chosen": "<image>a", "rejected": "<image>b"}, "1 images, but no 'prompt'"),
+        ({"rejected": "say <|image_pad|>"}, "the prompt has 2 image tokens"),
+        ({"images": ["3_0.png"] * 9, "prompt": "?"}, "9 images, more than data.max_images=8"),
     ],
 )
 def test_a_pair_that_cannot_be_used_is_named(
@@ -246,10 +246,10 @@ def test_a_pair_that_cannot_be_used_is_named(
 @pytest.mark.parametrize(
     ("trainer", "override", "said"),
     [
-        ("reward_model", "data.truncation=left", "might cut through a picture"),
-        ("reward_model", "actor.lora={rank: 4}", "actor.lora: not with a model that sees pictures"),
-        ("dpo", "ref.policy=cached", "nothing would tell that one has changed"),
-        ("dpo", "preference.loss={sigmoid: {}, sft: {with_prompt: true}}", "would learn to say image tokens"),
+        ("reward_model", "data.truncation=left", "could truncate inside an image"),
+        ("reward_model", "actor.lora={rank: 4}", "actor.lora: is not supported for vision models"),
+        ("dpo", "ref.policy=cached", "does not detect changed images"),
+        ("dpo", "preference.loss={sigmoid: {}, sft: {with_prompt: true}}", "trains on whole prompts"),
     ],
 )
 def test_what_is_not_there_is_refused(folder: Path, trainer: str, override: str, said: str) -> None:
@@ -273,7 +273,7 @@ def test_a_judge_may_see_what_the_actor_does_not(folder: Path, tmp_path: Path) -
     config["model"].pop("vision")
     config["data"]["chat_template"] = False
     assert load(file := write(folder, config)).reward.model is not None  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match=r"data.max_images: has no effect: the model sees no pictures"):
+    with pytest.raises(ConfigError, match=r"data.max_images: has no effect: the model reads no images"):
         load(file, ["data.max_images=2"])
 
 
@@ -286,7 +286,7 @@ def test_a_judge_whose_processor_makes_other_numbers_is_refused(
     reward = {"manager": "model", "model": {"path": str(judge)}}
     config = vision_settings(folder, folder / "model", "other", {"tensor": 2}, reward=reward)
     assert cli.main(["data", str(write(folder, config))]) == 1
-    assert "has other values of image_std than model.path's" in capsys.readouterr().err
+    assert "differs from model.path's in image_std" in capsys.readouterr().err
 
 
 def sample(prompt: Prompt, *response: int) -> Sample:

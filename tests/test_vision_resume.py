@@ -86,7 +86,7 @@ def test_a_picture_that_is_gone_ends_the_next_start_with_its_row(ppo: Runs) -> N
     before = file.read_bytes()
     try:
         file.unlink()
-        with pytest.raises(AssertionError, match=r"rows.jsonl:4: picture 0: '3_0.png' is no file below"):
+        with pytest.raises(AssertionError, match=r"rows.jsonl:4: image 0: '3_0.png' is not a file below"):
             train(ppo.folder, ppo.config, "run.name=killed", "run.steps=5")
     finally:
         file.write_bytes(before)

@@ -113,18 +113,21 @@ def test_sglang_sees_what_the_trainer_sees_after_every_update_of_the_tower(folde
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (["rollout.engine=sglang", "model.path=qwen2_5_vl"], "SGLang's Qwen2.5-VL takes all but 1176"),
-        (["actor.lora={rank: 4}"], "actor.lora: not with a model that sees pictures"),
-        (["actor.precision.fp8={recipe: current, emulate: true}"], "fp8.recipe: not with a model that sees pictures"),
-        (["data.truncation=left"], "might cut through a picture"),
+        (["rollout.engine=sglang", "model.path=qwen2_5_vl"], "SGLang's Qwen2.5-VL supports only 1176"),
+        (["actor.lora={rank: 4}"], "actor.lora: is not supported for vision models"),
+        (["actor.precision.fp8={recipe: current, emulate: true}"], "fp8.recipe: is not supported for vision models"),
+        (["data.truncation=left"], "could truncate inside an image"),
         (
             ["actor.parallel.pipeline=4", "actor.parallel.tensor=1", "run.nproc=4"],
-            "the first stage has 1 layers, 2 take",
+            "the first stage has 1 layers, and must have the 2",
         ),
         (["rollout.urls=[http://127.0.0.1:9]", "rollout.engine=sglang"], "model.vision.train"),
-        (["rollout.quantization=fp8", "rollout.engine=sglang"], "rollout.quantization: not with"),
-        (["rollout.segment_tokens=4"], "later segments would be without them"),
-        (["agent={rollout: agent.py:play}"], "later turns would be without them"),
+        (
+            ["rollout.quantization=fp8", "rollout.engine=sglang"],
+            "rollout.quantization: is not supported for vision models",
+        ),
+        (["rollout.segment_tokens=4"], "would lack the images"),
+        (["agent={rollout: agent.py:play}"], "would lack the images"),
     ],
 )
 def test_what_is_not_supported_is_refused_before_a_process_starts(
@@ -144,9 +147,7 @@ def test_other_trainers_say_that_they_do_not_know_pictures(folder: Path, tmp_pat
         "trainer": "sft", "run": {"name": "sft", "root": str(tmp_path), "steps": 1}, "batch": {"samples_per_step": 1},
         "model": {"path": model, "dtype": "float32"}, "data": {"train": rows, "max_prompt_tokens": 100},
     }  # fmt: skip
-    assert "sft does not train models that see pictures; rl, reward_model and dpo do" in train(
-        tmp_path, config, fails=True
-    )
+    assert "sft does not support vision models: use rl, reward_model or dpo" in train(tmp_path, config, fails=True)
 
 
 def test_a_picture_that_is_cut_off_is_refused_before_a_process_starts(folder: Path) -> None:
@@ -157,14 +158,14 @@ def test_a_picture_that_is_cut_off_is_refused_before_a_process_starts(folder: Pa
     config = settings(folder, "qwen3_vl", "cut")
     config["data"]["train"] = str(folder / "cut.jsonl")
     said = train(folder, config, fails=True)
-    assert "cut.jsonl:2: picture 0: its end is missing" in said and not (folder / "runs/cut/metrics.jsonl").exists()
+    assert "cut.jsonl:2: image 0: the file is truncated" in said and not (folder / "runs/cut/metrics.jsonl").exists()
 
 
 def test_mrl_data_shows_what_the_model_sees(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "data.yaml").write_text(yaml.safe_dump(settings(folder, "qwen3_vl", "data")))
     done = zygote.run("mrl", "data", tmp_path / "data.yaml", "--samples", "6", "--sheet", tmp_path / "sheet.png")
     assert done.returncode == 0, done.stderr
-    assert "6 pictures: " in done.stdout and "pixels for the model" in done.stdout
+    assert "6 images: " in done.stdout and "image: resized to" in done.stdout
     with Image.open(tmp_path / "sheet.png") as sheet:
         assert sheet.width > 2 * 192 and sheet.height > 4 * 192
 
@@ -179,7 +180,7 @@ def score(prompt, response, row, pictures):
 def test_a_reward_function_gets_the_pictures_that_it_asks_for(folder: Path) -> None:
     (folder / "seeing.py").write_text(SEEING)
     config = settings(folder, "qwen3_vl", "seeing", reward={"function": f"{folder / 'seeing.py'}:score"})
-    assert "it is called with (prompt, response, row)" in train(folder, config, fails=True)
+    assert "mrl calls it with (prompt, response, row)" in train(folder, config, fails=True)
     train(folder, config, "reward.pictures=true", "run.steps=1")
     rows = [json.loads(line) for line in (folder / "runs/seeing/rollouts/step_1.jsonl").read_text().splitlines()]
     assert {row["score"] > 1 for row in rows} == {True, False}, "the rows without pictures score less"

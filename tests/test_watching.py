@@ -199,7 +199,7 @@ def test_without_a_gpu_nothing_is_made_up_and_a_checkpoint_knows_the_tracker_s_r
     sft.main(sft_config(tmp_path, tiny_models("llama"), steps=2, trackers=("wandb",)))
     run_dir = tmp_path / "runs/run"
     shown = capsys.readouterr().out
-    assert shown.count("no MFU and no prediction of the steps: both need a GPU") == 1 and "MFU 0" not in shown
+    assert shown.count("no MFU and no predicted step times: both need a GPU") == 1 and "MFU 0" not in shown
     rows = read_metrics(run_dir)
     assert not [name for row in rows for name in row if name.startswith("plan/") or name == "perf/mfu"]
     assert json.loads((run_dir / "plan.json").read_text())["why"] == "both need a GPU"
@@ -211,7 +211,9 @@ def test_without_a_gpu_nothing_is_made_up_and_a_checkpoint_knows_the_tracker_s_r
     sft.main(sft_config(tmp_path, tiny_models("llama"), steps=3, trackers=("wandb",)))
     assert Elsewhere.opened == [None, "run-7"] and Elsewhere.steps == [1, 2, 1, 2, 3]
     shown = capsys.readouterr().out
-    assert "no plan beside this run: ZeroDivisionError: division by zero" in shown and "step 3/3" in shown
+    assert (
+        "no predicted step times: the plan failed: ZeroDivisionError: division by zero" in shown and "step 3/3" in shown
+    )
 
 
 def test_a_gpu_that_the_plan_does_not_know_and_a_float32_run_say_so(
@@ -358,13 +360,13 @@ def test_the_page_has_the_measured_beside_the_planned(tmp_path: Path) -> None:
     page = write_report(tmp_path).read_text()
     assert cells(page, "update") == ["3", "3.00", "75%", "2.00", "1.50"]
     assert cells(page, "validation") == ["3", "1.00", "25%", "", ""]
-    assert cells(page, "planned phases together") == ["", "3.00", "", "2.00", "1.50"]
+    assert cells(page, "all planned phases") == ["", "3.00", "", "2.00", "1.50"]
     assert cells(page, "actor_update") == ["33.00", "40.00", "60.0 of 80 (rank 1)"]
     assert cells(page, "http://10.0.0.1:30000") == ["64", "5,000", "30.5", "32", "500"]
-    assert cells(page, "from there to other nodes") == ["0.500", "1.0 GiB", "2.0 GiB/s"]
-    assert cells(page, "the whole push of the model") == ["1.00", "2.0 GiB", "2.0 GiB/s"]
+    assert cells(page, "from the sending ranks to other nodes") == ["0.500", "1.0 GiB", "2.0 GiB/s"]
+    assert cells(page, "whole sync") == ["1.00", "2.0 GiB", "2.0 GiB/s"]
     assert "12.0 requests waited" in page and "MFU, median" in page and "Planned for 2 x h100-80g" in page
-    assert 'alt="Who is where"' in page and 'alt="MFU"' in page
+    assert 'alt="Placement"' in page and 'alt="MFU"' in page
 
 
 def test_a_run_of_before_has_a_page_without_them(tmp_path: Path) -> None:
@@ -372,7 +374,7 @@ def test_a_run_of_before_has_a_page_without_them(tmp_path: Path) -> None:
         recorder.log(StepStats(1, {"perf/tokens_per_s": 900.0}, {"update": 3.0}))
     page = write_report(tmp_path).read_text()
     assert cells(page, "update") == ["1", "3.00", "100%"], "columns that say nothing are left out"
-    assert "Who is where" not in page and "prediction" not in page and "Engines" not in page
+    assert "Placement" not in page and "prediction" not in page and "Engines" not in page
 
 
 @pytest.mark.parametrize(

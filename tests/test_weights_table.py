@@ -92,7 +92,7 @@ def test_vocabulary_padding_is_zero_and_goes_away() -> None:
 def test_an_uneven_cut_is_an_error() -> None:
     arch = small_arch()
     row = weight_table(arch)["decoder.layers.0.mlp.linear_fc2.weight"]
-    with pytest.raises(ValueError, match="4 cannot be cut into 3"):
+    with pytest.raises(ValueError, match="4 cannot be split into 3"):
         to_megatron(row, (torch.zeros(3, 4),), arch, 3, 0)
 
 

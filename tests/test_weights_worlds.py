@@ -197,7 +197,7 @@ def test_critic_starts_from_a_policy_and_comes_back(one: World, four: World, mod
         assert result["fresh"] == 0.0
         assert result["wrong"] == []
         assert result["head_back"]
-        assert "nothing uses its tensor score.weight" in result["as_policy"]
+        assert "does not use its tensor score.weight" in result["as_policy"]
 
 
 @pytest.mark.parametrize(("model", "layout"), SAVED)
@@ -226,8 +226,8 @@ def test_leftovers_on_either_side_are_one_error(four: World) -> None:
     errors = four("load_errors", "qwen2_tied", TP2PP2)
     text = errors["leftovers"]
     assert "no tensor model.layers.1.mlp.up_proj.weight" in text
-    assert "nothing uses its tensor model.layers.9.mlp.up_proj.weight" in text
-    assert "model.norm.weight has shape [5], config.json asks for [64]" in text
+    assert "does not use its tensor model.layers.9.mlp.up_proj.weight" in text
+    assert "model.norm.weight has shape [5], and config.json requires [64]" in text
     assert text.count("layers.9") == 1
     assert "the model has no parameter decoder.layers.4.mlp.linear_fc1.weight" in errors["too_small"]
     assert "nowhere is not a directory" in errors["missing"]
@@ -237,13 +237,13 @@ def test_an_output_layer_beside_tied_embeddings_must_equal_them(four: World) -> 
     errors = four("load_errors", "qwen2_tied", TP2PP2)
     assert errors["tied_twice"] == errors["inv_freq"] == "no error"
     assert "model.safetensors: lm_head.weight differs from model.embed_tokens.weight" in errors["untied"]
-    assert "config.json says tie_word_embeddings: true" in errors["untied"]
+    assert "config.json has tie_word_embeddings: true" in errors["untied"]
 
 
 @pytest.mark.parametrize(("case", "name"), [("nan", "layers.1.self_attn.k_proj"), ("infinity", "embed_tokens")])
 def test_a_weight_that_is_no_number_is_named(four: World, case: str, name: str) -> None:
     error = four("load_errors", "qwen2_tied", TP2PP2)[case]
-    assert f"{case}/model.safetensors: model.{name}.weight holds NaN or infinity" in error
+    assert f"{case}/model.safetensors: model.{name}.weight contains NaN or infinity" in error
 
 
 def test_a_forgotten_tied_copy_is_an_error(four: World) -> None:

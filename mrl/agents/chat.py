@@ -73,28 +73,28 @@ def read(body: Any) -> Chat:
 
 def _refuse(body: Mapping[str, Any]) -> None:
     known = {*READ, *THE_RUNS, *SAYS_NOTHING}
-    biased = "turns are learnt with the log-probs that the run's sampling gives them"
+    biased = "training uses the log-probs of the run's sampling parameters"
     for name, only, why in (
-        ("n", (1,), "a trajectory has one answer to each request"),
-        ("stop", ([], ""), "a turn ends where the model ends it: rollout.sampling.stop is the run's"),
-        ("tool_choice", ("auto", "none"), "what the model says is not forced"),
-        ("response_format", ({"type": "text"},), "what the model says is not forced"),
+        ("n", (1,), "a trajectory has one response per request"),
+        ("stop", ([], ""), "set rollout.sampling.stop of the run instead"),
+        ("tool_choice", ("auto", "none"), "the output of the model is not constrained"),
+        ("response_format", ({"type": "text"},), "the output of the model is not constrained"),
         ("functions", ([],), "use tools"),
         ("function_call", ("auto", "none"), "use tools and tool_choice"),
-        ("parallel_tool_calls", (True,), "what the model says is not forced"),
+        ("parallel_tool_calls", (True,), "the output of the model is not constrained"),
         ("logprobs", (False,), "they are recorded for the trainer"),
         ("top_logprobs", (0,), "they are recorded for the trainer"),
         ("logit_bias", ({},), biased),
         ("presence_penalty", (0,), biased),
         ("frequency_penalty", (0,), biased),
         ("repetition_penalty", (1,), biased),
-        ("modalities", (["text"],), "the model says text"),
+        ("modalities", (["text"],), "the model generates text"),
     ):
         known.add(name)
         if body.get(name) is not None and not any(body[name] == value for value in only):
-            raise BadChat(f"{name} is {strict_json.dumps(body[name])[:80]}, which is not done here: {why}", name)
+            raise BadChat(f"{name} is {strict_json.dumps(body[name])[:80]}, which is not supported: {why}", name)
     if unknown := sorted(name for name in body.keys() - known if body[name] is not None):
-        raise BadChat(f"{unknown[0][:80]} is not known here: leave it out", unknown[0][:80])
+        raise BadChat(f"{unknown[0][:80]} is not supported: leave it out", unknown[0][:80])
 
 
 def _tools(body: Mapping[str, Any]) -> list[Message]:
@@ -138,7 +138,7 @@ def _text(content: Any, where: str) -> str:
     parts = []
     for i, part in enumerate(content):
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise BadChat(f"{where}[{i}] must be text: the model reads nothing else", f"{where}[{i}]")
+            raise BadChat(f"{where}[{i}] must be text: other parts are not supported", f"{where}[{i}]")
         parts.append(part["text"])
     return "".join(parts)
 
@@ -152,9 +152,9 @@ def _call(call: Any, where: str) -> Message:
         try:
             arguments = strict_json.loads(arguments or "{}")
         except ValueError as error:
-            raise BadChat(f"{where}.function.arguments is no JSON: {error}", where) from None
+            raise BadChat(f"{where}.function.arguments is not JSON: {error}", where) from None
     if not isinstance(arguments, dict):
-        raise BadChat(f"{where}.function.arguments must be JSON of an object", where)
+        raise BadChat(f"{where}.function.arguments must be a JSON object", where)
     return {
         "id": str(call.get("id", "")),
         "type": "function",

@@ -91,11 +91,11 @@ class Context:
         its turn. A cancelled call, as by asyncio.wait_for, is not lost: the next call returns its turn.
         """
         if self.endpoint is not None:
-            raise RuntimeError("with agent.endpoint turns are asked for at ctx.endpoint")
+            raise RuntimeError("ctx.generate() does not work with agent.endpoint: request turns at ctx.endpoint")
         if self._is_waiting:
             raise RuntimeError("ctx.generate() was called while another call waits for its turn: await one at a time")
         if self._said_bytes > self._max_bytes:
-            self.why_over = f"{self._said_bytes} bytes were said, more than agent.max_tokens can hold"
+            self.why_over = f"{self._said_bytes} bytes of messages, more than agent.max_tokens can hold"
         if self.why_over:
             self._overs += 1
             if self._overs > MAX_OVERS:
@@ -143,7 +143,7 @@ class Context:
         """
         value = float(value)
         if not math.isfinite(value):
-            raise ValueError(f"a reward is {value!r}, expected a finite number")
+            raise ValueError(f"the reward is {value!r}: it must be a finite number")
         self.score += value
         self._new_reward += value
 
@@ -184,7 +184,7 @@ def _of_harness(found: Any, spec: str) -> Program:
         return found
     if not inspect.isfunction(found):
         raise user_functions.FunctionError(
-            f"agent.rollout {spec!r} is no function (ctx, prompt), which agent.endpoint is for"
+            f"agent.rollout {spec!r} is not a function (ctx, prompt), which agent.endpoint needs"
         )
     return lambda ctx, prompt: _in_a_thread(found, ctx, prompt)
 
@@ -209,7 +209,7 @@ async def _in_a_thread(found: Callable[[Context, str], Any], ctx: Context, promp
         try:
             value = found(ctx, prompt)
         except SystemExit as error:
-            failed = RuntimeError(f"the program has ended with SystemExit({error.code!r})")
+            failed = RuntimeError(f"the program ended with SystemExit({error.code!r})")
         except Exception as error:
             failed = error
         loop.call_soon_threadsafe(tell, value, failed)
@@ -256,5 +256,5 @@ def score_of(result: Any, ctx: Context) -> dict[str, float]:
     parts["score"] = parts.get("score", 0.0) + ctx.score
     for name, value in parts.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ValueError(f"{name} is {value!r}, expected a finite number")
+            raise ValueError(f"{name} is {value!r}: it must be a finite number")
     return {name: float(value) for name, value in parts.items()}

@@ -80,7 +80,7 @@ class Session:
         `turn`.
         """
         if self._refusals >= MAX_REFUSALS:
-            raise BadChat(f"{MAX_REFUSALS} requests were refused: the harness is to end")
+            raise BadChat(f"{MAX_REFUSALS} requests were rejected: end the harness")
         size = len(strict_json.dumps(question, ensure_ascii=False).encode("utf-8", "replace"))
         answer: Message
         if size > self._max_bytes:
@@ -90,13 +90,13 @@ class Session:
                 waits = await asyncio.to_thread(self._asked, question)
                 answer = await asyncio.wait_for(asyncio.wrap_future(waits), self._timeout_s)
             except TimeoutError:
-                raise BadChat(f"the run has not answered within {self._timeout_s:g} s", status=504) from None
+                raise BadChat(f"the run did not respond within {self._timeout_s:g} s", status=504) from None
         if "ended" in answer:
             raise _ended()
         self._refusals += "answer" not in answer
         if "over" in answer:
             self.why_over = answer["over"]
-            raise BadChat(f"the model has no turn left: {answer['over']}", code="context_length_exceeded")
+            raise BadChat(f"the model has no turns left: {answer['over']}", code="context_length_exceeded")
         if "refused" in answer:
             raise BadChat(answer["refused"], "messages")
         told = answer["answer"]
@@ -195,7 +195,7 @@ class Door:
             key = headers.get("authorization", "").removeprefix("Bearer ").strip()
             if (session := self._sessions.get(_digest(key))) is None:
                 raise BadChat(
-                    "the key is of no trajectory that runs: ctx.endpoint.key", status=401, code="invalid_api_key"
+                    "the key belongs to no running trajectory: use ctx.endpoint.key", status=401, code="invalid_api_key"
                 )
             self._strangers.pop(writer, None)
             body = await _body(reader, writer, headers) if method == "POST" else b""
@@ -204,7 +204,7 @@ class Door:
                 models = [{"id": chat.MODEL, "object": "model", "created": 0, "owned_by": "mrl"}]
                 return await _reply(writer, HTTPStatus.OK, {"object": "list", "data": models}, stays)
             if route != ("POST", CHAT):
-                raise BadChat(f"there is no {method} {path}: only POST {CHAT} and GET {MODELS}", status=404)
+                raise BadChat(f"{method} {path} does not exist: use POST {CHAT} or GET {MODELS}", status=404)
             return await self._chat(session, body, reader, writer, stays)
         except BadChat as error:
             stays &= error.status not in (401, 411, 413)  # what else was sent is not read
@@ -222,7 +222,7 @@ class Door:
         except BadChat:
             raise
         except ValueError as error:
-            raise BadChat(f"the body is no JSON: {error}") from None
+            raise BadChat(f"the body is not JSON: {error}") from None
         async with session.turn:  # each that has it waits at most `timeout_s`
             if reader.at_eof():  # a client that has given up, and has asked again
                 return False
@@ -248,9 +248,9 @@ def _digest(key: str) -> bytes:
 async def _body(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, headers: dict[str, str]) -> bytes:
     length = headers.get("content-length", "")
     if not (length.isascii() and length.isdecimal()):
-        raise BadChat("Content-Length must say how long the body is", status=411)
+        raise BadChat("the header Content-Length is missing or not a number", status=411)
     if len(length) > 15 or int(length) > MAX_BODY_BYTES:
-        raise BadChat(f"the body has {length[:20]} bytes, at most {MAX_BODY_BYTES} are read", status=413)
+        raise BadChat(f"the body has {length[:20]} bytes; the limit is {MAX_BODY_BYTES}", status=413)
     if headers.get("expect", "").lower() == "100-continue":
         writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     return await asyncio.wait_for(reader.readexactly(int(length)), IDLE_S)

@@ -104,8 +104,9 @@ def of_openenv(url: str | Callable[[dict[str, Any]], str], act: Act, show: Show 
             state, mine = await self.ask("GET", "/state"), (self.episode, self.steps)
             if (found := (state.get("episode_id", mine[0]), state.get("step_count", mine[1]))) != mine:
                 raise OpenEnvError(
-                    f"{self.url} is at step {found[1]} of episode {found[0]!r}, and this one is at step {mine[1]} of "
-                    f"{mine[0]!r}: it holds one episode at a time. Give each trajectory a server (the url of its row)"
+                    f"{self.url} is at step {found[1]} of episode {found[0]!r}, and this trajectory at step {mine[1]} "
+                    f"of {mine[0]!r}: a server runs one episode at a time, so give each trajectory its own (url in the "
+                    "row)"
                 )
             reward = told.get("reward")
             self.shown = show(_field(told, "observation", self.url))
@@ -124,7 +125,7 @@ def _told(error: str, like: Words) -> Words:
 
 def _field(told: dict[str, Any], name: str, url: str) -> Any:
     if name not in told:
-        raise OpenEnvError(f"{url} answered without {name!r}: {str(told)[:200]}")
+        raise OpenEnvError(f"the response of {url} lacks {name!r}: {str(told)[:200]}")
     return told[name]
 
 
@@ -132,7 +133,7 @@ def _asked(url: str, method: str, path: str, body: Mapping[str, Any] | None) -> 
     parts = urlsplit(url)
     kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
     if parts.scheme not in kinds or parts.hostname is None:
-        raise OpenEnvError(f"{url!r} is no address of a server: http://host:port")
+        raise OpenEnvError(f"{url!r} is not a server address such as http://host:port")
     connection = kinds[parts.scheme](parts.hostname, parts.port, timeout=HTTP_S)
     try:
         data = None if body is None else strict_json.dumps(body)
@@ -144,11 +145,11 @@ def _asked(url: str, method: str, path: str, body: Mapping[str, Any] | None) -> 
     finally:
         connection.close()
     if answer.status != 200:
-        raise OpenEnvError(f"{method} {url}{path} answered {answer.status}: {content[:200].decode(errors='replace')}")
+        raise OpenEnvError(f"{method} {url}{path} returned {answer.status}: {content[:200].decode(errors='replace')}")
     try:
         told = strict_json.loads(content)
     except ValueError as error:
-        raise OpenEnvError(f"{method} {url}{path} answered no JSON: {error}") from error
+        raise OpenEnvError(f"{method} {url}{path} did not return JSON: {error}") from error
     if not isinstance(told, dict):
-        raise OpenEnvError(f"{method} {url}{path} answered {str(told)[:200]}, expected an object")
+        raise OpenEnvError(f"{method} {url}{path} returned {str(told)[:200]} instead of an object")
     return told

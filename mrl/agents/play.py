@@ -171,8 +171,8 @@ class Agents:
             return []
         what = answer.get("fault") or f"raised {answer.get('error')}"
         if "done" in answer:
-            what = "ended before the model had a turn" + (f": {answer['over']}" if answer["over"] else "")
-        why = f"agent.rollout {self.cfg.rollout!r} on {trajectory.name} {what} (begun {faults} times: agent.retries)"
+            what = "ended before the model's first turn" + (f": {answer['over']}" if answer["over"] else "")
+        why = f"agent.rollout {self.cfg.rollout!r} on {trajectory.name} {what} (attempts: {faults}; agent.retries)"
         why = "\n".join(filter(None, (why, answer.get("traceback", "").rstrip())))
         if self.cfg.on_error == "stop":
             raise AgentError(why)
@@ -181,7 +181,7 @@ class Agents:
     def _late(self, number: int, live: dict[int, Trajectory], messages: dict[int, Message]) -> list[Sample]:
         """Fails a late trajectory that waits for its turn."""
         self._pool.end(number)
-        why = f"was not done within {self.cfg.trajectory_timeout_s:g} s (agent.trajectory_timeout_s)"
+        why = f"did not finish within {self.cfg.trajectory_timeout_s:g} s (agent.trajectory_timeout_s)"
         return self._failed(live.pop(number), {"fault": why}, live, messages)
 
     def _no_turn(self, trajectory: Trajectory, answer: Message, turn_tokens: int) -> Message | None:
@@ -206,7 +206,7 @@ class Agents:
             trajectory.next = Next(Line(self._first(trajectory.request.prompt, words)), (), words)
             return None
         if self._is_chat and trajectory.turns[-1].finish_reason == "length":
-            return "the last turn was cut off (rollout.sampling.max_new_tokens)"
+            return "the last turn was truncated (rollout.sampling.max_new_tokens)"
         line = trajectory.lines[-1]
         if self.cfg.thoughts == "strip" and any(isinstance(m, dict) and m.get("role") == "user" for m in words):
             assert self._begins is not None
@@ -216,7 +216,7 @@ class Agents:
         else:
             ids = self.suffix(words, line.ids[-1], self._told(trajectory.request.prompt))
             if ids is None:
-                return "the last turn has no end"
+                return "the last turn has no end token"
             trajectory.next = Next(line, ids, words)
         return None
 

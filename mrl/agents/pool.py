@@ -22,7 +22,7 @@ STARTUP_TIMEOUT_S = 120.0
 SOCKET_TIMEOUT_S = 10  # of one message in transit; only a stopped process takes so long
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 
-LATE = "or another one in its process was not done in time (agent.trajectory_timeout_s)"
+LATE = "or another trajectory in its process did not finish in time (agent.trajectory_timeout_s)"
 
 Message = dict[str, Any]
 
@@ -140,7 +140,7 @@ class Pool:
         """Returns the processes that are late now, with the reason. end: of this step's time"""
         now = time.monotonic()
         if now >= end:
-            return dict.fromkeys(waiting, f"gave no answer within {self._timeout_s:g} s (agent.step_timeout_s)")
+            return dict.fromkeys(waiting, f"did not respond within {self._timeout_s:g} s (agent.step_timeout_s)")
         return {worker: LATE for worker, asked in waiting.items() if any(ends[number] <= now for number in asked)}
 
     def _replaced(

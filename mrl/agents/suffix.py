@@ -45,14 +45,14 @@ class Suffix:
                 tail = self._tail([{"role": kind, "content": "d"}])
                 if not {self._end, tail[0]} & {*stops}:
                     end = tokenizer.decode([self._end or tail[0]], special=True)
-                    raise AgentError(f"it ends turns with {end!r}, which does not end a response: model.eos_token")
+                    raise AgentError(f"it ends turns with {end!r}, which does not end a response: set model.eos_token")
             except (AgentError, ValueError) as error:
                 reasons[kind] = str(error)
             else:
                 self.kinds += (kind,)
         if not self.kinds and needed:
             why = "; ".join(f"{kind} messages: {reason}" for kind, reason in reasons.items())
-            raise AgentError(f"the chat template cannot go on after a turn of the model: {why}")
+            raise AgentError(f"the chat template cannot continue after a turn of the model: {why}")
 
     def __call__(
         self, said: Sequence[Message | str], last: int, more: Mapping[str, Any] | None = None
@@ -63,12 +63,12 @@ class Suffix:
         if not self._is_chat:
             texts = [each for each in said if isinstance(each, str)]
             if len(texts) < len(said):
-                raise AgentError("there is no chat template (data.chat_template: false): only text can be said")
+                raise AgentError("data.chat_template is false: send text, not messages")
             return self._encoded("".join(texts))
         messages = self.messages(said)
         if wrong := [message.get("role") for message in messages if message.get("role") not in self.kinds]:
             can = " and ".join(self.kinds)
-            raise AgentError(f"a message of the role {wrong[0]!r} cannot be said with this chat template, {can} can")
+            raise AgentError(f"the chat template cannot add messages of the role {wrong[0]!r}, only of {can}")
         try:
             tail = self._tail(messages, more)
         except ValueError as error:
@@ -81,7 +81,7 @@ class Suffix:
     def messages(said: Sequence[Message | str]) -> list[Message]:
         """Returns the words as messages, for a chat template. Raises AgentError for text."""
         if texts := [each for each in said if isinstance(each, str)]:
-            raise AgentError(f"{texts[0][:40]!r} is text, and the model is talked to in messages (data.chat_template)")
+            raise AgentError(f"{texts[0][:40]!r} is text: with data.chat_template: true, send messages")
         return [each for each in said if isinstance(each, dict)]
 
     def whole(self, messages: Sequence[Message], more: Mapping[str, Any] | None = None) -> list[int]:
@@ -102,7 +102,7 @@ class Suffix:
             self._bases[key] = self._rendered(self._dummy, whole=True, more=more)
         base, full = self._bases[key], self._rendered([*self._dummy, *messages], whole=False, more=more)
         if full[: len(base)] != base:
-            raise AgentError("it shows earlier turns otherwise once there are later ones")
+            raise AgentError("it formats earlier turns differently once later ones follow")
         after = 0 if self._end is None else base[::-1].index(self._end)
         return base[len(base) - after :] + full[len(base) :]
 
@@ -139,6 +139,6 @@ class Suffix:
         ids = control.encode(hidden)
         if ids is None:
             if hidden != control.shown(hidden):
-                raise AgentError("an environment has said the name of a control token, which would become that token")
+                raise AgentError("the environment's text contains a control token, which would be tokenized as such")
             [ids] = self._tokenizer.encode_plain([hidden])
         return ids

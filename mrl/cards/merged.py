@@ -49,14 +49,14 @@ def _text(base: Path, adapter: Path, export: Path, target: Path, layers: int, ro
     }
     made = {
         "merged": f"the adapters of {layers} layers, in float32, rounded once",
-        "rounding": f"has moved what they add by {rounding:.1%} of its length",
+        "rounding": f"changed the adapters' contribution by {rounding:.1%} of its norm",
         "versions": ", ".join(f"{name} {version}" for name, version in versions("mrl", "torch").items()),
     }
     limits = [] if origin.license else ["## Known limits\n\n- The base model's directory states no license."]
     parts = [
         f"---\n{data.to_yaml().strip()}\n---",
         f"# {target.resolve().name}",
-        f"`{origin.name}` with the adapters `{name}` in its weights; how those were made, their own card says.",
+        f"`{origin.name}` with the adapters `{name}` merged into its weights; see the adapters' own card.",
         "\n".join(usage(kind)),
         table("Weights", ("", ""), list(weights.items())),
         table("How it was made", ("", ""), list(made.items())),
@@ -67,5 +67,5 @@ def _text(base: Path, adapter: Path, export: Path, target: Path, layers: int, ro
 
 def _digest(directory: Path) -> str:
     files = weight_files(directory)
-    how = " (of what `sha256sum *.safetensors` prints)" if len(files) > 1 else ""
+    how = " (of the output of `sha256sum *.safetensors`)" if len(files) > 1 else ""
     return f"`{whole_digest(file_digests(files))}`{how}"

@@ -77,7 +77,7 @@ def _sentence(facts: Facts) -> str:
     judge = _inner(facts.config, "reward", "function")
     words = f"{start} after {facts.step} steps of {facts.method or 'training'}"
     words += f" on {sources}" if sources else ""
-    words += f", judged by `{judge}`" if judge else ""
+    words += f", with the reward `{judge}`" if judge else ""
     return f"{words[0].upper()}{words[1:]}."
 
 
@@ -108,8 +108,9 @@ def usage(kind: Kind) -> Iterator[str]:
         yield "## Use\n\n```python\nfrom transformers import AutoModel, AutoProcessor"
         yield '\nbody = AutoModel.from_pretrained(PATH, dtype="auto")'
         yield "processor = AutoProcessor.from_pretrained(PATH)\n```\n"
-        yield "transformers has no class with its head: `score.weight` of the safetensors, times the body's last hidden"
-        yield f"state at {'the last token of the text' if kind.task == CLASSIFIES else 'the end of each step'}."
+        yield "transformers has no class with its head. The score is `score.weight` of the safetensors times the body's"
+        where = "the last token of the text" if kind.task == CLASSIFIES else "the end of each step"
+        yield f"last hidden state at {where}."
         return
     name = AUTO_CLASSES[kind.task]
     whole = "BASE" if kind.is_adapter else "PATH"
@@ -124,14 +125,14 @@ def usage(kind: Kind) -> Iterator[str]:
     if not (kind.is_adapter and kind.task != GENERATES) and kind.task != CLASSIFIES_TOKENS:
         yield f"```\npython -m sglang.launch_server --model-path {whole}{flags}\n```"
     if kind.is_adapter:
-        yield "\n`mrl merge BASE PATH OUT` makes one model of both."
+        yield "\n`mrl merge BASE PATH OUT` merges the adapters into the base model."
     if kind.task == CLASSIFIES:
         yield "\nThe score is the one at the last token of the text."
 
 
 def _weights(facts: Facts) -> dict[str, str]:
     found = {"architecture": f"`{facts.kind.architecture}`"} if facts.kind.architecture else {}
-    how = "" if facts.files == 1 else " (of what `sha256sum *.safetensors` prints)"
+    how = "" if facts.files == 1 else " (of the output of `sha256sum *.safetensors`)"
     found |= {"SHA-256": f"`{facts.digest}`{how}"} if facts.digest else {}
     if facts.base:
         found["base"] = f"`{facts.base.name}`" + (f", revision {facts.base.revision}" if facts.base.revision else "")
@@ -144,7 +145,7 @@ def _making(facts: Facts) -> dict[str, str]:
     split = [f"{name} {layout[name]}" for name in ("tensor", "pipeline", "context", "expert") if layout.get(name)]
     ranks = f"{facts.ranks} ranks: " if facts.ranks else ""
     made = {"steps": f"{facts.step} of {_inner(facts.config, 'run', 'steps')}"}
-    made["time in all phases"] = clock(facts.total("time/"))
+    made["total time of all phases"] = clock(facts.total("time/"))
     made |= {"tokens": f"about {facts.tokens:.3g}"} if facts.tokens else {}
     made["layout of the actor"] = ranks + ", ".join(split)
     made["seed"] = str(_inner(facts.config, "run", "seed"))
@@ -158,11 +159,11 @@ def _limits(facts: Facts) -> Iterator[str]:
     steps, skipped = _inner(facts.config, "run", "steps"), facts.total("actor/skipped")
     found = []
     if not any(name.startswith("validation/") for row in facts.rows for name in row):
-        found.append("Nothing was held out: the figures above are of what it was trained on.")
+        found.append("There was no held-out data: the results above are on training data.")
     if isinstance(steps, int) and facts.step < steps:
-        found.append(f"The run was to make {steps} steps; these weights are of step {facts.step}.")
+        found.append(f"The run was planned for {steps} steps; these weights are from step {facts.step}.")
     if skipped:
-        found.append(f"Updates that were skipped because a loss or gradient was not finite: {skipped:.0f}.")
+        found.append(f"Updates skipped because a loss or gradient was not finite: {skipped:.0f}.")
     if facts.base and not facts.base.license:
         found.append("The base model's directory states no license.")
     if found:

@@ -25,7 +25,7 @@ def write_card(facts: Facts, export: Path, earlier: Path | None = None) -> str:
         shutil.copyfile(earlier / CARD, export / CARD)
         if (earlier / FIRST_CURVE).is_file():
             shutil.copyfile(earlier / FIRST_CURVE, export / FIRST_CURVE)
-        return f"{earlier / CARD} was edited by hand and is kept as it is: its figures are of the weights before"
+        return f"{earlier / CARD} was edited by hand and is kept: its figures describe the earlier weights"
     picture = first_curve(facts.name, facts.rows)
     if picture is not None:
         (export / FIRST_CURVE).write_bytes(picture)

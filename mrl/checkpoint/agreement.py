@@ -35,7 +35,7 @@ class CheckpointAgreement(Agreement[Report]):
 
     def lost(self, what: str, error: RuntimeError, cause: BaseException | None) -> None:
         mine = f" (here: {describe(cause)})" if cause else ""
-        raise CheckpointError(f"{what}: another rank did not answer: {error}{mine}") from (cause or error)
+        raise CheckpointError(f"{what}: another rank did not respond: {error}{mine}") from (cause or error)
 
 
 def describe(error: BaseException) -> str:

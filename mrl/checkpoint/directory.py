@@ -71,7 +71,7 @@ def finish(tmp: Path, final: Path, learners: dict[str, Any], state: dict[str, An
     write_atomically(tmp / STATE, json.dumps(state, indent=1))
     write_manifest(tmp, {"version": VERSION, "step": step_of(final), "learners": learners})
     if final.exists() and not remove(final):  # the same step saved again, or an incomplete directory
-        raise ValueError(f"{final} is there already, and somebody is reading it")
+        raise ValueError(f"{final} exists already, and another process is reading it: wait until it ends")
     rename_durably(tmp, final)
 
 
@@ -150,17 +150,17 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """
     if not (path / MANIFEST).is_file():
         raise _incomplete(path)
-    manifest = read_manifest(path, remedy="remove it to go on from an older one", version=VERSION)
+    manifest = read_manifest(path, remedy="remove it to resume from an older one", version=VERSION)
     if not isinstance(manifest.get("learners"), dict):
         raise ValueError(f"{path / MANIFEST} does not list the checkpoint's models")
     state = read_json(path / STATE)
     if not isinstance(state, dict):
-        raise ValueError(f"{path / STATE} is not the state of a run")
+        raise ValueError(f"{path / STATE} does not contain the state of a run")
     return manifest, state
 
 
 def _incomplete(path: Path) -> ValueError:
-    return ValueError(f"{path} is not a complete checkpoint: it has no file {MANIFEST!r}")
+    return ValueError(f"{path} is not a complete checkpoint: it lacks the file {MANIFEST!r}")
 
 
 def _is_still(path: Path, descriptor: int) -> bool:

@@ -116,7 +116,7 @@ def _start_in(tensor: ShardedTensor, parameter: Tensor) -> int:
     """
     data = tensor.data
     if not data.is_contiguous() or data.untyped_storage()._cdata != parameter.untyped_storage()._cdata:
-        raise ValueError(f"{tensor.key}: what the checkpoint holds of it is no slice of the parameter")
+        raise ValueError(f"{tensor.key}: its shard in the checkpoint is not a slice of the parameter")
     return data.storage_offset() - parameter.storage_offset()
 
 

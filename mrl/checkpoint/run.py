@@ -33,7 +33,7 @@ from mrl.weights.errors import WeightError
 
 Part = Learner | PolicyCopy  # a trained model, or a second set of its weights
 
-_WORDS = {("adapters", "base"): "the digest of the weights that the adapters belong to"}
+_WORDS = {("adapters", "base"): "the digest of the adapters' base weights"}
 SHAPE_FREE = ("max_positions", "initializer_range", "eos_token_ids")  # may differ from the checkpoint's
 
 
@@ -184,8 +184,8 @@ def load_kept(path: Path) -> Any:
     """
     file = path / directory.KEPT
     if not file.is_file():
-        held = "samples of a replay buffer, or drawn ahead"
-        raise CheckpointError(f"there is no {directory.KEPT} in {path}, which holds {held}")
+        held = "the samples of a replay buffer, or prefetched ones"
+        raise CheckpointError(f"{path} lacks {directory.KEPT}, which holds {held}")
     try:
         return read_plain(file, file)
     except WeightError as error:
@@ -195,7 +195,7 @@ def load_kept(path: Path) -> Any:
 def _require_trainable(learners: Mapping[str, Part]) -> None:
     frozen = [name for name, part in learners.items() if isinstance(part, Learner) and not part.trainable]
     if frozen:
-        raise ValueError(f"{', '.join(frozen)}: not trained, so there is nothing to save or load")
+        raise ValueError(f"{', '.join(frozen)}: the model is not trained, so there is nothing to save or load")
 
 
 def _stage_part(part: Part, path: Path, copy: bool) -> Shards:
@@ -216,7 +216,7 @@ def _load_learner(learner: Learner, path: Path) -> None:
         state = RANKS.together(f"making room for {path}", lambda: StateToLoad(learner))
         loaded = torch_dist.read(state.sharded(), path)
         RANKS.together(f"restoring {path}", lambda: _restore(state, loaded))
-    RANKS.together(f"giving up what {path} was read into", lambda: learner.memory.move(level))
+    RANKS.together(f"freeing the buffers of {path}", lambda: learner.memory.move(level))
 
 
 def _load_copy(copy: PolicyCopy, path: Path) -> None:
@@ -232,13 +232,13 @@ def _load_random(folder: Path) -> None:
     try:
         platform.restore_random_state(state)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise CheckpointError(f"{file} holds no random states ({describe(error)})") from error
+        raise CheckpointError(f"{file} does not contain random states ({describe(error)})") from error
 
 
 def _restore(learner_state: StateToLoad, loaded: dict[str, Any]) -> None:
     learner_state.restore(loaded)
     if not tied_copies_are_equal(learner_state.learner):
-        raise CheckpointError("the first stage's embedding and the last stage's copy of it differ")
+        raise CheckpointError("the embedding of the first pipeline stage and its copy on the last stage differ")
 
 
 def _kind(part: Part) -> dict[str, Any]:
@@ -253,27 +253,27 @@ def _compare(stored: dict[str, Any], learners: Mapping[str, Part]) -> None:
     problems = []
     for name, learner in learners.items():
         if name not in stored:
-            problems.append(f"there is no {name} in it, but {', '.join(stored)}")
+            problems.append(f"it has no {name}, only {', '.join(stored)}")
             continue
         here, there = _kind(learner), stored[name]
         if here["role"] != there["role"]:
-            problems.append(f"{name} is a {here['role']}, in the checkpoint a {there['role']}")
+            problems.append(f"{name} is a {here['role']} in this run and a {there['role']} in the checkpoint")
         if ("adapters" in here) != ("adapters" in there):
-            owner = "this run has some" if "adapters" in here else "the checkpoint has nothing else"
-            problems.append(f"{name}: either is trained by adapters (lora), or neither: {owner}")
+            owner = "this run trains" if "adapters" in here else "the checkpoint holds"
+            problems.append(f"{name}: only {owner} LoRA adapters: set lora as in the checkpoint's run")
             continue
         for section in ("arch", "adapters"):
             mine, theirs = here.get(section, {}), there.get(section, {})
             for key in sorted(mine.keys() | theirs.keys()):
                 if (a := mine.get(key)) != (b := theirs.get(key)):
-                    problems.append(f"{name}: {_WORDS.get((section, key), key)} is {a}, in the checkpoint {b}")
+                    problems.append(f"{name}: {_WORDS.get((section, key), key)} is {a} here and {b} in the checkpoint")
     if problems:
         raise CheckpointError("; ".join(problems))
 
 
 def _require(tmp: Path) -> None:
     if not tmp.is_dir():
-        raise CheckpointError("it is not there: run.root must be on a file system that all nodes share")
+        raise CheckpointError("it is missing on this node: put run.root on a file system that all nodes share")
 
 
 def _nbytes(kept: Any) -> int:
@@ -287,7 +287,7 @@ def _nbytes(kept: Any) -> int:
 def _space_for(needed: int, tmp: Path) -> int:
     free = shutil.disk_usage(tmp).free
     if free < needed:
-        raise CheckpointError(f"the disk is too full: {_size(needed)} needed, {_size(free)} free")
+        raise CheckpointError(f"not enough disk space: {_size(needed)} needed, {_size(free)} free")
     return free
 
 

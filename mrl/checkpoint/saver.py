@@ -93,8 +93,8 @@ class Saver:
         if late:
             where = f"rank {', '.join(late)} of {len(answers)}"
             raise CheckpointError(
-                f"{self._writing.staged.final} is still being written after {limit:.0f} s ({where}): is the disk slow, "
-                "or did it stop? The older checkpoints are whole. Raise checkpoint.timeout_s if this is its pace"
+                f"{self._writing.staged.final} is still being written after {limit:.0f} s ({where}); older checkpoints "
+                "are complete: check the disk, or raise checkpoint.timeout_s if it is just slow"
             )
         self._end([problem for _, problem in answers if problem])
 

@@ -169,7 +169,7 @@ def _compare(tensors: dict[str, ShardedTensor], asked_for: set[str], directory: 
     for key, tensor in tensors.items():
         here = tuple(tensor.global_shape)
         if key in stored and not tensor.allow_shape_mismatch and here != stored[key]:
-            problems.append(f"{key} is {here}, in the checkpoint {stored[key]}")
+            problems.append(f"{key} is {here} here and {stored[key]} in the checkpoint")
     if problems:
         more = [f"and {len(problems) - LISTED} more"] if len(problems) > LISTED else []
         raise CheckpointError("; ".join(problems[:LISTED] + more))

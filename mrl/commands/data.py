@@ -13,13 +13,13 @@ from mrl.imports import importing
 
 def add(commands: Any) -> None:
     """Adds the subcommand and its arguments."""
-    parser = commands.add_parser("data", help="show what a configuration's data looks like to the model")
+    parser = commands.add_parser("data", help="show a configuration's data as the model receives it")
     shared.add_config(parser, "data.chat_template=true")
     parser.add_argument("--samples", type=int, default=3, metavar="N", help="prompts to show (default: 3)")
-    parser.add_argument("--sheet", type=Path, metavar="FILE.png", help="write the pictures of these prompts there")
+    parser.add_argument("--sheet", type=Path, metavar="FILE.png", help="write the images of these prompts to this file")
     parser.description = (
-        "Reads and tokenises all sources as the run would, and shows what is left out or cut, the lengths in tokens, "
-        "and the run's first prompts after the chat template, with their special tokens."
+        "Reads and tokenizes all sources as the run would. Shows which rows are left out or truncated, the lengths in "
+        "tokens, and the run's first prompts after the chat template, with their special tokens."
     )
     parser.set_defaults(run=run)
 
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return shared.CONFIG_ERROR
     if args.sheet is not None and not cfg.sees_pictures:
-        print(f"mrl: --sheet: trainer {cfg.trainer} has no pictures", file=sys.stderr)
+        print(f"mrl: --sheet: the data of trainer {cfg.trainer} has no images: leave --sheet out", file=sys.stderr)
         return shared.CONFIG_ERROR
     own = trainer_of(cfg).load_preview()
     if own is None and (wrong := problems(list(look(cfg, OF_INPUTS)))):

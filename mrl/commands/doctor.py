@@ -9,7 +9,7 @@ from typing import Any
 
 def add(commands: Any) -> None:
     """Adds the subcommand, which has no arguments."""
-    parser = commands.add_parser("doctor", help="what this machine can do, what it lacks, and the commands for that")
+    parser = commands.add_parser("doctor", help="show what this machine can run and how to install what is missing")
     parser.set_defaults(run=run)
 
 
@@ -18,7 +18,7 @@ def run(args: argparse.Namespace) -> int:
     if find_spec("torch") is None:
         from mrl.packages import pip_install
 
-        print(f"torch is not installed, without which mrl does nothing: {pip_install('torch')}")
+        print(f"torch is not installed, and every command of mrl needs it: {pip_install('torch')}")
         return 0
     from mrl import doctor
 

@@ -18,22 +18,22 @@ if TYPE_CHECKING:
 def add(commands: Any) -> None:
     """Adds the subcommand and its arguments."""
     parser = commands.add_parser(
-        "eval", help="how good a run's weights are on held-out rows; what fp8 would do to them"
+        "eval", help="evaluate a run's weights on held-out rows, or the numerical effect of fp8 on them"
     )
-    parser.add_argument("--precision-report", action="store_true", help="each fp8 recipe, emulated, on samples")
+    parser.add_argument("--precision-report", action="store_true", help="compare emulated fp8 recipes with float32")
     shared.add_config(parser, "run.name=mine")
-    parser.add_argument("--weights", type=Path, metavar="DIR", help="a model's directory (default: RUN_DIR/hf)")
+    parser.add_argument("--weights", type=Path, metavar="DIR", help="the model to evaluate (default: see below)")
     evaluate_rows.add_arguments(parser)
-    parser.add_argument("--samples", type=int, default=64, metavar="N", help="of the precision report (default: 64)")
-    parser.add_argument("--recipes", metavar="NAME,NAME", help="such as current,blockwise (default: all)")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="the picture (default: RUN_DIR/precision.svg)")
+    parser.add_argument("--samples", type=int, default=64, metavar="N", help="for the precision report (default: 64)")
+    parser.add_argument("--recipes", metavar="NAME,NAME", help="fp8 recipes, such as current,blockwise (default: all)")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="chart (default: RUN_DIR/precision.svg)")
     parser.description = (
-        "CONFIG may be a run directory. Of an sft run: the likelihood of data.validation, as in training, in one "
-        "process. Of a reward model's: how often it prefers what people did, with its margin. Of a run that samples: "
-        "answers to the prompts of data.validation by its engine, scored by its "
-        "reward. With --precision-report: log-probs and the policy gradient of the run's last samples, or of an sft "
-        "run's data, in every fp8 recipe against float32, on this machine and in one process: in the layers, in the "
-        "loss head alone, and in both. Weights are those of RUN_DIR/hf where that is there, else model.path's."
+        "CONFIG may be a run directory. An sft run is evaluated by its likelihood of data.validation, as in training, "
+        "in one process; a reward model by its accuracy and margin on the pairs of data.validation; a run that "
+        "generates by its reward on responses of its engine to the prompts of data.validation. --precision-report "
+        "instead compares every fp8 recipe with float32, on this machine and in one process: log-probs and policy "
+        "gradient of the run's last samples, or of an sft run's data, with fp8 in the layers, in the loss head, and in "
+        "both. The weights are those in RUN_DIR/hf if that directory exists, else those of model.path."
     )
     parser.set_defaults(run=run)
 
@@ -61,9 +61,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _wrong(samples: int, recipes: list[str], known: tuple[str, ...]) -> str | None:
     if os.environ.get("WORLD_SIZE", "1") != "1":
-        return f"eval is one process, and this is one of WORLD_SIZE={os.environ['WORLD_SIZE']}"
+        return f"WORLD_SIZE={os.environ['WORLD_SIZE']}: mrl eval runs in one process: start it without torchrun"
     if samples < 1:
-        return "--samples takes a number of at least 1"
+        return f"--samples {samples}: must be at least 1"
     if unknown := [name for name in recipes if name not in known]:
         return f"--recipes {','.join(unknown)}: expected some of {', '.join(known)}"
     return None
@@ -84,12 +84,12 @@ def _report(args: argparse.Namespace, cfg: Config, recipes: list[str]) -> int:
         return 1
     count, tokens = samples.rollout.num_samples, samples.rollout.num_response_tokens
     print(f"weights  {weights}\nsamples  {samples.source}: {count}, {tokens} response tokens")
-    rows = measure(cfg, weights, samples, recipes, lambda name: print(f"computes {name}", file=sys.stderr))
+    rows = measure(cfg, weights, samples, recipes, lambda name: print(f"computing {name}", file=sys.stderr))
     print("\n".join(["", *lines(rows), ""]))
     file = args.svg or run_dir / "precision.svg"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, picture(rows, f"{cfg.run.name}: fp8 recipes against float32, {tokens} tokens"))
+        write_atomically(file, picture(rows, f"{cfg.run.name}: fp8 recipes compared with float32, {tokens} tokens"))
     except OSError as error:
         print(f"mrl: {file} cannot be written: {error.strerror or error}", file=sys.stderr)
         return 1

@@ -23,20 +23,20 @@ COMPARED_ROWS, MOST_DIFFERENCE = 32, 1e-3
 
 def add(commands: Any) -> None:
     """Adds the subcommand and its arguments."""
-    parser = commands.add_parser(NAME, help="accuracy of a reward model by subset, RewardBench's form, and by length")
+    parser = commands.add_parser(NAME, help="accuracy of a reward model by subset (as RewardBench) and length")
     parser.add_argument("model", type=Path, metavar="DIR", help="a ...ForSequenceClassification, such as RUN_DIR/hf")
     parser.add_argument("data", type=Path, metavar="DATA", help="rows with prompt, chosen and rejected; see below")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="the report, and the scores of every row")
-    parser.add_argument("--at-least", type=float, metavar="X", help="exit code 1 for an accuracy below")
-    parser.add_argument("--compare", action="store_true", help=f"with transformers' scores of {COMPARED_ROWS} rows")
-    parser.add_argument("--subset-key", default="subset", metavar="KEY", help="what rows are grouped by (subset)")
-    parser.add_argument("--no-chat-template", action="store_true", help="text as it is (default: the template, if any)")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="longer rows are left out (the model's positions)")
-    parser.add_argument("--tokens-at-once", type=int, default=8192, metavar="N", help="of a pass, at most (8192)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report and the score of every row")
+    parser.add_argument("--at-least", type=float, metavar="X", help="exit with 1 if the accuracy is lower")
+    parser.add_argument("--compare", action="store_true", help=f"compare {COMPARED_ROWS} scores with transformers'")
+    parser.add_argument("--subset-key", default="subset", metavar="KEY", help="column to group by (default: subset)")
+    parser.add_argument("--no-chat-template", action="store_true", help="do not apply the model's chat template")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="leave out longer rows (default: model limit)")
+    parser.add_argument("--tokens-at-once", type=int, default=8192, metavar="N", help="limit of a forward pass (8192)")
     parser.description = (
-        "A row is right if the chosen response has the strictly highest score. `rejected` may be a list, as in "
-        "RewardBench 2, `chosen` a list of one; ranked lists are taken too. Where all subsets of a section of "
-        "RewardBench are there, its weighted accuracy is shown. Offline, in one process."
+        "A row is correct if the chosen response has the strictly highest score. `rejected` may be a list, as in "
+        "RewardBench 2, and `chosen` a list of one; ranked lists are accepted too. If all subsets of a RewardBench "
+        "section are present, its weighted accuracy is shown. Runs offline, in one process."
     )
     parser.set_defaults(run=run)
 
@@ -75,11 +75,11 @@ def _wrong(args: argparse.Namespace) -> str | None:
     from mrl.families import UnsupportedModel, is_reward_model, load_arch
 
     if os.environ.get("WORLD_SIZE", "1") != "1":
-        return f"eval is one process, and this is one of WORLD_SIZE={os.environ['WORLD_SIZE']}"
+        return f"WORLD_SIZE={os.environ['WORLD_SIZE']}: mrl eval runs in one process: start it without torchrun"
     if args.tokens_at_once < 1 or (args.max_tokens is not None and args.max_tokens < 2):
-        return "--tokens-at-once takes a number of at least 1, --max-tokens one of at least 2"
+        return "--tokens-at-once must be at least 1, and --max-tokens at least 2"
     if args.at_least is not None and not 0 <= args.at_least <= 1:
-        return "--at-least takes an accuracy between 0 and 1"
+        return f"--at-least {args.at_least:g}: must be an accuracy between 0 and 1"
     try:
         arch = load_arch(args.model)
         if not is_reward_model(args.model) or arch.scores_steps:
@@ -115,5 +115,5 @@ def _compared(model: str, data: PreferenceDataset, judged: list[Judged]) -> bool
     count = min(COMPARED_ROWS, len(data))
     ours = [score for one in judged[:count] for score in one.scores]
     gap = max(abs(a - b) for a, b in zip(ours, theirs(model, data, count).tolist(), strict=True))
-    print(f"transformers: the scores of {count} rows differ by {gap:.2g} at most")
+    print(f"transformers: the scores of {count} rows differ by at most {gap:.2g}")
     return gap <= MOST_DIFFERENCE * max(1.0, *map(abs, ours))

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments for held-out rows."""
-    parser.add_argument("--rows", type=int, metavar="N", help="the first of data.validation (default: all)")
-    parser.add_argument("--per-prompt", type=int, default=1, metavar="N", help="answers to each prompt (default: 1)")
-    parser.add_argument("--temperature", type=float, metavar="T", help="default: 0 for one answer, else 1")
-    parser.add_argument("--right-from", type=float, default=1.0, metavar="X", help="a score from X on is right (1)")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="for eval.json and eval.html (default: RUN_DIR)")
+    parser.add_argument("--rows", type=int, metavar="N", help="use the first N of data.validation (default: all)")
+    parser.add_argument("--per-prompt", type=int, default=1, metavar="N", help="responses per prompt (default: 1)")
+    parser.add_argument("--temperature", type=float, metavar="T", help="default: 0 for one response per prompt, else 1")
+    parser.add_argument("--right-from", type=float, default=1.0, metavar="X", help="lowest correct score (default: 1)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="directory for eval.json and eval.html (RUN_DIR)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     if (cfg := of_language(loaded, "mrl eval")) is None:
         return CONFIG_ERROR
     if cfg.data.validation is None:
-        print("mrl: data.validation names no held-out rows", file=sys.stderr)
+        print("mrl: data.validation is not set: name the held-out rows to evaluate on", file=sys.stderr)
         return CONFIG_ERROR
     run_dir = Path(cfg.run.root) / cfg.run.name
     weights = args.weights or (run_dir / "hf" if (run_dir / "hf").is_dir() else Path(cfg.model.path))
@@ -57,11 +57,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _wrong(args: argparse.Namespace) -> str | None:
     if os.environ.get("WORLD_SIZE", "1") != "1":
-        return f"eval is one process, and this is one of WORLD_SIZE={os.environ['WORLD_SIZE']}"
+        return f"WORLD_SIZE={os.environ['WORLD_SIZE']}: mrl eval runs in one process: start it without torchrun"
     if args.per_prompt < 1 or (args.rows is not None and args.rows < 1):
-        return "--rows and --per-prompt take numbers of at least 1"
+        return "--rows and --per-prompt must be at least 1"
     if args.temperature is not None and args.temperature < 0:
-        return "--temperature takes a number of at least 0"
+        return f"--temperature {args.temperature:g}: must be at least 0"
     return None
 
 
@@ -82,7 +82,7 @@ def _found(args: argparse.Namespace, cfg: Config, weights: str, run_dir: Path) -
         if isinstance(cfg, RewardModelTrainerConfig):
             return agreed(cfg, weights, args.rows)
         if not cfg.is_sampling:
-            return f"trainer {cfg.trainer} has neither answers to imitate nor a reward, nor is it one"
+            return f"trainer {cfg.trainer} has nothing to evaluate: no target responses, no reward and no reward model"
         if (why := unanswerable(cfg, weights)) is not None:
             return why
         logs = (args.out or run_dir) / "eval_logs"

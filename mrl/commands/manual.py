@@ -11,10 +11,10 @@ from mrl.commands import shared
 
 def add(commands: Any) -> None:
     """Adds the subcommand and its arguments."""
-    parser = commands.add_parser("config", help="show what a configuration can hold, with defaults and meaning")
+    parser = commands.add_parser("config", help="show configuration keys with their defaults and meaning")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("key", nargs="?", metavar="SECTION|KEY", help="such as rollout or actor.optimizer.lr")
-    what.add_argument("--markdown", action="store_true", help="all sections and keys, as docs/configuration.md")
+    what.add_argument("--markdown", action="store_true", help="print all keys as Markdown (docs/configuration.md)")
     parser.set_defaults(run=run)
 
 

@@ -25,21 +25,21 @@ DRIVER = Path("/proc/driver/nvidia")
 
 def add(commands: Any) -> None:
     """Adds the subcommand and its arguments."""
-    parser = commands.add_parser("plan", help="does it fit, what takes how long, who is where: before a GPU is held")
+    parser = commands.add_parser("plan", help="predict a run's memory, step time and placement, without a GPU")
     shared.add_config(parser, "actor.parallel.tensor=8")
     parser.add_argument(
-        "--gpu", metavar="KIND", help="such as h100-80g, h200; none: on CPUs (default: this machine, if it fits)"
+        "--gpu", metavar="KIND", help="such as h100-80g, h200; none: CPUs (default: this machine, if the run fits)"
     )
-    parser.add_argument("--gpus", type=int, metavar="N", help="ranks (default: run.nodes x run.nproc)")
-    parser.add_argument("--per-node", type=int, metavar="N", help="GPUs of a node (default: run.nproc, or 8)")
-    parser.add_argument("--json", action="store_true", help="everything, as data")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw who is where")
-    parser.add_argument("--search", action="store_true", help="layouts of the actor and critic that fit, best first")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="with --search: write the best one, based on CONFIG")
+    parser.add_argument("--gpus", type=int, metavar="N", help="total ranks (default: run.nodes x run.nproc)")
+    parser.add_argument("--per-node", type=int, metavar="N", help="GPUs per node (default: run.nproc, or 8)")
+    parser.add_argument("--json", action="store_true", help="print the whole plan as JSON")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw the placement of ranks")
+    parser.add_argument("--search", action="store_true", help="list actor and critic layouts that fit, best first")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="with --search: write CONFIG with the best layout")
     parser.description = (
-        "Arithmetic alone: memory of each rank in each phase, host memory, disk, the batch in numbers, seconds of a "
-        "step. Needs the model's config.json, no weights. Prompts and a tokenizer that are here give the mean length "
-        "of prompts. Exit code 1: it does not fit."
+        "Computes memory per rank and phase, host memory, disk, batch sizes and step time, and runs nothing. Needs the "
+        "model's config.json, but no weights. Uses the mean prompt length if prompts and tokenizer are on this "
+        "machine. Exit code 1: the run does not fit."
     )
     parser.set_defaults(run=run)
 
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     kind, why = (args.gpu, "") if args.gpu else _default_kind(cfg, machine, args.search or args.svg is not None)
     if machine.world_size % machine.local_world_size:
         print(
-            f"mrl: {machine.world_size} ranks are no whole number of nodes of {machine.local_world_size} (--per-node)",
+            f"mrl: {machine.world_size} ranks are not a multiple of {machine.local_world_size} per node (--per-node)",
             file=sys.stderr,
         )
         return shared.CONFIG_ERROR
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     if args.svg is not None and not _is_written(args.svg, picture.draw(plan.places)):
         return DOES_NOT_FIT
     if why and not args.json:
-        print(f"planned for {kind}: {why} (--gpu KIND plans for another)")
+        print(f"planned for {kind}: {why} (--gpu KIND selects another)")
     if prompts and not args.json:
         print(prompts)
     print(json.dumps(text.data(plan), indent=2) if args.json else "\n".join(text.lines(plan)))
@@ -99,7 +99,7 @@ def _default_kind(cfg: AnyConfig, machine: Machine, needs_gpus: bool) -> tuple[s
 
     if name := next(map(_gpu_model, sorted(DRIVER.glob("gpus/*/information"))), ""):
         chip = chip_named(name)
-        return (chip.name, "this machine's GPU") if chip else (DEFAULT, f"the limits of {name} are not known")
+        return (chip.name, "this machine's GPU") if chip else (DEFAULT, f"mrl does not know the limits of {name}")
     if needs_gpus or not isinstance(cfg, Config) or machine.local_world_size != machine.world_size:
         return DEFAULT, "there is no GPU here"
     cpus = Cluster(NO_GPU, machine.world_size, machine.local_world_size)
@@ -107,7 +107,7 @@ def _default_kind(cfg: AnyConfig, machine: Machine, needs_gpus: bool) -> tuple[s
     here = psutil.virtual_memory().total
     if not needed.problems and needed.host_of_node < here:
         return NO_GPU.name, "this machine has no GPU"
-    return DEFAULT, f"it does not fit into the {here / 2**30:.0f} GiB of this machine, which has no GPU"
+    return DEFAULT, f"this machine has no GPU, and the run does not fit into its {here / 2**30:.0f} GiB of memory"
 
 
 def _assumptions(cfg: Config) -> tuple[Assumptions, str]:
@@ -133,7 +133,7 @@ def _assumptions(cfg: Config) -> tuple[Assumptions, str]:
         return Assumptions(), ""
     lengths = [len(prompt.token_ids) for prompt in prompts]
     mean = sum(lengths) / len(lengths)
-    line = f"prompts of data.train: {mean:.0f} tokens in the mean, at most {max(lengths)}"
+    line = f"prompts of data.train: mean {mean:.0f} tokens, longest {max(lengths)}"
     return Assumptions(mean_prompt_share=mean / limit), line
 
 
@@ -146,7 +146,7 @@ def _gpu_model(information: Path) -> str:
 def _own(args: argparse.Namespace, cfg: AnyConfig, plan: OwnPlan) -> int:
     """Prints the plan of a trainer with its own planner."""
     if args.search or args.svg is not None:
-        what = f"--search and --svg are made for language models, and this is trainer {cfg.trainer}"
+        what = f"--search and --svg plan language models only, and this is trainer {cfg.trainer}: leave them out"
         print(f"mrl: {what}", file=sys.stderr)
         return shared.CONFIG_ERROR
     print(json.dumps(plan.data(), indent=2) if args.json else "\n".join(plan.lines()))
@@ -177,7 +177,7 @@ def dry_run(config: Path, overrides: Sequence[str], gpu: str | None) -> int:
 
     if (own := trainer_of(cfg).load_plan()) is not None:
         missing, plan = absent(cfg), own(cfg, cluster)
-        print("\n".join(missing or ["everything that the configuration names is here"]) + "\n")
+        print("\n".join(missing or ["all files that the configuration names are present on this machine"]) + "\n")
         print("\n".join(plan.lines()))
         return DOES_NOT_FIT if plan.problems or (not missing and shared.is_refused(cfg, machine)) else 0
 
@@ -217,13 +217,13 @@ def _is_written(file: Path, content: str) -> bool:
 
 def _wrong(args: argparse.Namespace) -> str | None:
     if any(number is not None and number < 1 for number in (args.per_node, args.gpus)):
-        return "--gpus and --per-node take a number of at least 1"
+        return "--gpus and --per-node must be at least 1"
     if args.search and args.gpu == "none":
-        return "--search compares seconds, which are planned for GPUs alone: name a --gpu"
+        return "--search compares step times, which are predicted for GPUs only: name a GPU with --gpu KIND"
     if args.search and (args.json or args.svg is not None):
-        return "--json and --svg are for a plan, not for --search"
+        return "--json and --svg do not go with --search: leave them out"
     if args.out is not None and not args.search:
-        return "--out is for --search"
+        return "--out needs --search"
     if args.out is not None and args.out.resolve() == args.config.resolve():
-        return "--out is based on CONFIG, and cannot take its place: name another file"
+        return "--out would overwrite CONFIG, on which it is based: name another file"
     return None

@@ -19,30 +19,30 @@ MEET_S = 120.0  # nodes may import torch from a shared disk first
 
 def add(commands: Any) -> None:
     """Adds the subcommand and its arguments."""
-    parser = commands.add_parser("preflight", help="look for everything that would stop a run, before it starts")
+    parser = commands.add_parser("preflight", help="find everything that would stop a run, before it starts")
     shared.add_config(parser, "run.root=/scratch/runs")
-    parser.add_argument("--ranks", type=int, metavar="N", help="of the whole world, if other nodes take part")
-    parser.add_argument("--ranks-per-node", type=int, metavar="N", help="of these, on this machine (default: all)")
-    parser.add_argument("--gpu", metavar="KIND", help="count memory for such GPUs, as mrl plan, if not for those here")
-    parser.add_argument("--json", action="store_true", help="for programs, instead of the table")
+    parser.add_argument("--ranks", type=int, metavar="N", help="world size, if other nodes take part")
+    parser.add_argument("--ranks-per-node", type=int, metavar="N", help="those on this machine (default: all)")
+    parser.add_argument("--gpu", metavar="KIND", help="check memory for such GPUs (see mrl plan), not for those here")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     shared.add_nodes(parser)
-    parser.add_argument("--names", default="", metavar="A,B,...", help="with --nodes: what messages call the nodes")
+    parser.add_argument("--names", default="", metavar="A,B,...", help="with --nodes: names of the nodes in messages")
     parser.add_argument(
         "--wait-s",
         type=float,
         default=MEET_S,
         metavar="S",
-        help=f"with --nodes: until all are here (default: {MEET_S:g})",
+        help=f"with --nodes: seconds to wait for all nodes (default: {MEET_S:g})",
     )
     parser.add_argument(
-        "--network", action="store_true", help="run by torchrun or srun as every rank: measures an all-reduce instead"
+        "--network", action="store_true", help="only measure an all-reduce: run on every rank by torchrun or srun"
     )
-    parser.add_argument("--mib", type=int, metavar="N", help="size of an all-reduce (default: 256, without GPUs 16)")
-    parser.add_argument("--at-least", type=float, metavar="GB_PER_S", help="of an all-reduce: less is a problem")
+    parser.add_argument("--mib", type=int, metavar="N", help="size of an all-reduce (default: 256; 16 without GPUs)")
+    parser.add_argument("--at-least", type=float, metavar="GB_PER_S", help="required speed of an all-reduce")
     parser.description = (
-        "Starts nothing of the run. Exit code 0: ready; 2: the configuration is wrong; 1: something else is. What mrl "
-        "train refuses is found here, all at once. With --nodes, run on each node, it also tells which nodes do not "
-        "come, what is wrong on others, and measures all-reduces between them."
+        "Reports everything that mrl train would refuse, all at once, and starts no part of the run. Exit code 0: "
+        "ready; 2: the configuration is wrong; 1: another problem. With --nodes, run it on every node: it also "
+        "reports nodes that do not join and problems of other nodes, and measures all-reduces between nodes."
     )
     parser.set_defaults(run=run)
 
@@ -111,11 +111,11 @@ def _wrong(args: argparse.Namespace) -> str | None:
     if args.gpu is not None and (problem := kind_problem(args.gpu)) is not None:
         return problem
     if any(number is not None and number < 1 for number in (args.ranks, args.ranks_per_node)):
-        return "--ranks and --ranks-per-node take a number of at least 1"
+        return "--ranks and --ranks-per-node must be at least 1"
     if args.ranks_per_node is not None and args.ranks is None:
-        return "--ranks-per-node is of the world of --ranks"
+        return "--ranks-per-node needs --ranks"
     if args.nodes > 1 and args.ranks is not None:
-        return "--ranks is for a look without the other nodes, --nodes for one with them"
+        return "--ranks checks this machine alone, --nodes all nodes together: give one of them"
     return shared.misplaced(args)
 
 

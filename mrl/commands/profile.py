@@ -13,12 +13,12 @@ def add(commands: Any) -> None:
     """Adds the subcommand and its arguments."""
     parser = commands.add_parser("profile", help="train a few steps under torch's profiler")
     shared.add_config(parser, "run.nproc=4")
-    parser.add_argument("--steps", default="2", metavar="N,N", help="numbers of steps, from 1 (default: 2)")
-    parser.add_argument("--ranks", default="0", metavar="N,N", help="whose (default: 0)")
+    parser.add_argument("--steps", default="2", metavar="N,N", help="steps to profile, counted from 1 (default: 2)")
+    parser.add_argument("--ranks", default="0", metavar="N,N", help="ranks to profile (default: 0)")
     parser.description = (
-        "Trains to the last of these steps as run NAME-profile, a run of its own that leaves neither checkpoints nor "
-        "weights. For each step and rank, its folder profile/ gets a trace and a table of the ten largest operations. "
-        "In a run that goes on: run.profile, see mrl config."
+        "Trains up to the last of these steps as a separate run, NAME-profile, which writes neither checkpoints nor "
+        "weights. Its folder profile/ gets a trace and a table of the ten largest operations for each step and rank. "
+        "To profile steps of an ordinary run, set run.profile: see mrl config run.profile."
     )
     parser.set_defaults(run=run, **train.ALONE)
 

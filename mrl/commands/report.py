@@ -10,10 +10,10 @@ from typing import Any
 
 def add(commands: Any) -> None:
     """Adds the subcommand and its arguments."""
-    parser = commands.add_parser("report", help="write a run's report: one HTML page and the reward curve")
+    parser = commands.add_parser("report", help="write a run's report: an HTML page and the reward curve")
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    parser.add_argument("--follow", action="store_true", help="write it again as the run goes on, until it ends")
-    parser.add_argument("--every-s", type=float, default=10.0, metavar="S", help="with --follow (default: 10)")
+    parser.add_argument("--follow", action="store_true", help="update the report until the run ends")
+    parser.add_argument("--every-s", type=float, default=10.0, metavar="S", help="time between updates (default: 10)")
     parser.set_defaults(run=run)
 
 
@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     """
     run_dir = args.run_dir
     if not run_dir.is_dir() or not any((run_dir / name).exists() for name in ("config.yaml", "metrics.jsonl")):
-        what = "holds no run" if run_dir.is_dir() else "is no directory"
+        what = "contains no run" if run_dir.is_dir() else "is not a directory"
         print(f"{run_dir} {what}: expected a run directory, such as runs/NAME", file=sys.stderr)
         return 1
     from mrl.observe import Unreadable, before_after_table, follow, write_report

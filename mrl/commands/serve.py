@@ -23,20 +23,20 @@ ANYWHERE = "192.0.2.1"  # documentation address (RFC 5737); finds the default ro
 
 def add(commands: Any) -> None:
     """Adds the subcommand and its arguments."""
-    parser = commands.add_parser("serve", help="the engines of a node that has no ranks of the trainer")
+    parser = commands.add_parser("serve", help="run the engines of a node that has no trainer ranks")
     shared.add_config(parser, "rollout.servers=2")
-    parser.add_argument("--node", type=int, default=0, metavar="K", help="which engine node this is, from 0 on")
+    parser.add_argument("--node", type=int, default=0, metavar="K", help="number of this engine node, from 0")
     parser.add_argument(
         "--head",
         metavar="HOST[:PORT]",
-        help="where the trainer's first node is: engines listen on this machine's address towards it (default: its "
-        "address towards everywhere)",
+        help="the trainer's first node: engines listen on this machine's address in the direction of that node "
+        "(default: the address of the default route)",
     )
     parser.description = (
         "For a run with placement.mode: disaggregated. Starts rollout.servers engines here and registers them in the "
-        "run's directory, where `mrl train` with the same configuration finds them. Exit codes: 0, the run is over; "
-        "69, there has been no run for placement.away_s seconds; 75, told to leave by SIGUSR1; 128 + N, ended by "
-        "signal N; 2, the configuration is wrong; 1, anything else, such as a number that is taken."
+        "run directory, where `mrl train` with the same configuration finds them. Exit codes: 0, the run has ended; "
+        "69, no run was active for placement.away_s seconds; 75, asked to stop by SIGUSR1; 128 + N, ended by "
+        "signal N; 2, the configuration is wrong; 1, another error, such as a --node that is already in use."
     )
     parser.set_defaults(run=run)
 
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
     os.environ.setdefault(*COMPILED)
     if args.node < 0:
-        print(f"mrl: --node {args.node}: nodes are numbered from 0 on", file=sys.stderr)
+        print(f"mrl: --node {args.node}: nodes are numbered from 0", file=sys.stderr)
         return shared.CONFIG_ERROR
     try:
         cfg = load(args.config, args.overrides, planned=_trainers)
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return shared.CONFIG_ERROR
     if cfg.engine_nodes() is None:
-        print("mrl: mrl serve is for a run with placement.mode: disaggregated", file=sys.stderr)
+        print("mrl: mrl serve needs placement.mode: disaggregated", file=sys.stderr)
         return shared.CONFIG_ERROR
     rl, gpus = cast("RLConfig", cfg), world.gpus()
     if problems := _problems(rl, gpus):
@@ -96,7 +96,7 @@ def _serve(cfg: RLConfig, args: argparse.Namespace, gpus: int) -> int:
                 why = serve(Duty(cfg, run_dir, Home(args.node, host), Machine(1, 0, gpus), received, say))
             say(f"ends: {why if isinstance(why, str) else f'signal {why}'}")
         except RunLocked:
-            say(f"another mrl serve is node {args.node} of {run_dir} already: give this one another --node, or end it")
+            say(f"another mrl serve is already node {args.node} of {run_dir}: choose another --node, or stop that one")
             return 1
         except (EngineStartError, EngineUnavailable, NoFreePort, OSError, ValueError) as error:
             say(str(error))

@@ -24,7 +24,7 @@ CONFIG_ERROR = 2
 def add_config(parser: argparse.ArgumentParser, example: str) -> None:
     """Adds CONFIG and KEY=VALUE..., as `args.config` and `args.overrides`."""
     parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=f"such as {example}")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=f"overrides, such as {example}")
 
 
 def load_to_read(config: Path, overrides: Sequence[str]) -> AnyConfig:
@@ -50,9 +50,9 @@ def whole_world(cfg: AnyConfig) -> Machine:
 
 def add_nodes(parser: argparse.ArgumentParser) -> None:
     """Adds --nodes, --node and --head: this node's place among several."""
-    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes of the world (default: this one)")
-    parser.add_argument("--node", type=int, metavar="K", help="which one this is, from 0, the head, on")
-    parser.add_argument("--head", metavar="HOST:PORT", help="where node 0 listens for the others")
+    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="number of nodes (default: 1)")
+    parser.add_argument("--node", type=int, metavar="K", help="number of this node; node 0 is the head")
+    parser.add_argument("--head", metavar="HOST:PORT", help="address on which node 0 listens")
 
 
 def misplaced(args: argparse.Namespace) -> str | None:
@@ -74,7 +74,7 @@ def of_language(cfg: AnyConfig, command: str) -> Config | None:
 
     if isinstance(cfg, Config):
         return cfg
-    print(f"mrl: {command} is made for language models, and this is trainer {cfg.trainer}", file=sys.stderr)
+    print(f"mrl: {command} supports language models only, and this is trainer {cfg.trainer}", file=sys.stderr)
     return None
 
 

@@ -26,16 +26,16 @@ ALONE = {"dry_run": False, "gpu": None, "nodes": 1, "node": None, "head": None}
 
 def add(commands: Any) -> None:
     """Adds the subcommand and its arguments."""
-    parser = commands.add_parser("train", help="train as a configuration says")
+    parser = commands.add_parser("train", help="train a model according to a configuration")
     shared.add_config(parser, "actor.optimizer.lr=1e-6")
     parser.add_argument(
-        "--dry-run", action="store_true", help="everything up to the first step, for the whole world, without memory"
+        "--dry-run", action="store_true", help="build all ranks up to the first step, without allocating tensors"
     )
-    parser.add_argument("--gpu", metavar="KIND", help="with --dry-run: of such GPUs, as mrl plan (default: h100-80g)")
+    parser.add_argument("--gpu", metavar="KIND", help="with --dry-run: plan for such GPUs (default: h100-80g)")
     parser.description = (
         "Checks the configuration, then starts the processes that its layout needs on this machine. "
-        "Under torchrun or ft_launcher it joins the world that they started. "
-        "With --nodes it starts one node's processes of a world over several: the same command runs on each."
+        "Under torchrun or ft_launcher it becomes one of their ranks. "
+        "With --nodes it starts the processes of one node: run the same command on every node."
     )
     shared.add_nodes(parser)
     parser.set_defaults(run=run)
@@ -90,9 +90,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _wrong(args: argparse.Namespace) -> str | None:
     if args.gpu is not None and not args.dry_run:
-        return "--gpu is for --dry-run"
+        return "--gpu needs --dry-run"
     if args.nodes > 1 and args.dry_run:
-        return "--dry-run builds all ranks of run.nodes machines here: leave --nodes, --node and --head out"
+        return "--dry-run builds all ranks of run.nodes machines here: leave out --nodes, --node and --head"
     return None
 
 

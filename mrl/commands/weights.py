@@ -27,74 +27,74 @@ JOIN_TIMEOUT_S = 6 * 3600.0  # wait for the slowest rank of a world
 
 def add_parsers(commands: Any) -> None:
     """Adds the three subcommands."""
-    convert = commands.add_parser("convert", help="Hugging Face directory to Megatron checkpoint, and back")
+    convert = commands.add_parser("convert", help="convert a Hugging Face directory to a Megatron checkpoint, or back")
     convert.add_argument("direction", choices=DIRECTIONS, metavar="|".join(DIRECTIONS))
-    convert.add_argument("source", type=Path, metavar="SRC")
+    convert.add_argument("source", type=Path, metavar="SRC", help="the directory to convert")
     convert.add_argument("target", type=Path, metavar="DST", help="a directory that does not exist, or is empty")
-    convert.add_argument("--dtype", choices=DTYPES, help="of everything that is written (as it is stored)")
+    convert.add_argument("--dtype", choices=DTYPES, help="dtype of all written tensors (default: as stored)")
     convert.add_argument(
         "--workers",
         type=_positive,
         metavar="N",
-        help=f"threads ({WORKERS}); under torchrun, of each rank",
+        help=f"threads per rank (default: {WORKERS})",
     )
-    convert.add_argument("--verify", action="store_true", help="compare the two directories when it is done")
+    convert.add_argument("--verify", action="store_true", help="compare SRC and DST after the conversion")
     convert.add_argument(
-        "--adapter", action="store_true", help="of a run trained by adapters: these alone, as PEFT writes them"
+        "--adapter", action="store_true", help="convert only the LoRA adapters of a run, to the PEFT format"
     )
     _add_shard_gb(convert)
     convert.set_defaults(run=run_convert)
     _add_common(convert)
     convert.description = (
-        "Streams the weights block by block. DST appears when it is whole. Under torchrun its ranks share the work."
+        "Streams the weights block by block. DST appears when it is complete. Under torchrun the ranks share the work."
     )
-    verify = commands.add_parser("verify", help="prove that a Megatron checkpoint is a Hugging Face model")
+    verify = commands.add_parser("verify", help="prove that a Megatron checkpoint equals a Hugging Face model")
     verify.add_argument("source", type=Path, metavar="HF_DIR")
     verify.add_argument("target", type=Path, metavar="MEGATRON_DIR")
-    verify.add_argument("--json", action="store_true", help="the verdict as JSON, not as a table")
+    verify.add_argument("--json", action="store_true", help="print the verdict as JSON instead of a table")
     verify.set_defaults(run=run_verify)
     _add_merge(commands)
     _add_common(verify)
     verify.description = (
-        "Names, shapes and bits of every tensor, then logits of fixed prompts in float32 on both sides. "
-        "Exit status: 0 the same, 1 different or not readable."
+        "Compares the name, shape and bits of every tensor, then the logits of fixed prompts in float32. "
+        "Exit code 0: equal; 1: different or unreadable."
     )
 
 
 def _add_merge(commands: Any) -> None:
-    merge = commands.add_parser("merge", help="put adapters into the weights that they were trained beside")
-    merge.add_argument("base", type=Path, metavar="BASE", help="Hugging Face directory of these weights")
-    merge.add_argument("adapter", type=Path, metavar="ADAPTER", help="a directory as PEFT, or a run, writes it")
+    merge = commands.add_parser("merge", help="merge LoRA adapters into their base weights")
+    merge.add_argument("base", type=Path, metavar="BASE", help="Hugging Face directory of the base weights")
+    merge.add_argument("adapter", type=Path, metavar="ADAPTER", help="directory of adapters in the PEFT format")
     merge.add_argument("target", type=Path, metavar="OUT", help="a directory that does not exist, or is empty")
     _add_shard_gb(merge)
     merge.add_argument("--allow-pickle", action="store_true", help="read pytorch_model.bin, tensors only")
     merge.set_defaults(run=run_merge)
     merge.description = (
-        "Adds them up in float32 and rounds once, tensor by tensor. Where mrl wrote them, other weights than theirs "
-        "are refused. OUT appears when it is whole."
+        "Adds adapters and weights in float32 and rounds once, tensor by tensor. For adapters that mrl wrote, BASE "
+        "must hold the weights that they were trained on. OUT appears when it is complete."
     )
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--skip-logits", action="store_true", help="compare tensors only: nothing is computed")
+    parser.add_argument("--skip-logits", action="store_true", help="compare tensors only, compute no logits")
     parser.add_argument("--allow-pickle", action="store_true", help="read pytorch_model.bin, tensors only")
     parser.add_argument(
-        "--role", choices=("policy", "critic"), help="critic: with a score head (what config.json says)"
+        "--role", choices=("policy", "critic"), help="critic: with a score head (default: as config.json says)"
     )
-    parser.add_argument("--model", choices=("actor", "critic"), help="of a run's checkpoint, step_N (actor)")
+    parser.add_argument("--model", choices=("actor", "critic"), help="which model of a run's step_N (actor)")
     parser.add_argument(
-        "--model-files", type=Path, metavar="DIR", help="config.json and tokenizer of a bare checkpoint"
+        "--model-files", type=Path, metavar="DIR", help="config.json and tokenizer, for a checkpoint without them"
     )
 
 
 def _add_shard_gb(parser: argparse.ArgumentParser) -> None:
-    about = f"largest safetensors file ({SHARD_GB:g})"
+    about = f"maximum size of a safetensors file (default: {SHARD_GB:g})"
     parser.add_argument("--shard-gb", type=_gigabytes, metavar="GB", help=about)
 
 
 def _gigabytes(text: str) -> float:
     if not (float(text) > 0 and math.isfinite(float(text) * 1e9)):
-        raise argparse.ArgumentTypeError(f"{text} is not a number above 0 of gigabytes")
+        raise argparse.ArgumentTypeError(f"{text}: must be a number of gigabytes above 0")
     return float(text)
 
 
@@ -104,7 +104,7 @@ def _file_bytes(args: argparse.Namespace) -> int:
 
 def _positive(text: str) -> int:
     if int(text) < 1:
-        raise argparse.ArgumentTypeError("at least 1")
+        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
     return int(text)
 
 
@@ -173,7 +173,7 @@ def _convert(args: argparse.Namespace, meshes: Meshes) -> bool:
     if args.verify and world_size() > 1:
         raise ValueError("--verify runs in one process: use `mrl verify` after the conversion")
     if args.skip_logits and not args.verify:
-        raise ValueError("--skip-logits without --verify: nothing would be compared")
+        raise ValueError("--skip-logits needs --verify: without it, nothing is compared")
     to_megatron = args.direction == DIRECTIONS[0]
     if args.adapter:
         return _convert_adapter(args)
@@ -209,10 +209,10 @@ def _convert_adapter(args: argparse.Namespace) -> bool:
     given = [name for name in _NOT_OF_ADAPTERS if getattr(args, name)]
     if args.direction != DIRECTIONS[1] or given or world_size() > 1:
         what = f"without --{given[0].replace('_', '-')}" if given else "in one process"
-        raise ValueError(f"--adapter goes with {DIRECTIONS[1]} of a run's checkpoint, {what}")
+        raise ValueError(f"--adapter converts a run's checkpoint by {DIRECTIONS[1]}, {what}")
     describe = _describe(args.source, args.model or "actor", args.target)
     count = adapter_of_run(args.source, args.target, args.model, args.model_files, describe)
-    print(f"{args.target}: {count} tensors of adapters")
+    print(f"{args.target}: {count} adapter tensors")
     return True
 
 
@@ -271,7 +271,7 @@ def _verify(hf: Path, megatron: Path, args: argparse.Namespace, meshes: Meshes, 
     from mrl.weights.compare.verdict import judge
 
     if world_size() > 1:
-        raise ValueError("mrl verify runs in one process")
+        raise ValueError(f"mrl verify runs in one process, not in {world_size()}: start it without torchrun")
     verdict = judge(
         hf,
         megatron,

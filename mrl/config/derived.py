@@ -122,4 +122,4 @@ def _layout(layout: ParallelConfig, world_size: int) -> str:
         "EP": layout.expert,
         "DP": data_parallel(layout, world_size),
     }
-    return " x ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one copy"
+    return " x ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one replica"

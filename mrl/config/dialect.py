@@ -46,14 +46,14 @@ class Loader(yaml.SafeLoader):
         event: Any = self.peek_event()
         is_alias = isinstance(event, yaml.AliasEvent)
         if not is_alias and event.tag not in _TAGS:
-            raise self._refusal(event, f"the tag {event.tag} is not read")
+            raise self._refusal(event, f"the YAML tag {event.tag} is not supported")
         self._open.append((1, 1))
         if len(self._open) > MAX_DEPTH:
             raise self._refusal(event, f"nested more than {MAX_DEPTH} levels deep")
         node = super().compose_node(parent, index)
         extent = self._open.pop()
         if is_alias and event.anchor not in self._anchored:
-            raise self._refusal(event, f"*{event.anchor} stands for a part of the file that holds it")
+            raise self._refusal(event, f"the alias *{event.anchor} refers to a part of the file that contains it")
         if is_alias:
             extent = self._anchored[event.anchor]
         elif event.anchor is not None:
@@ -62,7 +62,7 @@ class Loader(yaml.SafeLoader):
         self._open[-1] = nodes, levels = nodes + extent[0], max(levels, extent[1] + 1)
         if nodes > MAX_NODES or len(self._open) + levels > MAX_DEPTH + 2:
             what = f"{MAX_NODES} values" if nodes > MAX_NODES else f"{MAX_DEPTH} levels"
-            raise self._refusal(event, f"more than {what}, aliases counted as what they stand for")
+            raise self._refusal(event, f"more than {what}, with aliases expanded")
         return node
 
     def _refusal(self, event: Any, message: str) -> ComposerError:

@@ -21,7 +21,7 @@ def parse(raw: bytes) -> Any:
 def parse_row(raw: bytes) -> dict[str, Any]:
     """One object. Raises ValueError also for another value."""
     if len(raw) > MAX_ROW_BYTES:
-        raise ValueError(f"a row of {len(raw) >> 20} MiB, at most {MAX_ROW_BYTES >> 20} MiB can be read")
+        raise ValueError(f"the row has {len(raw) >> 20} MiB; the limit is {MAX_ROW_BYTES >> 20} MiB")
     return as_row(parse(raw))
 
 

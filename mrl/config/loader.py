@@ -138,7 +138,7 @@ def _foreign(schema: type[AnyConfig], tree: Node, error: dict[str, Any]) -> Prob
         return None
     path, section = ".".join(_path(error)), ".".join(_path(error)[:-1])
     kind = next(key.kinds[0] for key in walk(keys_of(schema)) if key.path == section)
-    what = f"has no effect: the {kind.noun} is {_chosen(error)[-1]}; it is a key of {', '.join(owners)}"
+    what = f"has no effect: the {kind.noun} is {_chosen(error)[-1]}, and this is a key of {', '.join(owners)}"
     message = f"{what}; remove the key, or override it with null"
     return _placed(schema, tree, Problem((path, f"{section}.{kind.by}"), message))
 

@@ -15,12 +15,13 @@ from mrl.config.trainers.table import TRAINERS
 
 COMMAND = "mrl config --markdown > docs/configuration.md"
 _WIDTHS = (60, 120)  # of text, at least and at most
-_INTRODUCTION = f"""<!-- Made from mrl/config/sections and mrl/options; after a change there: {COMMAND} -->
+_INTRODUCTION = f"""<!-- Generated from mrl/config/sections and mrl/options; after a change there: {COMMAND} -->
 # Configuration
 
-Every key, as `mrl config`, `mrl config rollout` and `mrl config rollout.mismatch.stop` print it. In a file sections are
-mappings, on the command line keys have dots: `actor.optimizer.lr=1e-6`. `base: other.yaml` starts from another file.
-NAME stands for a name of your own. A key without a default must be given; a section without one has those of its keys.
+All keys, as `mrl config`, `mrl config rollout` and `mrl config rollout.mismatch.stop` print them. In a file, sections
+are mappings; on the command line, keys are dotted: `actor.optimizer.lr=1e-6`. `base: other.yaml` starts from another
+file. NAME stands for a name of your choice. A key without a default is required; a section has the defaults of its
+keys.
 """
 
 
@@ -55,7 +56,7 @@ def text(path: str | None = None) -> str:
         chosen = [key.path for key in walk(manual()) for kind in key.kinds if kind.value == path]
         near = f"did you mean {' or '.join(key.path for key in meant[:3])}?" if meant else "see `mrl config`"
         near = f"see `mrl config {'` and `mrl config '.join(chosen)}`" if chosen else near
-        raise UnknownKey(printable(f"no section and no key of a configuration is called {path!r}: {near}"))
+        raise UnknownKey(printable(f"{path!r} is not a section or key of a configuration: {near}"))
     return "\n\n".join(pages)
 
 
@@ -122,7 +123,7 @@ def _overview() -> Iterator[str]:
     names, trainers = max(len(key.path) for key in manual()), max(map(len, manual().values()))
     for key, of in manual().items():
         yield f"{key.path:<{names}}  {of:<{trainers}}  {_overview_of(key)}"
-    yield "\nmore: mrl config SECTION, or KEY, such as rollout, actor.optimizer or rollout.mismatch.stop"
+    yield "\nDetails: mrl config SECTION or mrl config KEY, such as rollout, actor.optimizer or rollout.mismatch.stop"
 
 
 def _overview_of(key: Key) -> str:

@@ -27,5 +27,5 @@ def read_converted(path: str | Path) -> dict[str, Any]:
     keys = manifest.get("keys")
     named = isinstance(keys, dict) and all(isinstance(key, str) for key in keys.values())
     if not named or manifest.get("role") not in ("policy", "critic"):
-        raise ValueError(f"{Path(path) / MANIFEST} does not say the model's role and what its tensors are called")
+        raise ValueError(f"{Path(path) / MANIFEST} lacks the model's role or its tensor names: convert it again")
     return manifest

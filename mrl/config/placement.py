@@ -40,7 +40,7 @@ def notes(rollout: RolloutConfig, machine: Machine, nodes_per_engine: int = 1) -
     if shared and rollout.release == "none":
         fraction = rollout.memory_fraction
         yield (
-            f"GPU {', '.join(map(str, shared))}: an engine and a rank of the trainer, and rollout.release is none: the "
-            f"engine holds {fraction:g} of what the models leave (rollout.memory_fraction), every update has to do "
-            f"with the other {1 - fraction:g}"
+            f"GPU {', '.join(map(str, shared))}: an engine and a trainer rank share it with rollout.release: none. "
+            f"The engine keeps {fraction:g} of the memory that models leave free (rollout.memory_fraction), and "
+            f"updates have the other {1 - fraction:g}"
         )

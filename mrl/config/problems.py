@@ -59,7 +59,7 @@ def no_file(path: Path) -> str | None:
     mode = path.stat().st_mode
     if stat.S_ISREG(mode):
         return None
-    return "it is a directory" if stat.S_ISDIR(mode) else "it is no file but a device, a pipe or a socket"
+    return "it is a directory" if stat.S_ISDIR(mode) else "it is a device, a pipe or a socket, not a file"
 
 
 def printable(text: str) -> str:

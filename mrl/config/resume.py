@@ -126,8 +126,8 @@ def check_resume(stored: Tree, cfg: AnyConfig, checkpoint: Path) -> list[Change]
         lines = "\n".join(f"  {change}" for change in refused)
         keys = ", ".join(dict.fromkeys(change.key for change in refused))
         raise ConfigChanged(
-            f"{checkpoint} was made with another configuration, and going on from it would not be the same run:\n"
-            f"{lines}\nchange it back, or choose another run.name to start anew, or go on all the same with "
+            f"{checkpoint} was written with another configuration, and resuming would not continue the same run:\n"
+            f"{lines}\nUndo the change, choose another run.name for a new run, or resume anyway with "
             f"'checkpoint.accept_changes=[{keys}]'"
         )
     return changes
@@ -150,9 +150,9 @@ def compare(stored: Tree, cfg: AnyConfig) -> list[Change]:
 def unknown(stored: Tree, cfg: AnyConfig) -> list[str]:
     """What an older checkpoint does not say, one sentence each."""
     keys = ", ".join(dict.fromkeys(key for key, _ in cfg.read_anew()))
-    of_files = f"the checkpoint is older than digests of files: whether {keys} has other contents is not known"
+    of_files = f"the checkpoint has no digests of files: changes to the contents of {keys} cannot be detected"
     of_data = [
-        f"the checkpoint is older than digests of data: whether {key} holds other rows of the same size is not known"
+        f"the checkpoint has no digests of data: changes to {key} that keep its size cannot be detected"
         for key in cfg.sources()
         if key in stored.get("data_bytes", {})
     ]

@@ -16,14 +16,14 @@ def read_secret(path: str) -> str:
             if not stat.S_ISREG(state.st_mode):
                 raise ValueError(f"{path} is not a file")
             if state.st_mode & 0o077:
-                raise ValueError(f"{path} can be read or written by others than its owner: chmod 600 it")
+                raise ValueError(f"{path} can be read or written by other users: run chmod 600 on it")
             text = file.read(MAX_BYTES + 1).decode("ascii").strip()
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError:
-        raise ValueError(f"{path} holds no key: expected one line of letters, digits and signs") from None
+        raise ValueError(f"{path} does not contain a key: expected one line of letters, digits and signs") from None
     if not text:
-        raise ValueError(f"{path} is empty: expected one line, the key")
+        raise ValueError(f"{path} is empty: expected one line with the key")
     if len(text) > MAX_BYTES or not text.isprintable() or " " in text:
-        raise ValueError(f"{path} holds no key: expected one line of letters, digits and signs")
+        raise ValueError(f"{path} does not contain a key: expected one line of letters, digits and signs")
     return text

@@ -29,13 +29,13 @@ def problems(path: str | Path, vocab_size: int | None, eos_token: str | None = N
     try:
         ids = _tokens(content) | _added(settings) if content else {}
     except (AttributeError, TypeError, KeyError, ValueError) as error:
-        yield "model.path", f"{path}: {TOKENIZER} or {SETTINGS} describes no tokenizer ({error!r})"
+        yield "model.path", f"{path}: {TOKENIZER} or {SETTINGS} is not a valid tokenizer file ({error!r})"
         return
     if settings.get("auto_map"):
         yield (
             "model.path",
-            f"{Path(path) / SETTINGS}: auto_map names code of the tokenizer's own, which is never run: "
-            "save it as a tokenizer.json of a class of transformers, and remove auto_map",
+            f"{Path(path) / SETTINGS}: auto_map names custom code, which mrl never runs: save the tokenizer as a "
+            "tokenizer.json of a transformers class, and remove auto_map",
         )
     if ids:
         yield from _of_vocabulary(Path(path), ids, settings, vocab_size, eos_token)
@@ -56,8 +56,8 @@ def special(path: str | Path) -> dict[str, tuple[str, int]]:
 
 def too_large(path: str | Path, tokens: int, vocab_size: int) -> str:
     return (
-        f"{path}: the tokenizer has {tokens} tokens, the model's vocabulary (vocab_size in config.json) {vocab_size}: "
-        "ids beyond it have no embedding"
+        f"{path}: the tokenizer has {tokens} tokens, and the model's vocabulary (vocab_size in config.json) "
+        f"{vocab_size}: ids beyond it have no embedding"
     )
 
 
@@ -70,9 +70,9 @@ def _of_vocabulary(
     named = settings.get("eos_token")
     own = named.get("content") if isinstance(named, dict) else named
     if eos_token is not None and eos_token not in ids:
-        yield "model.eos_token", f"{path}: model.eos_token {eos_token!r} is no token of the vocabulary"
+        yield "model.eos_token", f"{path}: model.eos_token {eos_token!r} is not in the vocabulary"
     if eos_token is None and own is not None and (not isinstance(own, str) or own not in ids):
-        yield "model.path", f"{path / SETTINGS}: eos_token {str(own)[:80]!r} is no token of the vocabulary"
+        yield "model.path", f"{path / SETTINGS}: eos_token {str(own)[:80]!r} is not in the vocabulary"
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def _read(file: Path) -> dict[str, Any]:
         return {}
     content = read_json(file)
     if not isinstance(content, dict):
-        raise ValueError(f"{file} holds a {type(content).__name__}, not an object with keys")
+        raise ValueError(f"{file} contains a {type(content).__name__} instead of a JSON object")
     return content
 
 

@@ -78,8 +78,8 @@ def _read_file(path: Path, children: tuple[Path, ...], place: str, problems: lis
     try:
         if path.resolve() in children or len(children) > MAX_BASES:
             chain = " -> ".join(str(p) for p in (*children, path.resolve())[: MAX_BASES // 4])
-            what = "are based on each other" if path.resolve() in children else f"based on more than {MAX_BASES} others"
-            problems.append(Problem((key,), f"files {what}: {chain}", (place,)))
+            what = "form a circle" if path.resolve() in children else f"are more than {MAX_BASES} levels deep"
+            problems.append(Problem((key,), f"bases {what}: {chain}", (place,)))
             return None
         text = _read_text(path)
     except (OSError, ValueError) as error:
@@ -95,11 +95,11 @@ def _read_file(path: Path, children: tuple[Path, ...], place: str, problems: lis
 def _read_text(path: Path) -> str:
     """Raises OSError or ValueError, which says why it is no text that could be a configuration."""
     if str(path) != printable(str(path)):
-        raise ValueError("its name holds a control character or bytes that are not UTF-8")
+        raise ValueError("its name contains a control character or bytes that are not UTF-8")
     if problem := no_file(path):
         raise ValueError(problem)
     if path.stat().st_size > MAX_BYTES:
-        raise ValueError(f"{path.stat().st_size} bytes are more than a configuration has ({MAX_BYTES})")
+        raise ValueError(f"{path.stat().st_size} bytes; the limit for a configuration is {MAX_BYTES}")
     return path.read_text(encoding="utf-8-sig")
 
 
@@ -189,7 +189,7 @@ class _Conversion:
         except ValueError:
             raise _NoValue(self._problem(node, path, f"a number of {len(node.value)} digits")) from None
         if isinstance(value, str) and (found := _NO_TEXT.search(value)):
-            what = f"{describe(value)} holds the character U+{ord(found[0]):04X}, which is no text"
+            what = f"{describe(value)} contains the character U+{ord(found[0]):04X}, which is not text"
             raise _NoValue(self._problem(node, path, what))
         return value
 

@@ -45,7 +45,7 @@ def plan_micro_batches(
     lens = (lens + align - 1) // align * align
     prices = lens if costs is None else np.asarray(costs, dtype=np.int64)
     if prices.shape != lens.shape:
-        raise ValueError(f"{prices.size} costs of {lens.size} sequences")
+        raise ValueError(f"{prices.size} costs for {lens.size} sequences")
     sizes: list[int] = lens.tolist()
     bins = _bins(sizes, prices.tolist(), dp * multiple_of, max_tokens)
     return _deal(bins, prices.tolist(), dp)

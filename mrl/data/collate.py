@@ -25,7 +25,7 @@ def collate(step: int, samples: list[Sample]) -> Rollout:
             raise ValueError(f"step {step + 1}: sample {place} has {found}")
         if not (sample.weight_version.isascii() and sample.weight_version.isdecimal()):
             raise ValueError(
-                f"step {step + 1}: sample {place} was drawn with the weights {sample.weight_version!r}, "
+                f"step {step + 1}: sample {place} has the weight version {sample.weight_version!r}, "
                 "which is not a number of steps"
             )
     if not ordered:

@@ -30,11 +30,11 @@ def conversation(value: Any, row: Row, cfg: DataConfig, pictures: int | None = N
     messages = messages_of(value)
     text = row.get(cfg.system_key) if cfg.system_key is not None else None
     if text is not None and text != "":
-        other = "name another column as data.system_key (null: none)"
+        other = "set data.system_key to another column, or to null for none"
         if not isinstance(text, str):
             raise ValueError(f"{cfg.system_key!r} must be text, not {type(text).__name__}: {other}")
         if messages and messages[0].get("role") == "system":
-            raise ValueError(f"{cfg.system_key!r} is a system message, and the prompt begins with another: {other}")
+            raise ValueError(f"{cfg.system_key!r} is a system message, and the prompt begins with one too: {other}")
         messages = [{"role": "system", "content": text}, *messages]
     return with_places(messages, pictures)
 
@@ -47,15 +47,15 @@ def told(row: Row, cfg: DataConfig) -> Row:
     """
     tools = row.get(cfg.tools_key) if cfg.tools_key is not None else None
     more = row.get(cfg.chat_template_kwargs_key) if cfg.chat_template_kwargs_key is not None else None
-    other = "name another column as data.{} (null: none)"
+    other = "set data.{} to another column, or to null for none"
     if isinstance(tools, str):
         try:
             tools = strict_json.loads(tools) if tools else None
         except ValueError as error:
-            problem = f"{cfg.tools_key!r} is text that is no JSON ({error})"
+            problem = f"{cfg.tools_key!r} is text, but not JSON ({error})"
             raise ValueError(f"{problem}: {other.format('tools_key')}") from None
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise ValueError(f"{cfg.tools_key!r} must be a list of objects, or JSON of one: {other.format('tools_key')}")
+        raise ValueError(f"{cfg.tools_key!r} must be a list of objects, or its JSON: {other.format('tools_key')}")
     if more is not None and not isinstance(more, dict):
         kind = type(more).__name__
         raise ValueError(
@@ -63,7 +63,7 @@ def told(row: Row, cfg: DataConfig) -> Row:
             + other.format("chat_template_kwargs_key")
         )
     if more and (own := sorted(GIVEN_BY_US & more.keys())):
-        raise ValueError(f"{cfg.chat_template_kwargs_key!r} has {', '.join(own)}, which mrl says itself")
+        raise ValueError(f"{cfg.chat_template_kwargs_key!r} has {', '.join(own)}, which mrl sets itself: remove it")
     return ({"tools": without_nulls(tools)} if tools else {}) | {k: v for k, v in (more or {}).items() if v is not None}
 
 
@@ -71,18 +71,18 @@ def unused(row: Row, cfg: DataConfig, sees_pictures: bool, margins: bool = False
     """Yields (column, why) for each column that mrl knows and that has a value here, but has no effect in this run."""
     weighs, is_text = isinstance(cfg, SFTDataConfig), isinstance(cfg, SFTDataConfig) and cfg.form == "text"
     if not cfg.chat_template or is_text:
-        why = "a text goes through no chat template" if is_text else "data.chat_template is false"
+        why = "plain texts use no chat template" if is_text else "data.chat_template is false"
         for key in (cfg.system_key, cfg.tools_key, cfg.chat_template_kwargs_key):
             if key is not None and row.get(key):
                 yield key, why
     if not sees_pictures and reached(row, cfg.images_key):
-        yield cfg.images_key, "no pictures are seen by this model with this trainer"
+        yield cfg.images_key, "this model with this trainer reads no images"
     if row.get(WEIGHT) is not None and not (isinstance(cfg, SFTDataConfig) and cfg.weight_key is not None):
-        yield WEIGHT, f"data.weight_key: {WEIGHT} would use it" if weighs else "only trainer: sft weighs rows"
+        yield WEIGHT, f"set data.weight_key: {WEIGHT} to use it" if weighs else "only trainer: sft uses row weights"
     if not weighs and _weighs_messages(row.get(cfg.prompt_key)):
-        yield f"{cfg.prompt_key}[].{WEIGHT}", "only trainer: sft weighs messages"
+        yield f"{cfg.prompt_key}[].{WEIGHT}", "only trainer: sft uses message weights"
     if isinstance(cfg, PreferenceDataConfig) and not margins and row.get(cfg.margin_key) is not None:
-        yield cfg.margin_key, "the loss of this run has no margin"
+        yield cfg.margin_key, "the loss of this run uses no margin"
 
 
 def _weighs_messages(value: Any) -> bool:

@@ -28,14 +28,14 @@ def write_sheet(shown: Mapping[int, Sequence[bytes]], file: Path) -> int:
     """
     rows = {number: pictures for number, pictures in shown.items() if pictures}
     if not rows:
-        raise DataError("none of the rows that are shown has a picture: ask for more with --samples")
+        raise DataError("none of the shown rows has an image: show more rows with --samples")
     columns = min(MAX_COLUMNS, max(map(len, rows.values())))
     step = CELL + GAP + LINE
     sheet = Image.new("RGB", (GAP + columns * (CELL + GAP), GAP + len(rows) * step), "white")
     draw = ImageDraw.Draw(sheet)
     for place, (number, pictures) in enumerate(rows.items()):
         top = GAP + place * step
-        draw.text((GAP, top), f"row {number}: {len(pictures)} pictures", "black")
+        draw.text((GAP, top), f"row {number}: {len(pictures)} images", "black")
         for column, png in enumerate(pictures[:columns]):
             sheet.paste(_fitted(Image.open(io.BytesIO(png))), (GAP + column * (CELL + GAP), top + LINE))
     try:

@@ -128,10 +128,10 @@ def _notes(key: str, data: PromptDataset) -> Iterator[str]:
     for source in data.sources:
         place = key if len(data.sources) == 1 else f"{key}, {source.source.path}"
         if source.dropped:
-            yield f"{place}: {source.dropped} prompts over {limit} tokens left out"
+            yield f"{place}: {source.dropped} prompts left out: longer than {limit} tokens (data.max_prompt_tokens)"
         if source.cut:
-            ends = {"left": "at their beginning", "middle": "in the middle", "right": "at their end"}
-            yield f"{place}: {source.cut} prompts cut to {limit} tokens, {ends[data.cfg.truncation]}"
+            ends = {"left": "at the beginning", "middle": "in the middle", "right": "at the end"}
+            yield f"{place}: {source.cut} prompts truncated to {limit} tokens {ends[data.cfg.truncation]}"
         yield from row_notes(place, source, data.cfg.chat_template)
 
 
@@ -140,8 +140,8 @@ def end_notes(key: str, ends: Collection[int], tokenizer: Tokenizer) -> Iterator
     if {*ends} - {tokenizer.eos_id}:
         names = " and ".join(repr(tokenizer.hf.convert_ids_to_tokens(token)) for token in sorted(ends))
         yield (
-            f"{key}: the model learns to stop with {names}, the EOS token is {tokenizer.hf.eos_token!r}: "
-            "generation_config.json of what is exported names them all"
+            f"{key}: the model learns to stop with {names}, and the EOS token is {tokenizer.hf.eos_token!r}: "
+            "generation_config.json of exported weights lists all of them"
         )
 
 
@@ -149,11 +149,11 @@ def row_notes(place: str, source: PromptSource | EncodedSource[Any], is_chat: bo
     """Yields notes on columns without effect and on control tokens in rows. place: name of the rows"""
     yield from unused_notes(place, source.unused)
     if as_text := source.as_text:
-        yield f"{place}: {_hold(as_text)}: text to the model, no control tokens"
+        yield f"{place}: {_hold(as_text)}: tokenized as text, not as control tokens"
     if as_control := source.as_control:
-        because = "not told from the template's own" if is_chat else "the row is the whole prompt"
-        yield f"{place}: {_hold(as_control)}: control to the model ({because})"
+        because = "cannot be told apart from the chat template's own" if is_chat else "the row is the whole prompt"
+        yield f"{place}: {_hold(as_control)}: tokenized as control tokens ({because})"
 
 
 def _hold(names: list[str]) -> str:
-    return f"{len(names)} rows hold {' or '.join(sorted({*names})[:3])}"
+    return f"{len(names)} rows contain {' or '.join(sorted({*names})[:3])}"

@@ -43,7 +43,7 @@ class Encoder:
 
     def __init__(self, cfg: DataConfig, tokenizer: Tokenizer, eyes: Eyes | None = None) -> None:
         if cfg.chat_template and not tokenizer.has_chat_template:
-            raise DataError("data.chat_template is true but the tokenizer has no chat template; set it to false")
+            raise DataError("data.chat_template is true, but the tokenizer has no chat template: set it to false")
         if eyes is not None:
             eyes.check_tokenizer(tokenizer)
         self.cfg, self.tokenizer, self.eyes = cfg, tokenizer, eyes

@@ -50,17 +50,17 @@ class Eyes:
             )
         except Exception as error:  # a library reads a foreign file
             reason = shortened(" ".join(str(error).split()), most=300)
-            raise DataError(f"{path}: its processor of pictures cannot be loaded: {reason}") from error
+            raise DataError(f"{path}: its image processor cannot be loaded: {reason}") from error
         found = {name: vars(self._processor).get(name) for name in ("patch_size", "merge_size", "temporal_patch_size")}
         wanted = {"patch_size": vision.patch, "merge_size": vision.merge, "temporal_patch_size": vision.temporal}
         if found != wanted:
-            raise DataError(f"{path}: preprocessor_config.json has {found}, the tower of config.json {wanted}")
+            raise DataError(f"{path}: preprocessor_config.json has {found}, and config.json's vision tower {wanted}")
         size = self._processor.size
         low, high = int(size["shortest_edge"]), int(size["longest_edge"])
         most = min(high, cfg.max_image_tokens * vision.unit**2)
         if most < low:
-            message = f"data.max_image_tokens={cfg.max_image_tokens}: the model's processor makes at least "
-            raise DataError(message + f"{-(-low // vision.unit**2)} tokens of a picture")
+            message = f"data.max_image_tokens={cfg.max_image_tokens}: must be at least "
+            raise DataError(message + f"{-(-low // vision.unit**2)}, the minimum of the model's image processor")
         self.bounds = Bounds(vision.unit, low, most)
 
     @property
@@ -78,7 +78,7 @@ class Eyes:
         found = reached(row, self.cfg.images_key)
         values = [] if found is None else found if isinstance(found, list) else [found]
         if len(values) > self.cfg.max_images:
-            raise PictureError(f"{len(values)} pictures, more than data.max_images={self.cfg.max_images}")
+            raise PictureError(f"{len(values)} images, more than data.max_images={self.cfg.max_images}")
         return values
 
     def grids(self, row: dict[str, Any], root: Path) -> tuple[Grid, ...]:
@@ -105,7 +105,7 @@ class Eyes:
         found = self._processor(images=[image], return_tensors="pt")
         rows, columns = self._grid(image.size)
         if found["image_grid_thw"].tolist() != [[1, rows, columns]]:
-            raise PictureError(f"the model's processor resizes {image.width} x {image.height} pixels again")
+            raise PictureError(f"the model's image processor resizes {image.width} x {image.height} pixels again")
         values: Tensor = found["pixel_values"].to(torch.float32)
         return values
 
@@ -119,7 +119,7 @@ class Eyes:
         """
         token = self.vision.image_token
         if (found := ids.count(token)) != len(grids):
-            raise ValueError(f"{found} image tokens in the prompt and {len(grids)} pictures (a text may spell {PAD})")
+            raise ValueError(f"the prompt has {found} image tokens ({PAD}), and the row {len(grids)} images")
         sizes = iter(grids)
         return [each for i in ids for each in ([token] * self.tokens(next(sizes)) if i == token else [i])]
 
@@ -141,7 +141,7 @@ class Eyes:
             try:
                 found.append(read(value))
             except PictureError as error:
-                raise PictureError(f"picture {number}: {error}") from error
+                raise PictureError(f"image {number}: {error}") from error
         return found
 
 

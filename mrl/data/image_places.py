@@ -79,4 +79,4 @@ def _check_counts(wanted: Tensor, found: Tensor) -> None:
     wrong = (wanted != found).nonzero()[:, 0]
     if wrong.numel():
         i = int(wrong[0])
-        raise ValueError(f"sample {i}: {int(found[i])} image tokens in the prompt, its pictures have {int(wanted[i])}")
+        raise ValueError(f"sample {i}: {int(found[i])} image tokens in the prompt, {int(wanted[i])} for its images")

@@ -60,7 +60,7 @@ def _are_placed(places: int, pictures: int) -> bool:
     number.
     """
     if places != pictures and places:
-        raise ValueError(f"the prompt has {places} places for pictures ({PLACE}), the row {pictures} pictures")
+        raise ValueError(f"the prompt has {places} image placeholders ({PLACE}), and the row {pictures} images")
     return places == pictures
 
 

@@ -35,7 +35,7 @@ def require_ids(rollout: Rollout, vocab_size: int) -> None:
     sample = int((rollout.seq_lens.cumsum(0) <= at).sum())
     place = at - int(rollout.seq_lens[:sample].sum())
     raise DataError(
-        f"step {rollout.step + 1}: token {place} of sample {sample} is {int(rollout.tokens[at])}, the model's "
+        f"step {rollout.step + 1}: token {place} of sample {sample} is {int(rollout.tokens[at])}, and the model's "
         f"vocabulary has the ids 0 to {vocab_size - 1}"
     )
 

@@ -40,16 +40,16 @@ class Packs:
     def notes(self) -> Iterator[str]:
         """Yields a sentence on each property of the training packs."""
         filled = sum(len(row.ids) for pack in self._epoch(0) for row in pack) / (len(self) * self._size)
-        yield f"data.train: its rows make {len(self)} packs of {self._size} tokens an epoch, {filled:.1%} filled"
+        yield f"data.train: its rows fill {len(self)} packs of {self._size} tokens per epoch to {filled:.1%}"
         split = sum(len(row.ids) > self._size for row in self._data.rows)
         without = [piece for piece in self.rows() if piece.is_headless]
         if split:
-            yield f"data.train: {split} rows are longer than packing.seq_length={self._size}, and split into pieces"
+            yield f"data.train: {split} rows are longer than packing.seq_length={self._size} and split into pieces"
         if without and self._data.cfg.form != "text":
             tokens = sum(piece.learnt for piece in without)
             yield (
-                f"data.train: {len(without)} of these pieces, with {tokens} tokens that are learnt, are seen without "
-                "their row's beginning, so without the question (packing.strategy: bfd cuts long rows instead)"
+                f"data.train: {len(without)} of these pieces, with {tokens} trained tokens, lack the beginning of "
+                "their row, and with it the question (packing.strategy: bfd truncates long rows instead)"
             )
 
     def batch(self, step: int, n: int) -> Rollout:

@@ -13,20 +13,20 @@ if TYPE_CHECKING:
 def all_pictures(grids: Sequence[Grid], all_tokens: int, eyes: Eyes) -> str:
     """Returns a line on the images of a data set. all_tokens: total number of tokens of the data set"""
     if not grids:
-        return "  no pictures"
+        return "  no images"
     tokens = [eyes.tokens(grid) for grid in grids]
     each = f"{sum(tokens) / len(tokens):.0f} tokens each, at most {max(tokens)}"
-    return f"  {len(grids)} pictures: {each}; {sum(tokens) / all_tokens:.0%} of all tokens"
+    return f"  {len(grids)} images: {each}; {sum(tokens) / all_tokens:.0%} of all tokens"
 
 
 def one_picture(grid: Grid, eyes: Eyes) -> str:
     """Returns a line on one image. grid: its rows and columns of patches"""
     (rows, columns), patch = grid, eyes.vision.patch
-    return f"picture: {columns * patch} x {rows * patch} pixels for the model, {eyes.tokens(grid)} tokens"
+    return f"image: resized to {columns * patch} x {rows * patch} pixels, {eyes.tokens(grid)} tokens"
 
 
 def on_sheet(shown: Mapping[int, Sequence[bytes]], sheet: Path) -> str:
     """Writes the contact sheet `sheet` and returns a line on it. shown: PNGs by row number. Raises as `write_sheet`."""
     from mrl.data.contact_sheet import write_sheet
 
-    return f"\n{write_sheet(shown, sheet)} pictures, as the model sees them: {sheet}"
+    return f"\n{write_sheet(shown, sheet)} images, resized as for the model: {sheet}"

@@ -47,12 +47,12 @@ class PictureStore:
             image = self._eyes.image(source.rows[row - source.first_index], source.root, number)
             pixels = self._eyes.pixels(image)
         except (PictureError, IndexError) as error:
-            raise DataError(f"{source.where(row)}: picture {number}: {error}") from error
+            raise DataError(f"{source.where(row)}: image {number}: {error}") from error
         if (crc != UNKNOWN and digest(image) != crc) or len(pixels) != rows * columns:
-            than = "than on rank 0" if crc != UNKNOWN else "than its header said when the run began"
+            than = "on rank 0" if crc != UNKNOWN else "its header said at the start of the run"
             raise DataError(
-                f"{source.where(row)}: picture {number} is decoded otherwise here {than}: its file has "
-                "changed, or the nodes have other versions of Pillow"
+                f"{source.where(row)}: image {number} decodes differently here than {than}: its file has changed, or "
+                "the nodes have different versions of Pillow"
             )
         self._keep(key, pixels)
         return pixels

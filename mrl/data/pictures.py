@@ -47,7 +47,7 @@ class Bounds:
         Qwen2-VL processor; a size that fits stays as it is. Raises PictureError for an aspect ratio above MAX_RATIO.
         """
         if max(width, height) > MAX_RATIO * min(width, height):
-            raise PictureError(f"{width} x {height}: its sides differ more than {MAX_RATIO} times")
+            raise PictureError(f"{width} x {height}: its aspect ratio is above {MAX_RATIO}")
         unit = self.unit
         wide, high = (round(side / unit) * unit for side in (width, height))
         if wide * high > self.high:
@@ -65,7 +65,7 @@ def size_of(value: Any, root: Path) -> tuple[int, int]:
         turned = _has_exif(image) and image.getexif().get(ORIENTATION) in TURNED
         ends = WHOLE.get(image.format or "")
         if ends is not None and not ends(file):
-            raise PictureError("its end is missing")
+            raise PictureError("the file is truncated")
         return (image.height, image.width) if turned else (image.width, image.height)
 
 
@@ -98,13 +98,13 @@ def _opened(value: Any, root: Path) -> Iterator[tuple[Image.Image, IO[bytes]]]:
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             image = Image.open(file, formats=FORMATS)
             if image.width * image.height > MAX_PIXELS:
-                raise PictureError(f"{image.width} x {image.height} pixels, at most {MAX_PIXELS} are decoded")
+                raise PictureError(f"{image.width} x {image.height} pixels; the limit is {MAX_PIXELS} pixels")
             yield image, file
     except PictureError:
         raise
     except (Exception, Image.DecompressionBombWarning) as error:
         what = " ".join(str(error).split())[:200] or type(error).__name__
-        raise PictureError("no picture that can be read (" + what.replace(f"{root}/", "") + ")") from error
+        raise PictureError("it is not a readable image (" + what.replace(f"{root}/", "") + ")") from error
 
 
 def _has_exif(image: Image.Image) -> bool:
@@ -149,37 +149,37 @@ def _stored(value: Any, root: Path) -> IO[bytes]:
     if isinstance(value, str):
         return io.BytesIO(_inline(value)) if value.startswith("data:") else _below(root, value).open("rb")
     if not isinstance(value, bytes):
-        raise PictureError(f"a picture is a path, bytes or a data: text, not {type(value).__name__}")
+        raise PictureError(f"an image must be a path, bytes or a data: URL, not {type(value).__name__}")
     if len(value) > MAX_BYTES:
-        raise PictureError(f"{len(value)} bytes, at most {MAX_BYTES} are read")
+        raise PictureError(f"{len(value)} bytes; the limit is {MAX_BYTES}")
     return io.BytesIO(value)
 
 
 def _inline(text: str) -> bytes:
     head, _, body = text.partition(",")
     if not head.endswith(";base64"):
-        raise PictureError("a data: text must be base64")
+        raise PictureError("a data: URL must be base64")
     if len(body) > MAX_BYTES * 4 // 3 + 4:
-        raise PictureError(f"more than {MAX_BYTES} bytes")
+        raise PictureError(f"more than the limit of {MAX_BYTES} bytes")
     try:
         return base64.b64decode(body, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise PictureError(f"a data: text that is not base64: {error}") from error
+        raise PictureError(f"the data: URL is not base64: {error}") from error
 
 
 def _below(root: Path, name: str) -> Path:
     if "://" in name:
-        raise PictureError(f"{name[:60]!r}: nothing is fetched; put the pictures beside the data")
+        raise PictureError(f"{name[:60]!r}: mrl downloads no images: store them below the data's directory")
     try:
         path = (root / name).resolve()
         if not path.is_relative_to(root.resolve()):
             raise PictureError(f"{name[:200]!r} is outside of {root}")
         if not path.is_file():
-            raise PictureError(f"{name[:200]!r} is no file below {root}")
+            raise PictureError(f"{name[:200]!r} is not a file below {root}")
         if (size := path.stat().st_size) > MAX_BYTES:
-            raise PictureError(f"{name[:200]!r} has {size} bytes, at most {MAX_BYTES} are read")
+            raise PictureError(f"{name[:200]!r} has {size} bytes; the limit is {MAX_BYTES}")
     except (OSError, ValueError, RuntimeError) as error:
         if isinstance(error, PictureError):
             raise
-        raise PictureError(f"{name[:60]!r} is no path: {error}") from error
+        raise PictureError(f"{name[:60]!r} is not a path: {error}") from error
     return path

@@ -150,10 +150,10 @@ def preference_notes(key: str, data: PreferenceDataset) -> Iterator[str]:
         place = key if len(data.sources) == 1 else f"{key}, {source.source.path}"
         for count, what in (
             *_left_out(source, cfg),
-            (source.cut_prompt, f"with a prompt cut to {cfg.max_prompt_tokens} tokens"),
-            (source.cut, f"with a response cut to {cfg.max_tokens} tokens, prompt included: it has no end"),
+            (source.cut_prompt, f"with a prompt truncated to {cfg.max_prompt_tokens} tokens"),
+            (source.cut, f"with a response truncated to {cfg.max_tokens} tokens with its prompt: it has no end token"),
             (source.merged, _said_of_merged(source)),
-            (source.endless, "whose chat template ends with no EOS or other token: the model does not learn to stop"),
+            (source.endless, "without an end token from the chat template: the model does not learn to stop"),
             (sum((row.margin or 0) < 0 for row in source.kept), f"with a {cfg.margin_key} below 0"),
         ):
             if count:
@@ -177,13 +177,13 @@ def _left_out(source: PreferenceSource, cfg: PreferenceDataConfig) -> list[tuple
     return [
         (source.long_prompt, f"left out: their prompt does not fit into {limits}"),
         (source.long_response, f"left out: a response does not fit into data.max_tokens={cfg.max_tokens}"),
-        (source.same, "left out: two responses are the same"),
+        (source.same, "left out: two responses are equal"),
         (source.tied, "left out: the responses have the same rank"),
     ]
 
 
 def _said_of_merged(source: PreferenceSource) -> str:
     return (
-        "whose prompt is written or tokenised otherwise with a response behind it: the tokens in which they differ, "
-        f"{source.most_merged} at most, count as the response's"
+        "whose prompt is tokenized differently once a response follows it: the tokens that differ, at most "
+        f"{source.most_merged}, count as the response's"
     )

@@ -53,7 +53,7 @@ def given(row: Row, cfg: PreferenceDataConfig, form: Form) -> Given:
 
 def _of_steps(steps: Any, labels: Any, key: str, labels_key: str) -> Given:
     if not isinstance(steps, list) or not steps or not all(isinstance(step, str) and step for step in steps):
-        raise ValueError(f"{key!r} must be a list of steps, each a text")
+        raise ValueError(f"{key!r} must be a list of steps, each a string")
     if not isinstance(labels, list) or len(labels) != len(steps):
         raise ValueError(f"{labels_key!r} must be a list with a label for each of the {len(steps)} steps")
     for label in labels:
@@ -124,9 +124,9 @@ def split(prompt: Any, responses: dict[str, Any]) -> tuple[list[Row], list[list[
     for name, messages in zip(responses, answers, strict=True):
         first, last = messages[0].get("role"), messages[-1].get("role")
         if first in ("user", "system") and prompt is not None:
-            raise ValueError(f"{name!r} begins with a message of the {first}, and not with the prompt")
+            raise ValueError(f"{name!r} begins with a {first} message instead of the prompt")
         if last in ("user", "system"):
-            raise ValueError(f"{name!r} ends with a message of the {last}: there is no answer to learn from")
+            raise ValueError(f"{name!r} ends with a {last} message: it has no response to train on")
     return before, answers
 
 

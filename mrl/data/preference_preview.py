@@ -25,10 +25,10 @@ def preview_preferences(cfg: PreferencesConfig, samples: int, sheet: Path | None
     for key, data in sets.items():
         drawn = cfg.run.steps * cfg.batch.rows_per_step if key == "data.train" else None
         most = cfg.validation.rows if drawn is None else None
-        first = f", of which the first {most} are looked at (validation.rows)" if most and most < len(data) else ""
+        first = f"; validation uses the first {most} (validation.rows)" if most and most < len(data) else ""
         yield f"\n{key}: {len(data)} {noun(data.form)}{first}"
         head = f"{'epochs':>8}" if drawn is not None else ""
-        yield f"  {'share':>6} {'rows':>9} {'left out':>9} {'cut':>9} {'merged':>9} {head}  source"
+        yield f"  {'share':>6} {'rows':>9} {'left out':>9} {'truncated':>9} {'merged':>9} {head}  source"
         for source, share in zip(data.sources, data.mixture.shares.tolist(), strict=True):
             counts = f"{share:6.1%} {len(source.rows):9} {source.left_out:9} {source.cut:9} {source.merged:9}"
             epochs = f"{drawn * share / len(source):8.2f}" if drawn is not None else ""
@@ -65,7 +65,7 @@ def _lengths(data: PreferenceDataset) -> Iterator[str]:
         yield f"  scores: {scores.min():g} to {scores.max():g}, {scores.mean():.4g} on average"
     if data.form == "steps":
         of_steps = np.array([score for row in data.rows for score in row.scores])
-        yield f"  steps: {of_steps.sum():g} good ones of {len(of_steps)}"
+        yield f"  steps: {of_steps.sum():g} good of {len(of_steps)}"
     if any(row.margin is not None for row in data.rows):
         margins = np.array([row.margin for row in data.rows], dtype=float)
         yield f"  margins: {margins.min():g} to {margins.max():g}, {margins.mean():.4g} on average"
@@ -80,7 +80,7 @@ def _row(data: PreferenceDataset, row: Preference) -> Iterator[str]:
         prompt = data.eyes.shortened(prompt, row.grids)
     yield shortened_text(data.tokenizer.decode(prompt, special=True))
     for name, ids, is_cut in zip(_names(data, row), row.responses, row.cut, strict=True):
-        yield f"--> {name}: {len(ids)} tokens{', cut' if is_cut else ''}"
+        yield f"--> {name}: {len(ids)} tokens{', truncated' if is_cut else ''}"
         yield shortened_text(data.tokenizer.decode(ids.tolist(), special=True))
 
 

@@ -55,9 +55,9 @@ class PreferenceReader:
         if prompt is not None and (problem := content_problem(prompt, cfg.prompt_key, cfg.chat_template)):
             raise ValueError(problem)
         if prompt is None and len({type(response) for response in responses.values()}) > 1:
-            raise ValueError("one of the conversations is text, another a list of messages")
+            raise ValueError("some responses are text, others lists of messages: give all in one form")
         if prompt is None and cfg.chat_template and any(isinstance(response, str) for response in responses.values()):
-            raise ValueError("whole texts are no conversation: data.chat_template needs a prompt, or messages")
+            raise ValueError("responses are text without a prompt: data.chat_template needs a prompt or messages")
         if self.margins:
             forms.margin(row, cfg.margin_key)
         return row
@@ -88,7 +88,7 @@ class PreferenceReader:
         """Returns the prompt without a chat template; None for a row whose responses begin with it."""
         prompt, pictures = row.get(self.cfg.prompt_key), encoder.num_pictures(row)
         if prompt is None and pictures:
-            raise ValueError(f"{pictures} pictures, and no {self.cfg.prompt_key!r} (data.prompt_key) that says where")
+            raise ValueError(f"{pictures} images, but no {self.cfg.prompt_key!r} (data.prompt_key) to place them in")
         return None if prompt is None else spelled(prompt, pictures)
 
     def _in_steps(self, row: Row, steps: list[str], encoder: Encoder) -> tuple[Dressed, list[Dressed]]:

@@ -181,9 +181,9 @@ class PreferenceSource(EncodedSource[Preference]):
         shared = min(common_start(*wholes, *([prompt] if prompt else [])), *(len(ids) - 1 for ids in wholes))
         cfg, ids = self._cfg, wholes[0][:shared]
         if shared < 1:
-            problem: str | None = "no token of a prompt is shared by prompt and responses" if wholes[0] else "no tokens"
+            problem: str | None = "prompt and responses have no common first token" if wholes[0] else "no tokens"
         elif row.grids and self._images(ids) < self._images(wholes[0]):
-            problem = "the chat template puts the pictures elsewhere where a response follows"
+            problem = "the chat template places the images differently once a response follows"
         else:
             problem = self._refused(ids)
         if problem:

@@ -44,7 +44,7 @@ def preview(cfg: Config, samples: int, check: RowCheck | None = None, sheet: Pat
         drawn = cfg.run.steps * of.rows_per_step if key.endswith(".train") else None
         with_answers = drawn is not None and not of.is_sampled
         most = cast(RLConfig, cfg).validation.prompts if cfg.is_sampling and drawn is None else None
-        first = f", of which the first {most} are validated (validation.prompts)" if most and most < len(data) else ""
+        first = f"; validation uses the first {most} (validation.prompts)" if most and most < len(data) else ""
         yield f"\n{key}: {len(data)} prompts{first}"
         yield from _sources(data, drawn)
         yield from histogram(_lengths(data, with_answers), "prompt, answer and EOS" if with_answers else "prompt")
@@ -63,7 +63,7 @@ def preview(cfg: Config, samples: int, check: RowCheck | None = None, sheet: Pat
 def _sources(data: PromptDataset, drawn: int | None) -> Iterator[str]:
     """Yields a line for each source. `drawn`: prompts that the run takes; None for a data set without epochs."""
     epochs = f"{'epochs':>8}" if drawn is not None else ""
-    yield f"  {'share':>6} {'rows':>9} {'left out':>9} {'cut':>9} {'longest':>9} {epochs}  source"
+    yield f"  {'share':>6} {'rows':>9} {'left out':>9} {'truncated':>9} {'longest':>9} {epochs}  source"
     for source, share in zip(data.sources, data.mixture.shares.tolist(), strict=True):
         counts = f"{share:6.1%} {len(source.rows):9} {source.dropped:9} {source.cut:9} {source.longest:9}"
         epochs = f"{drawn * share / len(source):8.2f}" if drawn is not None else ""
@@ -91,7 +91,7 @@ def _sample(prompt: Prompt, data: PromptDataset, with_answer: bool) -> Iterator[
     answer = prompt.row.get(data.cfg.answer_key)
     if with_answer:
         [ids] = data.answers([prompt])
-        yield f"--> {len(ids)} tokens, EOS included"
+        yield f"--> {len(ids)} tokens, including EOS"
         yield shortened_text(str(answer))
     elif answer is not None:
         yield f"--> {data.cfg.answer_key}: {shortened_text(str(answer))}"

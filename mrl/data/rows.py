@@ -139,7 +139,7 @@ def content_problem(value: Any, key: str, chat: bool) -> str | None:
     messages = isinstance(value, list) and value and all(isinstance(m, dict) for m in value)
     if messages and all({"role", "content"} <= message.keys() for message in value):
         wrong = next((repr(message["content"]) for message in value if not _is_said(message)), None)
-        return wrong and f"a message of {key!r} has for its 'content' {shortened(wrong)}, not text"
+        return wrong and f"a message of {key!r} has the 'content' {shortened(wrong)}, which is not text"
     return f"{key!r} must be text or a list of messages with 'role' and 'content'"
 
 

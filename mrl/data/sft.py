@@ -28,7 +28,7 @@ class SFTDataset(EncodedRows[SFTSource, Example]):
         super().__init__(
             sources,
             lambda source, first: SFTSource(source, encoder, reader, first),
-            lambda found: f"{found.long_prompt} have too long a prompt, of {found.unlearnt} no token is learnt",
+            lambda found: f"{found.long_prompt} have too long a prompt, and {found.unlearnt} have no token to train on",
             cfg.shuffle,
         )
 
@@ -74,9 +74,9 @@ def sft_notes(key: str, data: SFTDataset) -> Iterator[str]:
         )
         for count, what in (
             (source.long_prompt, f"left out: their prompt does not fit into {limits}"),
-            (source.unlearnt, "left out: none of their tokens is learnt"),
-            (source.cut_prompt, f"with a prompt cut to {cfg.max_prompt_tokens} tokens"),
-            (source.cut, f"cut to {cfg.max_tokens} tokens: they have no end"),
+            (source.unlearnt, "left out: they have no token to train on"),
+            (source.cut_prompt, f"with a prompt truncated to {cfg.max_prompt_tokens} tokens"),
+            (source.cut, f"truncated to {cfg.max_tokens} tokens: they have no end token"),
         ):
             if count:
                 yield f"{place}: {count} rows {what}"

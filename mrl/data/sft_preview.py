@@ -28,18 +28,18 @@ def preview_sft(cfg: SFTConfig, samples: int) -> Iterator[str]:
         if data is None:
             continue
         most = cfg.validation.rows if data is not train else None
-        first = f", of which the first {most} are looked at (validation.rows)" if most and most < len(data) else ""
+        first = f"; validation uses the first {most} (validation.rows)" if most and most < len(data) else ""
         yield f"\n{key}: {len(data)} {noun}{first}"
         yield from _sources(data, epochs if data is train else None)
         what = "prompt, answer and EOS" if form == "answers" else noun
         yield from histogram(np.array([len(row.ids) for row in data.rows]), what)
         learnt = rows.packed.rows() if data is train and isinstance(rows.packed, Packs) else data.rows
         if not (data is train and isinstance(rows.packed, Wrapped)):
-            yield from histogram(np.array([row.learnt for row in learnt]), "what is learnt of a row")
+            yield from histogram(np.array([row.learnt for row in learnt]), "trained tokens of a row")
     yield f"\n{cfg.run.steps} steps of {cfg.batch.samples_per_step} {rows.unit}, {epochs:.2f} epochs"
     if isinstance(rows.packed, Wrapped):
         shown = list(map(rows.packed.row, range(samples)))
-        yield f"\nthe run's first {len(shown)} rows, of which all but the first token is learnt"
+        yield f"\nthe run's first {len(shown)} rows; all tokens but the first are trained"
         for ids in shown:
             yield f"\n--- {len(ids)} tokens"
             yield shortened_text(train.tokenizer.decode(ids.tolist(), special=True))
@@ -55,7 +55,7 @@ def preview_sft(cfg: SFTConfig, samples: int) -> Iterator[str]:
 def _sources(data: SFTDataset, epochs: float | None) -> Iterator[str]:
     """Yields a line for each source. epochs: of all sources together, that the run takes; None for held-out data."""
     head = f"{'epochs':>8}" if epochs is not None else ""
-    yield f"  {'share':>6} {'rows':>9} {'left out':>9} {'cut':>9} {'longest':>9} {head}  source"
+    yield f"  {'share':>6} {'rows':>9} {'left out':>9} {'truncated':>9} {'longest':>9} {head}  source"
     for source, share in zip(data.sources, data.mixture.shares.tolist(), strict=True):
         cut = source.cut + source.cut_prompt
         counts = f"{share:6.1%} {len(source.rows):9} {source.left_out:9} {cut:9} {source.longest:9}"
@@ -66,15 +66,15 @@ def _sources(data: SFTDataset, epochs: float | None) -> Iterator[str]:
 def _row(data: SFTDataset, row: Example) -> Iterator[str]:
     """Yields the row's parts in order; trained parts are marked."""
     source = f", {data.cfg.data_source_key} {row.source}" if row.source is not None else ""
-    yield f"\n--- {data.where(row)}: {len(row.ids)} tokens{source}{', cut' if row.is_cut else ''}"
+    yield f"\n--- {data.where(row)}: {len(row.ids)} tokens{source}{', truncated' if row.is_cut else ''}"
     rest = np.ones(len(row.ids) - row.prompt, dtype=np.float32) if row.weights is None else row.weights
     counts = np.concatenate([np.zeros(row.prompt, dtype=np.float32), rest])
     ends = [*(np.flatnonzero(np.diff(counts)) + 1).tolist(), len(counts)]
     for first, after in zip([0, *ends], ends, strict=False):
         count = float(counts[first])
         if count:
-            weight, last = f", each counts {count:g}" if count != 1 else "", int(row.ids[after - 1])
-            end = f", {data.tokenizer.hf.convert_ids_to_tokens(last)!r} included" if last in data.ends else ""
-            eos = ", EOS included" if last == data.tokenizer.eos_id else end
+            weight, last = f", weight {count:g}" if count != 1 else "", int(row.ids[after - 1])
+            end = f", including {data.tokenizer.hf.convert_ids_to_tokens(last)!r}" if last in data.ends else ""
+            eos = ", including EOS" if last == data.tokenizer.eos_id else end
             yield f"--> {after - first} tokens{eos}{weight}"
         yield shortened_text(data.tokenizer.decode(row.ids[first:after].tolist(), special=not count))

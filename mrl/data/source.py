@@ -89,7 +89,7 @@ class PromptSource(OpenSource):
         except ValueError as error:
             raise DataError(f"{self.rows.where(i)}: {error}") from error
         if tuple(each.grid for each in found) != self._grids.get(i, ()):
-            raise DataError(f"{self.rows.where(i)}: its pictures have other sizes than when the run began")
+            raise DataError(f"{self.rows.where(i)}: its images have changed size since the start of the run")
         return replace(
             prompt,
             pictures=tuple(each.png for each in found),

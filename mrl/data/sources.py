@@ -70,7 +70,7 @@ def open_rows(source: SourceConfig, most_bytes: int | None = None) -> Rows:
         name = source.path if source.split is None else f"{path}[{source.split}]"
         return Table(name, _undecoded(_load_directory(source)))
     if not path.is_file():
-        raise DataError(f"{path} {'is no file with rows' if path.exists() else 'does not exist'}")
+        raise DataError(f"{path} {'is not a file' if path.exists() else 'does not exist'}")
     if path.suffix == ".parquet":
         return Table(source.path, _undecoded(_load_dataset("parquet", data_files=source.path)["train"]))
     if path.suffix == ".jsonl" or (path.suffix == ".json" and not _is_list(path)):
@@ -138,13 +138,13 @@ def _load_directory(source: SourceConfig) -> Sequence[Any]:
     found = _load_from_disk(source.path) if saved else _load_dataset(source.path)
     if not isinstance(found, dict):
         if split is not None:
-            raise DataError(f"{path}: split {split!r} of a data set without splits")
+            raise DataError(f"{path}: the data set has no splits: leave out split {split!r}")
         return found
     if split is None and len(found) == 1:
         return next(iter(found.values()))
     if split not in found:
-        wanted = "which split?" if split is None else f"no split {split!r};"
-        raise DataError(f"{path}: {wanted} it has {', '.join(found)}")
+        wanted = "choose a split" if split is None else f"it has no split {split!r}"
+        raise DataError(f"{path}: {wanted}: available: {', '.join(found)}")
     return found[split]
 
 

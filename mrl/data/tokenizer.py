@@ -138,7 +138,7 @@ class Tokenizer:
         """
         found = self.control.encode_marked(hidden, [place for span in spans for place in span])
         if found is None:
-            raise ValueError("the tokenizer does not tell which characters a token is of, or what is a control token")
+            raise ValueError("the tokenizer has no character offsets of its tokens, or does not mark control tokens")
         ids, offsets, places = found
         begins = np.array([first for first, _ in offsets], dtype=np.int64)
         ends = np.array([after for _, after in offsets], dtype=np.int64)
@@ -153,8 +153,8 @@ class Tokenizer:
             return []
         end = self.hf.convert_ids_to_tokens(ids[0])
         return [
-            f"the chat template ends the assistant's turns with {end!r}, the EOS token is {self.hf.eos_token!r}; "
-            f"model.eos_token: {end!r} would make it the one"
+            f"the chat template ends the assistant's turns with {end!r}, and the EOS token is {self.hf.eos_token!r}: "
+            f"set model.eos_token: {end!r} to use the template's"
         ]
 
     @cached_property
@@ -198,10 +198,10 @@ class Tokenizer:
 
         text, size = self._refusing(render)
         if size > MAX_TEXT_BYTES:
-            raise ValueError(f"the chat template makes {size} bytes of it, at most {MAX_TEXT_BYTES} can be read")
+            raise ValueError(f"the chat template expands it to {size} bytes; the limit is {MAX_TEXT_BYTES}")
         if any(not isinstance(m["content"], str) and str(m["content"]) in text for m in messages if m.get("content")):
             raise ValueError(
-                "the chat template knows content that is text only, and would show the model Python's form"
+                "the chat template supports text content only, and would print this content as a Python object"
             )
         return text
 
@@ -212,11 +212,11 @@ class Tokenizer:
                 return render()
         except TimeoutError:
             where = f"the chat template of {self.hf.name_or_path}"
-            raise TokenizerError(f"{where} has not ended after {TEMPLATE_S:g} s of one conversation") from None
+            raise TokenizerError(f"{where} did not finish one conversation within {TEMPLATE_S:g} s") from None
         except Exception as error:  # foreign code can raise anything
             kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
             what = printable(shortened(f"{kind}{error}", most=300))
-            raise ValueError(f"the chat template refuses it: {what}") from error
+            raise ValueError(f"the chat template rejects it: {what}") from error
 
     def _ids(self, texts: list[str], special: bool) -> list[list[int]]:
         try:
@@ -255,23 +255,23 @@ def load_tokenizer(path: str | Path, eos_token: str | None = None, chat_template
     notes: list[str] = []
     if eos_token is not None and eos_token != hf.eos_token:
         if eos_token not in hf.get_vocab():
-            raise TokenizerError(f"{path}: model.eos_token {eos_token!r} is no token of the vocabulary")
-        notes.append(f"the EOS token is {eos_token!r} (model.eos_token), the tokenizer has {hf.eos_token!r}")
+            raise TokenizerError(f"{path}: model.eos_token {eos_token!r} is not in the vocabulary")
+        notes.append(f"the EOS token is {eos_token!r} (model.eos_token) instead of the tokenizer's {hf.eos_token!r}")
         hf.eos_token = eos_token
     if chat_template is not None:
         hf.chat_template = _template(Path(chat_template))
         notes.append(f"the chat template is that of {chat_template} (model.chat_template)")
     if CLOCK in str(hf.chat_template):
         notes.append(
-            f"the chat template writes today's date: it is {TODAY:%d %b %Y} on every day, so that a run that goes on "
-            "has the same prompts (model.chat_template can write another)"
+            f"the chat template writes today's date: mrl fixes it to {TODAY:%d %b %Y}, so that a resumed run has the "
+            "same prompts (set model.chat_template to use another date)"
         )
     if hf.eos_token_id is None:
         hf.eos_token = _eos_of_config(Path(path), hf)
-        notes.append(f"the tokenizer names no EOS token; using {hf.eos_token!r} from config.json")
+        notes.append(f"the tokenizer has no EOS token; using {hf.eos_token!r} from config.json")
     if hf.pad_token_id is None:
         hf.pad_token = hf.eos_token
-        notes.append(f"the tokenizer names no PAD token; using the EOS token {hf.eos_token!r}")
+        notes.append(f"the tokenizer has no PAD token; using the EOS token {hf.eos_token!r}")
     return Tokenizer(hf, notes)
 
 

@@ -17,7 +17,7 @@ from mrl.data.encoder import Encoder
 from mrl.data.rows import Row
 
 Span = tuple[int, int]  # of characters or tokens: the first, and the one after the last
-LAST_ONLY = "data.train_on: last takes the last one alone"
+LAST_ONLY = "set data.train_on: last to train on the last turn only"
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,11 @@ class Turns:
         said = messages if name is None else control.hidden(messages)
         whole = self._tokenizer.dress_whole(messages, **more)
         if reserved := control.reserved_in(whole):
-            raise ValueError(f"it holds the character U+{ord(reserved):X}, which mrl keeps for names of control tokens")
+            raise ValueError(f"it contains the character U+{ord(reserved):X}, which mrl reserves for control tokens")
         more = more if name is None else control.hidden(more)
         text = whole if name is None else self._tokenizer.dress_whole(said, **more)
         if name is not None and control.shown(text) != whole:
-            raise ValueError(f"the chat template looks for {name!r} in a message: its turns cannot be told")
+            raise ValueError(f"the chat template searches messages for {name!r}: its turns cannot be located")
         learnt = self._learnt(messages, weights)
         spans = self._spans(said, text, learnt, more) if learnt else []
         ids, places = self._tokenizer.encode_marked(text, spans)
@@ -81,7 +81,7 @@ class Turns:
         marked, spans = self._tokenizer.dress_marked(messages, **more)
         turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
         if marked != text or len(spans) != len(turns):
-            counts = f"{len(spans)} parts of a conversation with {len(turns)} turns of the assistant"
+            counts = f"{len(spans)} parts of a conversation with {len(turns)} assistant turns"
             raise ValueError(f"the chat template marks {counts} with {{% generation %}}")
         return [spans[turns.index(i)] for i in learnt]
 
@@ -89,14 +89,14 @@ class Turns:
         """Returns the span that message i adds to the conversation before it, for a template without marks."""
         before, after = self._tokenizer.dress(messages[:i], **more), self._after(messages, text, i, more)
         if not text.startswith(before) or len(before) > after:
-            raise ValueError("the chat template shows a turn otherwise than where the assistant is asked for it")
+            raise ValueError("the chat template formats a finished turn differently from its generation prompt")
         return len(before), after
 
     def _after(self, messages: list[Row], text: str, i: int, more: Row) -> int:
         """Returns the number of characters of the whole text up to the end of message i."""
         beginning = self._tokenizer.dress_whole(messages[: i + 1], **more)
         if not text.startswith(beginning):
-            raise ValueError(f"the chat template shows earlier turns otherwise once there are later ones: {LAST_ONLY}")
+            raise ValueError(f"the chat template formats earlier turns differently once later ones follow: {LAST_ONLY}")
         return len(beginning)
 
     def _ended(self, ids: list[int], span: Span) -> Span:
@@ -114,7 +114,6 @@ class Turns:
             return first, ends[-1] + 1
         shown = self._tokenizer.decode(ids[max(first, after - 3) : after], special=True)
         raise ValueError(
-            f"the chat template ends a turn with {shown!r}, which has no EOS or other token of its own: the model "
-            "would not learn to stop; model.chat_template can name a file with another template, which ends turns with "
-            f"{self._tokenizer.hf.eos_token!r}"
+            f"the chat template ends a turn with {shown!r}, which has no end token, so the model would not learn to "
+            f"stop: set model.chat_template to a template that ends turns with {self._tokenizer.hf.eos_token!r}"
         )

@@ -41,8 +41,8 @@ class Wrapped:
         self._epoch = lru_cache(maxsize=2)(self._make)
         self._before = [0]  # rows of the epochs before each
         if not len(self._epoch(0).starts):
-            has = f"{self._lengths.sum()} tokens, EOS included"
-            raise DataError(f"data.train: {has}, do not fill one row of packing.seq_length={cfg.seq_length}")
+            has = f"{self._lengths.sum()} tokens, including EOS"
+            raise DataError(f"data.train: {has}, do not fill one row of packing.seq_length={cfg.seq_length} tokens")
 
     def __len__(self) -> int:
         """Returns the number of rows of the first epoch; other epochs may have a few more or less."""
@@ -55,14 +55,14 @@ class Wrapped:
 
     def notes(self) -> Iterator[str]:
         """Yields a sentence on the training rows."""
-        yield f"data.train: its texts make {len(self)} rows of {self._cfg.seq_length} tokens an epoch"
+        yield f"data.train: its texts fill {len(self)} rows of {self._cfg.seq_length} tokens per epoch"
 
     def require(self, rows: int) -> None:
         """Raises DataError if the texts are not repeated and have fewer than `rows` rows."""
         if not self._cfg.infinite and rows > len(self):
             raise DataError(
-                f"data.train: {len(self)} rows of packing.seq_length={self._cfg.seq_length} tokens, and the run takes "
-                f"{rows}: packing.infinite must be true, or run.steps smaller"
+                f"data.train: {len(self)} rows of packing.seq_length={self._cfg.seq_length} tokens, and the run needs "
+                f"{rows}: set packing.infinite: true, or lower run.steps"
             )
 
     def row(self, number: int) -> np.ndarray:

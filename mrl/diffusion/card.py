@@ -31,14 +31,14 @@ def card(run_dir: Path, export: Path, target: Path, step: int) -> None:
     rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
     trainer, base = config.get("trainer", ""), config.get("model", {}).get("path", "")
     lines = ["---", "library_name: diffusers", f"tags: [mrl, {trainer}]", "---", f"# {run_dir.name}", ""]
-    lines.append(f"A diffusion model after {step} steps of `trainer: {trainer}`, from `{base}`; made by mrl.")
+    lines.append(f"A diffusion model after {step} steps of `trainer: {trainer}`, from `{base}`; trained with mrl.")
     if rewards:
         reward = config.get("reward", {}).get("function", "")
         lines += [
             "",
             f"Mean of the reward `{reward}`: {rewards[0]:.4f} at the first step, {rewards[-1]:.4f} at the last.",
         ]
-        lines.append("A model that is trained on a reward long enough pleases it and nothing else: look at the images.")
+        lines.append("Training on a reward for long may over-optimize it at the cost of quality: look at the images.")
     if rewards and (curve := first_curve(run_dir.name, rows)) is not None:
         (export / CURVE).write_bytes(curve)
         lines += ["", f"![mean reward by step]({CURVE})"]

@@ -75,7 +75,7 @@ class Labels:
             return {}
         for prompt in prompts:
             if prompt.label is None or not 0 <= prompt.label < self._blank:
-                raise ValueError(f"prompt {prompt.text!r}: class {prompt.label}, the net has 0 to {self._blank - 1}")
+                raise ValueError(f"prompt {prompt.text!r}: class {prompt.label} is not in 0 to {self._blank - 1}")
         return {"class_labels": torch.tensor([prompt.label for prompt in prompts], device=platform.device())}
 
     def blank(self, count: int) -> Told:

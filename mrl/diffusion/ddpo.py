@@ -85,7 +85,7 @@ def _policy(cfg: DDPOConfig, run: DiffusionRun) -> Policy:
     if len(steps.counted) < len(steps.times):
         run.recorder.note(
             f"{len(steps.times) - len(steps.counted)} of {len(steps.times)} denoising steps are "
-            "deterministic: they have no ratio and take no part in training"
+            "deterministic: they have no ratio and are not trained"
         )
     return policy
 

@@ -36,7 +36,7 @@ class Grids:
 
         Each rank draws equally many images.
         """
-        count, what = self._cfg.images.count, f"drawing the images after step {steps}"
+        count, what = self._cfg.images.count, f"generating the images after step {steps}"
         each = -(-count // world_size())
         ids = range(rank() * each, (rank() + 1) * each)
         prompts, pipeline = [self.prompts[i % count] for i in ids], policy.pipeline

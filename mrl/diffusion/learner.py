@@ -94,8 +94,8 @@ class DiffusionLearner:
         shapes = {name: tuple(value.shape) for name, value in state["weights"].items()}
         if shapes != {name: tuple(parameter.shape) for name, parameter in self._named.items()}:
             raise ValueError(
-                "the checkpoint is of another net, or of other adapters (actor.lora): names or shapes of its trained "
-                "weights differ"
+                "names or shapes of the checkpoint's trained weights differ: set model.path and actor.lora as in the "
+                "checkpoint's run"
             )
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:

@@ -217,7 +217,7 @@ class DiffusionPlan:
         cluster, chip = self.cluster, self.cluster.chip
         count = f"{cluster.gpus} x {chip.name}" if chip.is_gpu else f"{cluster.gpus} processes without GPUs"
         yield f"{self.cfg.run.name}: {count} on {cluster.nodes} node{'s' * (cluster.nodes > 1)}"
-        how = "parts of it on every rank" if self.cfg.actor.sharded else "whole on every rank"
+        how = "sharded over all ranks" if self.cfg.actor.sharded else "replicated on every rank"
         weights = f"{(self.trained + self.frozen) / 1e6:.1f}M weights, {self.trained / 1e6:.2f}M of them trained"
         yield f"  {self.shapes.name}: {weights}; {how}; latents {' x '.join(map(str, self.shapes.latent))}"
         for title, rows in self._tables():
@@ -232,34 +232,34 @@ class DiffusionPlan:
             + ", ".join(f"{i.what} {i.nbytes / GIB:.2f}" for i in items if i.nbytes >= 0.005 * GIB)
             for name, items in phases.items()
         ]
-        yield f"Memory of a {of_what}, GiB", rows
-        yield "Host memory of rank 0, GiB", [f"{item.what} {item.nbytes / GIB:.2f}" for item in self.host()]
+        yield f"Memory per {of_what} in GiB", rows
+        yield "Host memory of rank 0 in GiB", [f"{item.what} {item.nbytes / GIB:.2f}" for item in self.host()]
         if parts := self.parts():
             yield (
-                "One step, seconds; nothing is assumed to overlap, rewards are not counted",
+                "Step time in seconds; no phases overlap, rewards are not counted",
                 [f"{part.what:<9} {part.seconds:8.2f}" for part in parts],
             )
             shares = {"float32_share": FLOAT32_SHARE, "tf32_share": TF32_SHARE}
             assumed = [*self.assumed.rows(), *((name, f"{value:g} of bf16") for name, value in shares.items())]
             names = ("matmul_share", "trainer_context", "communicators", "fragments_share", *shares)
             rows = [f"{name} {value}" for name, value in assumed if name in names]
-            yield "Assumed, measured by nobody with mrl", rows
+            yield "Assumptions, not measured with mrl", rows
 
     def verdict(self) -> str:
         """Returns whether the run fits, and its speed."""
         if self.problems:
-            return "\n".join(["It does not fit:", *(f"  {problem}" for problem in self.problems)])
+            return "\n".join(["The run does not fit:", *(f"  {problem}" for problem in self.problems)])
         totals = {name: sum(item.nbytes for item in items) for name, items in self.phases().items()}
         name = max(totals, key=lambda each: totals[each])
         if not self.cluster.chip.is_gpu:
             ranks = min(self.cluster.gpus, self.cluster.per_node)
             host = (totals[name] + sum(item.nbytes for item in self.host())) * ranks
-            needs = f"On CPUs: a node needs {host / GIB:.1f} GiB beside the programs themselves"
-            return f"{needs}; how long a step takes is not planned."
+            needs = f"On CPUs: a node needs {host / GIB:.1f} GiB in addition to the programs themselves"
+            return f"{needs}; step time is not predicted."
         room = (self.cluster.chip.memory - totals[name]) / GIB
         step = sum(part.seconds for part in self.parts())
-        speed = f"A step takes about {step:.3g} s: {self.images_per_s:.3g} images a second."
-        return f"It fits: {room:.1f} GiB are left where it is tightest ({name}). {speed}"
+        speed = f"A step takes about {step:.3g} s: {self.images_per_s:.3g} images per second."
+        return f"The run fits: at its peak ({name}), {room:.1f} GiB are free. {speed}"
 
 
 def images_per_step(cfg: DiffusionConfig) -> int:

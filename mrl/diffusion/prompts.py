@@ -69,7 +69,7 @@ class PromptRows:
                 opened.load()
                 return opened.copy()
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            raise DataError(f"{folder / name} is no image that can be read: {error}") from error
+            raise DataError(f"{folder / name} is not a readable image: {error}") from error
 
     def _read(self, source: int, i: int) -> PromptRow:
         rows, cfg = self._rows[source], self._cfg

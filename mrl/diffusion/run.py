@@ -46,8 +46,8 @@ class Kept:
         """Stores the state on rank 0 for `share`. Raises CheckpointError for the state of another net."""
         if state.get("base", "") != self._base:
             raise CheckpointError(
-                "the checkpoint's adapters belong to other weights than model.path has now: give it the net that the "
-                "run began with"
+                "the checkpoint's adapters were trained on other weights than those of model.path: set model.path to "
+                "the model that the run started from"
             )
         try:
             self._learner.check_state(state)

@@ -80,7 +80,7 @@ def draw(
 def _require_finite(ids: range, latents: Tensor) -> None:
     for i, latent in zip(ids, latents, strict=True):
         if not bool(latent.isfinite().all()):
-            raise DiffusionError(f"sample {i}: a latent is not finite: has the net diverged?")
+            raise DiffusionError(f"sample {i}: a latent is not finite: the network has probably diverged")
 
 
 @torch.no_grad()

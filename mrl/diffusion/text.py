@@ -32,7 +32,7 @@ class Encoder:
         folder = path / f"text_encoder{suffix}"
         [name] = read_json(folder / "config.json").get("architectures") or [""]
         if name not in TOKENIZERS:
-            raise ValueError(f"{folder} is a {name or 'model without a name'}; known are {', '.join(TOKENIZERS)}")
+            raise ValueError(f"{folder} is a {name or 'model without a name'}; supported: {', '.join(TOKENIZERS)}")
         transformers.utils.logging.disable_progress_bar()
         self._tokenizer = getattr(transformers, TOKENIZERS[name]).from_pretrained(path / f"tokenizer{suffix}")
         read = getattr(transformers, name).from_pretrained(folder, dtype=dtype, output_loading_info=True)

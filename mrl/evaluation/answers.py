@@ -33,19 +33,19 @@ def unanswerable(cfg: Config, weights: str) -> str | None:
     assert reward is not None and engines is not None
     rollout, _ = engines
     if cfg.has_turns:
-        return "agent: a single turn is drawn here, and no trajectory: the run's validation plays them"
+        return "agent: mrl eval generates single turns only: use the validation of a run for agents"
     if reward.model is not None:
-        return "reward.model: it scores on the ranks of a run, and here are none: the run's validation asks it"
+        return "reward.model: it scores on the ranks of a run, and mrl eval has none: use the validation of a run"
     if rollout.urls:
         return (
-            f"rollout.urls: the engines there have weights of their own, not {weights}: leave it out to start one here"
+            f"rollout.urls: those engines have their own weights, not {weights}: leave it out to start an engine here"
         )
     if rollout.quantization != "none":
-        return "rollout.quantization: an engine in fp8 has no weights before a run pushes them: set it to none"
+        return "rollout.quantization: an fp8 engine has no weights before a run syncs them: set it to none"
     if is_converted(weights):
-        return f"{weights} is a converted model, and engines read safetensors: mrl convert megatron-to-hf makes them"
+        return f"{weights} is a Megatron checkpoint, and engines read safetensors: run mrl convert megatron-to-hf"
     if not any(Path(weights).glob("*.safetensors")):
-        return f"{weights} has no safetensors, and engines read nothing else: they would answer with random weights"
+        return f"{weights} has no *.safetensors, the only format that engines read: convert its weights to safetensors"
     return None
 
 
@@ -107,7 +107,7 @@ def summary(found: Sequence[Sample], n: int, right_from: float) -> dict[str, Any
     asked = [found[first : first + n] for first in range(0, len(found), n)]
     groups = [group for group in asked if not any(sample.left_out for sample in group)]
     if not groups:
-        raise RewardError(f"no prompt has a score of each of its samples; the first: {found[0].left_out}")
+        raise RewardError(f"no prompt has scores for all its samples; reason for the first sample: {found[0].left_out}")
     right = [[sample.score >= right_from for sample in group] for group in groups]
     texts = [[sample.response_text.strip() for sample in group] for group in groups]
     estimates = {

@@ -79,7 +79,7 @@ FAMILIES: dict[str, Decoder] = {
 _CHUNKED = "its chunked attention is not supported: train a Llama 3 or Qwen3-MoE model instead"
 _LINEAR = "its linear attention has no packed form in megatron-core 0.16: train a Qwen3 or Qwen3-MoE model instead"
 LEFT_OUT = {  # frequently requested architectures: the reason, and the alternative
-    "Gemma3ForConditionalGeneration": "of Gemma 3 the text models (gemma3_text: 270M, 1B) are supported",
+    "Gemma3ForConditionalGeneration": "supported of Gemma 3: the text models (gemma3_text: 270M, 1B)",
     "Llama4ForCausalLM": _CHUNKED,
     "Llama4ForConditionalGeneration": _CHUNKED,
     "Qwen3NextForCausalLM": _LINEAR,
@@ -106,7 +106,7 @@ def load_arch(path: str | Path) -> ModelArch:
     if family is None:
         supported = ", ".join(sorted(family.architecture for family in FAMILIES.values()))
         instead = LEFT_OUT.get(name, f"supported: {supported}")
-        raise UnsupportedModel(f"{where}: architecture {name[:80]} has no weight table; {instead}")
+        raise UnsupportedModel(f"{where}: architecture {name[:80]} is not supported; {instead}")
     keys = family.keys(config, where)
     family.refuse(keys)
     return replace(family.read(keys), score_heads=_score_heads(config), scores_steps=name.endswith(STEP_HEAD_SUFFIX))
@@ -145,7 +145,7 @@ def read_hf_config(path: str | Path) -> dict[str, Any]:
     except ValueError as error:
         raise UnsupportedModel(str(error)) from error
     if not isinstance(config, dict):
-        raise UnsupportedModel(f"{file} holds a {type(config).__name__}, not an object with keys")
+        raise UnsupportedModel(f"{file} contains a {type(config).__name__} instead of a JSON object")
     return config
 
 

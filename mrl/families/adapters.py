@@ -50,7 +50,7 @@ def lora_of(record: Mapping[str, Any]) -> LoRA:
     """Returns the LoRA that `LoRA.record` recorded, ignoring other keys. Raises ValueError for an invalid record."""
     kinds = {"rank": int, "alpha": float, "targets": list, "rslora": bool, "dora": bool}
     if any(not isinstance(record.get(name), kind) for name, kind in kinds.items()):
-        raise ValueError(f"adapters are recorded as {str(dict(record))[:120]}, not by {', '.join(kinds)}")
+        raise ValueError(f"the record of adapters is {str(dict(record))[:120]}, and must have {', '.join(kinds)}")
     return LoRA(record["rank"], record["alpha"], tuple(record["targets"]), record["rslora"], record["dora"])
 
 

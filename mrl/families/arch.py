@@ -160,10 +160,10 @@ class ModelArch:
 
     def __post_init__(self) -> None:
         if any(layer.experts for layer in self.layers) != (self.experts is not None):
-            raise UnsupportedModel(f"{self.family}: expert layers and the number of experts come together")
+            raise UnsupportedModel(f"{self.family}: either expert layers or the number of experts is missing")
         shapes = {layer.shape for layer in self.layers}
         if len(shapes) > len({experts for _, experts in shapes}):
-            raise UnsupportedModel(f"{self.family}: layers of one kind have several widths; supported: one")
+            raise UnsupportedModel(f"{self.family}: layers of one kind have different widths, which is not supported")
 
     def with_head_of(self, record: Mapping[str, Any]) -> ModelArch:
         """Returns this model with the score head of another model's `record`."""

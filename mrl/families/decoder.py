@@ -114,7 +114,7 @@ class Decoder:
         if keys["attention_dropout"]:
             yield f"attention_dropout={short(keys['attention_dropout'])} (only 0)"
         if keys["attention_bias"] and not self.ignores_attention_bias:
-            yield "attention_bias=true (its o_proj bias has no place)"
+            yield "attention_bias=true (a bias of o_proj)"
         if keys["mlp_bias"]:
             yield "mlp_bias=true"
         if keys["use_sliding_window"]:
@@ -123,7 +123,7 @@ class Decoder:
         if keys["quantization_config"] and packing(keys) not in self.unpacks:
             yield "quantization_config (train from unquantized weights)"
         if keys["auto_map"] and not self.ignores_auto_map:
-            yield "auto_map (code of the model's own, which is never run)"
+            yield "auto_map (custom code, which mrl never runs)"
 
     def other_layers(self, keys: Keys) -> Iterator[str]:
         """Yields the difference of layers without full attention."""
@@ -166,7 +166,7 @@ class Decoder:
             raise keys.wrong("hidden_size", f"a multiple of num_attention_heads ({heads}) where head_dim is not given")
         found = keys.size("head_dim", MAX_WIDTH, hidden // heads)
         if found % 2:
-            raise UnsupportedModel(f"{keys.where}: a head has {found} channels; rotary embeddings turn pairs of them")
+            raise UnsupportedModel(f"{keys.where}: a head has {found} channels; rotary embeddings need an even number")
         return found
 
 

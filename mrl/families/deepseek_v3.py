@@ -28,7 +28,7 @@ class DeepseekV3(SigmoidExperts):
         "routed_scaling_factor": 2.5,
         "topk_group": 4,
     }
-    local_only = "attention by latent vectors"
+    local_only = "multi-head latent attention"
     ignores_auto_map = True  # the hub's directories bring code of before transformers had the family
 
     def read(self, keys: Keys) -> ModelArch:
@@ -42,7 +42,7 @@ class DeepseekV3(SigmoidExperts):
             value=keys.size("v_head_dim", MAX_WIDTH, 128),
         )
         if latent.turned % 2:
-            raise keys.wrong("qk_rope_head_dim", "even: rotary embeddings turn pairs of channels")
+            raise keys.wrong("qk_rope_head_dim", "even, since rotary embeddings rotate pairs of channels")
         if keys.size("num_key_value_heads", MAX_WIDTH, heads) != heads:
             raise keys.wrong("num_key_value_heads", f"num_attention_heads ({heads})")
         width = latent.plain + latent.turned

@@ -30,7 +30,7 @@ class ExpertDecoder(Decoder):
         count = keys.size(self.count_key(keys), MAX_EXPERTS)
         per_token, normalize = keys.size("num_experts_per_tok", count), self.normalizes(keys)
         if per_token == 1 and normalize:
-            raise keys.wrong("num_experts_per_tok", "2 or more: with normalised router weights every weight would be 1")
+            raise keys.wrong("num_experts_per_tok", "2 or more: a single normalized router weight is always 1")
         return Experts(count, per_token, normalize)
 
     def count_key(self, keys: Keys) -> str:

@@ -29,7 +29,7 @@ class Gemma3Text(SlidingDecoder):
     qk_norm = True
     activation_key, activation = "hidden_activation", "gelu_pytorch_tanh"
     shifted_norms = norms_behind = scaled_embedding = True
-    local_only = "windows and rotary angles by layer"
+    local_only = "windows and rotary embeddings that differ by layer"
     engine_cuts_vocab = False
 
     def read(self, keys: Keys) -> ModelArch:
@@ -43,9 +43,9 @@ class Gemma3Text(SlidingDecoder):
         yield from super().differences(keys)
         for key in ("attn_logit_softcapping", "final_logit_softcapping"):
             if keys[key] is not None:
-                yield f"{key}={short(keys[key])} (logits as they are)"
+                yield f"{key}={short(keys[key])} (only unmodified logits)"
         if keys["use_bidirectional_attention"]:
-            yield "use_bidirectional_attention=true (a token sees what is before it)"
+            yield "use_bidirectional_attention=true (only causal attention)"
 
     def layer_rows(self, arch: ModelArch, index: int) -> Table:
         (m, h), size = prefixes(index), arch.hidden_size

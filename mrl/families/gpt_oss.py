@@ -23,15 +23,15 @@ class GptOss(ExpertDecoder, SlidingDecoder):
     qkv_bias = True
     wide_norms = sinks = biases = True
     gate = "clamped"
-    local_only = "attention sinks, windows by layer and clamped experts with biases"
+    local_only = "attention sinks, windows that differ by layer, and clamped experts with biases"
     unpacks = ("mxfp4",)
     ignores_attention_bias = True  # there is a place for all four
     engine_score_bias = False  # it serves no such class
-    engine_needs_gpu = "has no attention with sinks on CPUs (its list of backends for the family ends without one)"
+    engine_needs_gpu = "has no attention with sinks on CPUs (no CPU backend for this family)"
 
     def engine_lacks(self, arch: ModelArch, tensor: int, *, quantized: bool) -> str | None:
         """Its experts' tensors are sent whole, without scales."""
-        return f"takes no experts of {self.name} in fp8: leave quantization out" if quantized else None
+        return f"does not support fp8 experts of {self.name}: leave quantization out" if quantized else None
 
     def layers(self, keys: Keys, count: int) -> tuple[Layer, ...]:
         width, window = keys.size(self.width_key, MAX_WIDTH), keys.size("sliding_window", MAX_POSITIONS, WINDOW)
@@ -49,7 +49,7 @@ class GptOss(ExpertDecoder, SlidingDecoder):
         if not keys.flag("attention_bias", True):
             yield "attention_bias=false (its projections have biases)"
         if keys.content.get("sliding_window", WINDOW) is None:
-            yield "sliding_window=null (layers that slide need one)"
+            yield "sliding_window=null (sliding layers need one)"
         for key, usual in GATE.items():
             if keys.number(key, usual, 0.0, 1e9) != usual:
                 yield f"{key}={short(keys[key])} (only {usual})"

@@ -25,7 +25,7 @@ class Keys:
         """Returns a whole number from 1 to `largest`. Without a default the key must exist."""
         value = self._value(key, default)
         if type(value) is not int or not 1 <= value <= largest:
-            raise self.wrong(key, f"a whole number from 1 to {largest}")
+            raise self.wrong(key, f"an integer from 1 to {largest}")
         return value
 
     def number(self, key: str, default: float | None, low: float, high: float) -> float:

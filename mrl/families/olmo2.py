@@ -14,7 +14,7 @@ class Olmo2(Decoder):
     defaults = {"rms_norm_eps": 1e-5}
     qk_norm = norms_all_heads = norms_behind = wide_norms = True
     norms_before = False
-    local_only = "norms over all heads, and behind attention and MLP"
+    local_only = "norms over all heads, and after attention and MLP"
 
     def layer_rows(self, arch: ModelArch, index: int) -> Table:
         (m, h), size = prefixes(index), arch.hidden_size

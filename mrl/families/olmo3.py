@@ -16,7 +16,7 @@ PATTERN, THETA = 4, 500000.0  # where config.json has none
 
 class Olmo3(SlidingDecoder, Olmo2):
     name, architecture = "olmo3", "Olmo3ForCausalLM"
-    local_only = "windows and rotary angles by layer"
+    local_only = "windows and rotary embeddings that differ by layer"
     rope_types = YARN
 
     def pattern(self, keys: Keys) -> int:
@@ -26,7 +26,7 @@ class Olmo3(SlidingDecoder, Olmo2):
         yield from super().differences(keys)
         full, sliding = (_table(keys, kind) for kind in (FULL, SLIDING))
         if _theta(full) != _theta(sliding):
-            yield "rope_theta of its own for each kind of layer (engines have one)"
+            yield "different rope_theta by kind of layer (engines support one)"
         if (sliding["rope_type"] or "default") != "default":
             yield f"rope_parameters.{SLIDING}.rope_type={sliding['rope_type']} (only default)"
 

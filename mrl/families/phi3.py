@@ -30,8 +30,8 @@ class Phi3(Decoder):
             rope = keys.table(name)
             if rope is not None and (rope["rope_type"] or rope["type"]) in ("longrope", "su"):
                 yield (
-                    f"{name}.rope_type=longrope (a token's angles depend on the longest sequence beside it: train "
-                    "Phi-4 of 14B, which has none)"
+                    f"{name}.rope_type=longrope (rotary angles depend on the longest sequence of a batch: use Phi-4 "
+                    "14B, which has none)"
                 )
 
     def engine_config(self, keys: Keys) -> Mapping[str, Any]:
@@ -52,4 +52,4 @@ class Phi3(Decoder):
 
     def engine_lacks(self, arch: ModelArch, tensor: int, *, quantized: bool) -> str | None:
         """A tensor's fp8 scales would cover several projections."""
-        return f"takes no joined projections of {self.name} in fp8: leave quantization out" if quantized else None
+        return f"does not support fused fp8 projections of {self.name}: leave quantization out" if quantized else None

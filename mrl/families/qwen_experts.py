@@ -34,4 +34,4 @@ class QwenExperts(ExpertDecoder):
         """SGLang reads neither `mlp_only_layers` nor `decoder_sparse_step`."""
         if not arch.layers_differ:
             return None
-        return f"takes all layers of {self.name} to have experts: set rollout.engine: transformers"
+        return f"assumes experts in all layers of {self.name}: set rollout.engine: transformers"

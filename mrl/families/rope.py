@@ -23,7 +23,7 @@ def rotary_dim(keys: Keys, head_dim: int, default: float) -> int | None:
     of = rope if rope is not None and rope["partial_rotary_factor"] is not None else keys
     found = int(head_dim * of.number("partial_rotary_factor", default, float32.TINY, 1.0))
     if found % 2 or not found:
-        raise of.wrong("partial_rotary_factor", f"such that an even number of a head's {head_dim} channels is turned")
+        raise of.wrong("partial_rotary_factor", f"such that it rotates an even number of a head's {head_dim} channels")
     return None if found == head_dim else found
 
 

@@ -26,7 +26,7 @@ class SigmoidExperts(ExpertDecoder):
     def layers(self, keys: Keys, count: int) -> tuple[Layer, ...]:
         dense = keys.content.get("first_k_dense_replace", 1)
         if type(dense) is not int or not 0 <= dense < count:
-            raise keys.wrong("first_k_dense_replace", f"a whole number below num_hidden_layers ({count})")
+            raise keys.wrong("first_k_dense_replace", f"an integer below num_hidden_layers ({count})")
         wide = (Layer(keys.size("intermediate_size", MAX_WIDTH)),) * dense
         return wide + (Layer(keys.size(self.width_key, MAX_WIDTH), experts=True),) * (count - dense)
 
@@ -52,13 +52,13 @@ class SigmoidExperts(ExpertDecoder):
         """
         yield from super().differences(keys)
         if not keys.flag("norm_topk_prob", True):
-            yield "norm_topk_prob=false (Megatron scales the weights of a sigmoid router)"
+            yield "norm_topk_prob=false (Megatron normalizes the weights of a sigmoid router)"
         count, per_token = (keys.size(key, MAX_EXPERTS) for key in (self.count_key(keys), "num_experts_per_tok"))
         groups, chosen = self._groups(keys)
         if groups > 1 and (count % groups or count < 2 * groups):
             yield f"n_group={groups} (must divide {self.count_key(keys)}={count} into groups of 2 or more)"
         if groups > 1 and per_token != 2 * chosen:
-            yield f"n_group={groups} with num_experts_per_tok={per_token} other than twice topk_group={chosen}"
+            yield f"n_group={groups} with num_experts_per_tok={per_token}, which must be twice topk_group={chosen}"
 
     def _groups(self, keys: Keys) -> tuple[int, int]:
         """(number of expert groups, number of a token's groups)."""

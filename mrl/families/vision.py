@@ -29,7 +29,7 @@ def rope_axes(keys: Keys, head_dim: int, interleaved: bool) -> tuple[int, ...]:
         or any(type(part) is not int or part < 1 for part in section)
         or sum(section) != half
     ):
-        raise rope.wrong("mrope_section", f"three whole numbers above 0 with the sum {half}, half a head's channels")
+        raise rope.wrong("mrope_section", f"three integers above 0 with the sum {half}, half a head's channels")
     if rope.flag("mrope_interleaved", False) != interleaved:
         raise rope.wrong("mrope_interleaved", str(interleaved).lower())
     if not interleaved:
@@ -37,7 +37,7 @@ def rope_axes(keys: Keys, head_dim: int, interleaved: bool) -> tuple[int, ...]:
     axes = [0] * half
     for axis in (1, 2):
         if 3 * section[axis] > half + 2:
-            raise rope.wrong("mrope_section", f"rows and columns that take turns within {half} frequencies")
+            raise rope.wrong("mrope_section", f"alternating rows and columns within {half} frequencies")
         for place in range(axis, 3 * section[axis], 3):
             axes[place] = axis
     return tuple(axes)
@@ -54,10 +54,10 @@ def read_tower(keys: Keys, vision: Keys, axes: tuple[int, ...], width_key: str, 
         raise keys.wrong("image_token_id", f"one token id from 0 to {vocab - 1}")
     out = vision.size("out_hidden_size", MAX_WIDTH)
     if out != hidden:
-        raise UnsupportedModel(f"{vision.where}: out_hidden_size={out}, the decoder's hidden_size is {hidden}")
+        raise UnsupportedModel(f"{vision.where}: out_hidden_size={out} must equal the decoder's hidden_size, {hidden}")
     channels = vision.size("in_channels" if vision["in_chans"] is None else "in_chans", 16, 3)
     if channels != 3:
-        raise UnsupportedModel(f"{vision.where}: {channels} channels a pixel; supported: 3")
+        raise UnsupportedModel(f"{vision.where}: {channels} channels per pixel; supported: 3")
     depth, merge = vision.size("depth", MAX_DEPTH), vision.size("spatial_merge_size", 16)
     return VisionArch(
         image_token=tokens[0],

@@ -80,7 +80,7 @@ class VisionDecoder(Decoder):
         yield from super().differences(keys)
         for key in ("audio_config", "talker_config"):
             if keys[key] is not None:
-                yield f"{key} (pictures and text only)"
+                yield f"{key} (only images and text)"
 
     def _text(self, keys: Keys) -> Keys:
         """The decoder's keys alone, with the keys of the whole model."""

@@ -237,7 +237,7 @@ class _Formed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if ctx.work is None:
-            raise RuntimeError("gradients that were formed in the forward pass can be taken once")
+            raise RuntimeError("gradients computed in the forward pass can be used only once")
         (expected,) = ctx.saved_tensors
         work, ctx.work = ctx.work, None
         slopes = torch.stack([torch.zeros_like(expected[0]) if grad is None else grad for grad in grads[:2]])
@@ -256,7 +256,7 @@ def _factor(expected: Tensor, slopes: Tensor) -> Tensor:
     factor = torch.where(largest == 0, 0.0, slopes.view(-1)[place] / largest)
     wanted = expected * factor
     off = (slopes - wanted).abs() > _SAME * (wanted.abs() + wanted.abs().amax())
-    torch._assert_async(~off.any(), "the loss has other slopes than those that the gradients were formed by")
+    torch._assert_async(~off.any(), "the loss gradients differ from those used in the forward pass")
     return factor
 
 

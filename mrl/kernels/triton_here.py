@@ -41,9 +41,9 @@ def compiler_problem() -> str | None:
     try:
         build.compiler()
     except build.CannotBuild as error:
-        return f"{error}, which it calls at run time"
+        return f"{error}, which triton calls at run time"
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     elsewhere = [Path(folder) / "Python.h" for folder in os.environ.get("CPATH", "").split(os.pathsep) if folder]
     if not any(file.is_file() for file in (header, *elsewhere)):
-        return f"{header} is not there (Debian: python3-dev), which it compiles with at run time"
+        return f"{header} is missing, which triton needs at run time (Debian: install python3-dev)"
     return None

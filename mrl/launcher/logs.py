@@ -22,8 +22,8 @@ from mrl.terminal import Terminal
 TAIL_LINES = 30
 RESERVED = 1 << 16  # bytes reserved for a rank's error and traceback
 LEFT = (
-    f"left before its end (exit code {EXIT_PREEMPTED}): the same command goes on, from the last checkpoint if there is "
-    "one"
+    f"stopped before its end (exit code {EXIT_PREEMPTED}): run the same command to resume from the last checkpoint, if "
+    "there is one"
 )
 
 
@@ -116,9 +116,7 @@ def owned(log_dir: Path) -> Iterator[BinaryIO]:
         if not lock(marker):
             marker.seek(0)
             owner = marker.read().decode() or "a process that has just started"
-            raise LaunchError(
-                f"{log_dir} belongs to a run that is going on: stop it ({owner}), or choose another run.name"
-            )
+            raise LaunchError(f"{log_dir} is in use by another run ({owner}): stop it, or choose another run.name")
         marker.truncate(0)
         marker.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
         marker.flush()

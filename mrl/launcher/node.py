@@ -68,13 +68,13 @@ def launch_node(job: Elastic, run_dir: Path, place: NodePlace, grace_s: float = 
         _say(place, LEFT)
         return EXIT_PREEMPTED
     if warned and process.returncode:
-        _say(place, f"told to stop, and nothing was saved in time. {LEFT}")
+        _say(place, f"asked to stop, and no checkpoint was saved in time; {LEFT}")
         return EXIT_PREEMPTED
     if process.returncode:
         _say(
             place,
-            f"error: {job.kind} ended with exit code {process.returncode}: what failed is said above, or "
-            "by another node",
+            f"error: {job.kind} ended with exit code {process.returncode}: see the error above, or the output of the "
+            "other nodes",
         )
     return 1 if process.returncode else 0
 

@@ -125,7 +125,7 @@ class Nursery:
             pid = read_number(self._line)
         except TimeoutError:  # no start as a program: the fork may still come
             self.close()
-            raise TimeoutError(f"the process that ranks are copied from made none within {BIRTH_S:g} s") from None
+            raise TimeoutError(f"the fork server of the ranks did not start a rank within {BIRTH_S:g} s") from None
         except OSError:
             pid = None
         finally:
@@ -192,7 +192,7 @@ def _bear(parent: int) -> int:
     os.close(reading)
     os.waitpid(between, 0)
     if not pid:
-        raise OSError("no process could be made")
+        raise OSError("no process could be started")
     return int.from_bytes(pid, "big")
 
 

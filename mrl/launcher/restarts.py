@@ -97,7 +97,7 @@ class Restarts:
         return self._limits.get(place.section or "out_of_section", math.inf)
 
     def _say(self, fault: Fault, recovered_s: float | None) -> None:
-        end = "failed again before it had recovered" if recovered_s is None else f"recovered in {recovered_s:.1f} s"
+        end = "failed again before recovery" if recovered_s is None else f"recovered in {recovered_s:.1f} s"
         what = fault.text.partition("\n")[0]
         self._terminal.say(f"restart {self._attempt} of {self._allowed}: {what}; {end}")
         row = {"restart": self._attempt, **asdict(fault), "recovered_s": recovered_s}

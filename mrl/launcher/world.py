@@ -169,7 +169,7 @@ class _World:
     def _report(self, first: Rank, found: tuple[int, Failure] | None) -> None:
         if self.stopped and (found is None or found[1].lost_contact):
             names = " and ".join(f"rank {rank.number}" for rank in self.stopped)
-            self.terminal.say(f"error: {names} had been stopped (by a SIGSTOP or a debugger), and the others waited")
+            self.terminal.say(f"error: {names} had been paused (SIGSTOP or a debugger), and the other ranks timed out")
             self.terminal.say(f"details: {first.log.path}")
         elif found is None:
             self._report_silent(first)
@@ -246,4 +246,4 @@ def _how(rank: Rank) -> str:
     if rank.code is None or rank.code >= 0:
         return f"exit code {rank.code}"
     name = signal.Signals(-rank.code).name
-    return f"killed by {name}" + (": often the kernel, when memory runs out" if name == "SIGKILL" else "")
+    return f"killed by {name}" + (", often by the kernel when memory runs out" if name == "SIGKILL" else "")

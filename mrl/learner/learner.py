@@ -295,7 +295,7 @@ class Learner:
         if not len(packed.images):
             return None
         if self.pixels is None:
-            raise ValueError(f"the {self.role} was given prompts with pictures, and nothing to read these from")
+            raise ValueError(f"the {self.role} received prompts with images, but no image store to read them from")
         return Images.make(packed, self.pixels(packed.images))
 
     def _reduce_metrics(self, terms: list[tuple[Loss, list[LossParts]]]) -> dict[str, float]:

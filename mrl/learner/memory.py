@@ -112,8 +112,8 @@ class LearnerMemory:
             what = {"parameters": "parameters", "optimizer": "gradients, main weights and Adam's moments"}
             names = " and ".join(what[name] for name in sorted(missing))
             raise GivenUpError(
-                f"{doing}: the {self.model}'s {names} are not on the device: they were given up "
-                f"(offload: {self.offload}), and nothing has brought them back"
+                f"{doing}: the {self.model}'s {names} are not on the device: they were offloaded "
+                f"(offload: {self.offload}) and not reloaded"
             )
 
     def read(self, tensor: Tensor) -> Tensor:

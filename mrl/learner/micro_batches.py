@@ -151,7 +151,7 @@ class Split:
 def _shown(rollout: Rollout, sample_ids: Sequence[int], together: Together) -> tuple[Rollout, list[int]]:
     """Returns the sequences and their indices. Sequences of one sample need not share a micro-batch."""
     if rollout.sequence_lens is not None and together != 1:
-        raise ValueError("samples of several sequences cannot be kept together in a micro-batch")
+        raise ValueError("samples with several sequences cannot be kept in one micro-batch")
     shown, places = rollout.apart(sample_ids)
     return shown, list(places)
 

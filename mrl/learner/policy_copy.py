@@ -63,7 +63,7 @@ class PolicyCopy:
     @torch.no_grad()
     def _give(self, weights: dict[Tensor, Tensor]) -> None:
         """Writes weights into the model alone: main weights and moments stay unchanged and may be offloaded."""
-        self.learner.memory.require("parameters", "taking other weights")
+        self.learner.memory.require("parameters", "swapping weights")
         for parameter, own in own_ranges(self.learner.optimizer):
             own.copy_(weights[parameter])
         publish_own_ranges(self.learner.chunks)

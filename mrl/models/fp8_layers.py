@@ -71,7 +71,7 @@ class _Rounded(nn.Module):
         if self.scales is None or not isinstance(state, Tensor) or state.numel() == 0:
             return
         if state[: len(STATE)].cpu().numpy().tobytes() != STATE:
-            raise ValueError("the checkpoint's fp8 state is transformer-engine's: it cannot go on emulated")
+            raise ValueError("the checkpoint has transformer-engine's fp8 state: set precision.fp8.emulate: false")
         self.scales.restore(state[len(STATE) :].cpu().clone().view(torch.float32))
 
 

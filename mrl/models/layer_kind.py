@@ -32,6 +32,6 @@ def layer_kind(
 
 def _why_local(dtype: torch.dtype, arch: ModelArch) -> str | None:
     if dtype == torch.float32:
-        return "it multiplies float32 as TF32"
+        return "it computes float32 products in TF32"
     lacks = FAMILIES[arch.family].local_only
     return None if lacks is None else f"{arch.family} needs {lacks}"

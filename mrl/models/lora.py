@@ -102,7 +102,7 @@ def _layer(
 ) -> AdaptedLayer:
     parameter, (owner_name, _, attribute) = chunk.get_parameter(local), local.rpartition(".")
     if attribute != "weight":
-        raise UnsupportedModel(f"lora: {name} is one of several weights in a module: layers local, or other targets")
+        raise UnsupportedModel(f"lora: {name} shares a module with other weights: set layers: local, or other targets")
     assert train.lora is not None
     owner, spec = chunk.get_submodule(owner_name), train.lora.spec
     tp, tp_rank = mesh.tensor_cut(row.expert)

@@ -79,7 +79,7 @@ def transformer_engine_fields(cfg: FP8Config, kind: LayerKind) -> dict[str, Any]
         raise UnsupportedModel(f"precision.fp8.recipe: {cfg.recipe} cannot be computed here: {problem}")
     if kind != "transformer_engine":
         raise UnsupportedModel(
-            f"precision.fp8.recipe: {cfg.recipe} is for transformer-engine's layers, not {kind} ones"
+            f"precision.fp8.recipe: {cfg.recipe} needs layers: transformer_engine, and these are {kind} layers"
         )
     ends = {"num_layers_at_start_in_bf16": cfg.first_last_bf16, "num_layers_at_end_in_bf16": cfg.first_last_bf16}
     return {

@@ -50,7 +50,10 @@ def give_tower(chunk: Any, arch: ModelArch, hf_path: str, layout: ParallelConfig
     assert arch.vision is not None
     deep, first = len(arch.vision.deep), first_chunk_layers(layout, arch.num_layers)
     if first < deep:
-        raise UnsupportedModel(f"the first {deep} layers take deep features of pictures: the first stage has {first}")
+        raise UnsupportedModel(
+            f"the first {deep} layers take deep image features, and the first pipeline stage has only {first}: lower "
+            "parallel.pipeline"
+        )
     if not chunk.pre_process:
         return
     chunk.visual = _tower(hf_path)

@@ -64,24 +64,24 @@ CURVES = [
             Line(("actor/loss",), "actor", zero="loss of the policy"),
             Line(("validation/loss",), "held-out rows", markers=True),
         ),
-        "what is minimised: in sft the cross-entropy of the answers",
-        "of the policy: updates follow its gradient, its value need not fall",
+        "the minimized loss; for sft, the cross-entropy of the responses",
+        "policy loss: only its gradient matters, its value need not fall",
     ),
     Curve(
         "Held-out tokens",
-        (Line(("validation/token_accuracy",), "the likeliest", markers=True),),
-        "share of the tokens that are learnt, of rows that are not",
+        (Line(("validation/token_accuracy",), "top-1", markers=True),),
+        "share of held-out target tokens that the model ranks first",
         floor=0.0,
         ceiling=1.0,
     ),
-    Curve("Reward margin", (Line(("rewards/margins",), "chosen less rejected"),)),
+    Curve("Reward margin", (Line(("rewards/margins",), "chosen minus rejected"),)),
     Curve(
         "KL divergence",
         (
-            Line(("actor/ppo_kl",), "to the sampling policy", zero="KL divergence to the sampling policy"),
+            Line(("actor/ppo_kl",), "to the rollout policy", zero="KL divergence to the rollout policy"),
             Line(("kl/ref",), "to the reference"),
         ),
-        "nats a token",
+        "nats per token",
     ),
     Curve(
         "Clip fraction",
@@ -89,27 +89,27 @@ CURVES = [
             Line(("actor/clipfrac",), "actor", zero="clip fraction of the actor"),
             Line(("critic/clipfrac",), "critic", zero="clip fraction of the critic"),
         ),
-        "share of tokens whose loss was clipped",
+        "share of tokens whose loss is clipped",
         floor=0.0,
     ),
-    Curve("Value explained variance", (Line(("critic/explained_variance",), "critic"),), "1 is a perfect critic"),
-    Curve("Entropy", (Line(("actor/entropy",), "actor"),), "nats a token", floor=0.0),
+    Curve("Value explained variance", (Line(("critic/explained_variance",), "critic"),), "1: a perfect critic"),
+    Curve("Entropy", (Line(("actor/entropy",), "actor"),), "nats per token", floor=0.0),
     Curve(
         "Response length",
         (Line(("response/mean_tokens",), "mean"),),
-        "tokens a response, end token included",
+        "tokens per response, including the end token",
         floor=0.0,
     ),
     Curve(
         "Train / rollout log-prob mismatch",
         (Line(("mismatch/max_abs",), "largest"), Line(("mismatch/mean_abs",), "mean")),
-        "absolute difference a token, trainer against engine",
+        "absolute difference per token between trainer and engine",
         log=True,
     ),
     Curve(
         "Log-prob error of the loss head in fp8",
         (Line(("actor/head_error_max",), "largest"), Line(("actor/head_error_mean",), "mean")),
-        "absolute difference a token, on some of the samples, to a head in model.dtype",
+        "absolute difference per token to a head in model.dtype, on some of the samples",
         log=True,
     ),
     Curve(
@@ -122,38 +122,38 @@ CURVES = [
 ]
 MACHINE_CURVES = [
     Curve(
-        "Throughput", (Line(("perf/tokens_per_s",), "tokens / s"),), "tokens a second over the whole step", floor=0.0
+        "Throughput", (Line(("perf/tokens_per_s",), "tokens / s"),), "tokens per second over the whole step", floor=0.0
     ),
-    Curve("MFU", (Line(("perf/mfu",), "models"),), "share of the GPUs' bfloat16 peak, while models run", floor=0.0),
+    Curve("MFU", (Line(("perf/mfu",), "models"),), "share of the GPUs' bfloat16 peak while models run", floor=0.0),
     Curve(
-        "Arithmetic of a rank",
+        "TFLOP/s per rank",
         (Line(("perf/tflop_per_s_per_rank",), "models"),),
-        "TFLOP/s while models run; recomputation and engines not counted",
+        "while models run; without recomputation and engines",
         floor=0.0,
     ),
     Curve(
-        "Tokens a second of an engine",
+        "Engine throughput",
         (
             Line(("engines/tokens_per_s_fastest",), "fastest"),
             Line(("engines/tokens_per_s_slowest",), "slowest"),
         ),
-        "response tokens, while it has requests",
+        "response tokens per second of an engine with requests",
         floor=0.0,
     ),
     Curve(
-        "Sampling beside learning",
+        "Overlap of generation and training",
         (
-            Line(("perf/train_s",), "learning"),
-            Line(("perf/generate_s",), "sampling"),
+            Line(("perf/train_s",), "training"),
+            Line(("perf/generate_s",), "generation"),
             Line(("perf/wait_s",), "waiting for samples", zero="seconds of waiting for samples"),
         ),
-        "seconds of a step; what is drawn ahead is hidden but for the waiting",
+        "seconds per step; of prefetched generation, only the waiting adds to a step",
         floor=0.0,
     ),
     Curve(
-        "Age of the samples",
-        (Line(("staleness/max",), "oldest"), Line(("staleness/mean",), "mean")),
-        "versions of the weights, by tokens",
+        "Staleness of samples",
+        (Line(("staleness/max",), "max"), Line(("staleness/mean",), "mean")),
+        "weight versions behind, over tokens",
         floor=0.0,
     ),
 ]
@@ -209,7 +209,7 @@ def draw_phases(rows: list[Row], size: tuple[float, float] = (5.4, 2.9)) -> Figu
         base = base + height
     planned = [row.get("plan/step_s", np.nan) for row in steps]
     if not np.isnan(planned).all():
-        label = "plan, of the phases that it knows"
+        label = "plan, for the phases that it covers"
         axes.stairs(planned, edges, baseline=None, color=INK, linewidth=1.2, linestyle="--", label=label)
     axes.set_ylabel("seconds", color=INK, fontsize=8.5)
     axes.set_ylim(0, max(1e-9, float(np.percentile(base, 98)) * 1.25))

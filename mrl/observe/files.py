@@ -48,8 +48,8 @@ def write_down(what: str, write: Callable[[], object], on_error: str, note: Call
     except OSError as error:
         text = f"{what} cannot be written: {error.strerror or error}"
         if on_error == "stop":
-            raise NotWritten(f"{text} (checkpoint.on_error: warn would go on without)") from error
-        note(f"{text}; training goes on (checkpoint.on_error: warn)")
+            raise NotWritten(f"{text} (checkpoint.on_error: warn would continue without it)") from error
+        note(f"{text}; training continues (checkpoint.on_error: warn)")
 
 
 def write_jsonl(file: Path, rows: Iterable[dict[str, Any]]) -> None:
@@ -116,7 +116,7 @@ def read_config(run_dir: Path) -> tuple[str, dict[str, Any]]:
         text = file.read_bytes().decode()
         config = yaml.safe_load(text) or {}
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date such as 2020-13-45 is a ValueError
-        raise Unreadable(f"{file}: not the YAML that a run writes: {' '.join(str(error).split())}") from None
+        raise Unreadable(f"{file}: not valid YAML of a run: {' '.join(str(error).split())}") from None
     if not isinstance(config, dict) or not all(isinstance(config.get(name, {}), dict) for name in _SECTIONS):
         raise Unreadable(f"{file}: expected a mapping of sections such as {', '.join(_SECTIONS)}")
     return text, config

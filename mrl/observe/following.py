@@ -35,7 +35,7 @@ def follow(run_dir: Path, every_s: float, say: Callable[[str], None]) -> str:
 
 def _why(run_dir: Path) -> str:
     step, total = _last_step(run_dir), read_config(run_dir)[1].get("run", {}).get("steps")
-    return f"the run has made its {total} steps" if step == total else f"no run goes on there; it came to step {step}"
+    return f"the run has finished its {total} steps" if step == total else f"the run is not active; last step: {step}"
 
 
 def _last_step(run_dir: Path) -> int:

@@ -51,11 +51,11 @@ class Lock:
         with _alone(file.parent):
             owner = read_owner(file)
             if owner is None and file.exists():
-                print(f"{file} is empty, as a crash may leave it: it is nobody's", flush=True)
+                print(f"{file} is empty, probably after a crash: taking the lock", flush=True)
             if owner is not None and _alive(owner, file, silence_s):
                 raise RunLocked(
                     f"{file.parent} is in use by process {owner.pid} on {owner.host}: stop that run, or choose another "
-                    f"run.name (if you are sure that it is gone, delete {file})"
+                    f"run.name (if that process is certainly gone, delete {file})"
                 )
             self._me.write(file)
         self._stop = threading.Event()
@@ -82,7 +82,10 @@ def _alone(folder: Path) -> Iterator[None]:
     handle = os.open(folder, os.O_RDONLY)
     try:
         if not lock(handle, timeout_s=LOCK_TIMEOUT_S):
-            raise RunLocked(f"another process of this host has looked whose {folder} is for {LOCK_TIMEOUT_S:g} s")
+            raise RunLocked(
+                f"another process of this host has been checking the lock of {folder} for more than "
+                f"{LOCK_TIMEOUT_S:g} s: start the run again, or stop that process"
+            )
         yield
     finally:
         os.close(handle)
@@ -100,7 +103,7 @@ def read_owner(file: Path) -> Owner | None:
     except FileNotFoundError:
         return None
     except (ValueError, TypeError) as error:
-        raise RunLocked(f"{file} is not a lock file of this program ({error}); look at it, then delete it") from error
+        raise RunLocked(f"{file} is not a lock file of mrl ({error}): inspect it, then delete it") from error
 
 
 def is_owned(file: Path) -> bool:
@@ -121,7 +124,9 @@ def _alive(owner: Owner, file: Path, silence_s: float) -> bool:
     if owner.host == socket.gethostname():
         return _born(owner.pid) == owner.born != ""
     before, deadline = _beats(file), time.monotonic() + silence_s
-    print(f"waiting up to {silence_s:.0f} s for a sign of process {owner.pid} on {owner.host} ({file})", flush=True)
+    print(
+        f"waiting up to {silence_s:.0f} s for a heartbeat of process {owner.pid} on {owner.host} ({file})", flush=True
+    )
     while time.monotonic() < deadline:
         time.sleep(min(0.5, silence_s / 10))
         now = _beats(file)

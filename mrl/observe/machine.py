@@ -18,9 +18,9 @@ from mrl.observe.time_line import draw_time_line
 GIB = 1 << 30
 MOST_ENGINES = 16  # shown at most
 HOPS = {  # parts of a weight sync: metric and label
-    "gather": "gathering shards, on the ranks that send",
-    "network": "from there to other nodes",
-    "engine": "from a rank of each node to its engines",
+    "gather": "gather of shards on the sending ranks",
+    "network": "from the sending ranks to other nodes",
+    "engine": "from one rank of each node to its engines",
 }
 
 
@@ -32,7 +32,7 @@ def section(run_dir: Path, rows: list[Row]) -> str:
         return ""
     cards = [_phases(steps), *_curves(rows), _engines(run_dir, steps), _push(steps), _memory(steps, plan)]
     grid = "".join(card for card in cards if card)
-    return f'<h2>The machine</h2>{_words(plan)}<div class="grid">{grid}</div>{_ranks(run_dir, plan)}'
+    return f'<h2>Hardware</h2>{_words(plan)}<div class="grid">{grid}</div>{_ranks(run_dir, plan)}'
 
 
 def read_plan(run_dir: Path) -> dict[str, Any]:
@@ -51,11 +51,11 @@ def read_plan(run_dir: Path) -> dict[str, Any]:
 
 def _words(plan: dict[str, Any]) -> str:
     if "why" in plan:
-        text = f"No MFU and no prediction of the steps: {plan['why']}."
+        text = f"No MFU and no predicted step times: {plan['why']}."
     elif "gpu" in plan:
         text = (
-            f"Planned for {plan.get('gpus')} x {plan['gpu']}: from data sheets and assumed shares of what they say "
-            "(docs/planning.md), for the lengths that each step's samples had."
+            f"Plan for {plan.get('gpus')} x {plan['gpu']}: data-sheet peaks times assumed efficiencies "
+            "(docs/planning.md), for the sample lengths of each step."
         )
     else:
         return ""
@@ -75,12 +75,12 @@ def _phases(steps: list[Row]) -> str:
     planned = [name for name in names if any(f"plan/{name.removeprefix('time/')}_s" in row for row in steps)]
     if planned:
         both = [{"both": sum(row.get(name, 0.0) for name in planned), **row} for row in steps if "plan/step_s" in row]
-        table.append(_beside("planned phases together", both, "both", "plan/step_s"))
-        table.append(_beside("of that, moving memory", steps, "memory/offload_s", "plan/offload_s"))
+        table.append(_beside("all planned phases", both, "both", "plan/step_s"))
+        table.append(_beside("of which offloading", steps, "memory/offload_s", "plan/offload_s"))
     table = [row for row in table if row[2] or row[4]]
-    head = ["phase", "steps", "seconds", "of all time", "plan", "measured / plan"]
-    note = "median seconds of the steps that had it; the share is of all steps"
-    return html.card("Where the time goes", note, html.table(head, table)) if table else ""
+    head = ["phase", "steps", "seconds", "share", "plan", "measured / plan"]
+    note = "median seconds over the steps with this phase; share of the time of all steps"
+    return html.card("Time by phase", note, html.table(head, table)) if table else ""
 
 
 def _beside(words: str, rows: list[Row], name: str, planned: str) -> list[str]:
@@ -90,8 +90,8 @@ def _beside(words: str, rows: list[Row], name: str, planned: str) -> list[str]:
 
 def _curves(rows: list[Row]) -> list[str]:
     figures = [
-        ("Time of each phase", "seconds a step", draw_phases(rows)),
-        ("Time line", "who worked when; what is drawn ahead begins a step before it is learnt", draw_time_line(rows)),
+        ("Step time", "seconds per step, by phase", draw_phases(rows)),
+        ("Timeline", "trainer and engines; prefetched generation starts one step early", draw_time_line(rows)),
     ]
     figures += [(curve.title, curve.note, draw(curve, rows)) for curve in MACHINE_CURVES]
     return [
@@ -108,13 +108,13 @@ def _engines(run_dir: Path, steps: list[Row]) -> str:
     try:
         table = _engine_rows(rows[-1]["engines"])
         waiting = _middle(steps, "engines/waiting")
-        how_many = "it is not known how many" if waiting is None else f"{waiting:.1f}"
-        waited = f"{how_many} requests waited here to be given to one, in the mean (median of the steps)"
+        how_many = "an unknown number of" if waiting is None else f"{waiting:.1f}"
+        waited = f"{how_many} requests waited at rank 0 on average (median over steps)"
         slowest = f"; the slowest {MOST_ENGINES} of {len(table)}" if len(table) > MOST_ENGINES else ""
-        note = f"in step {rows[-1]['step']}, while it had requests; {waited}{slowest}"
+        note = f"in step {rows[-1]['step']}, while the engine had requests; {waited}{slowest}"
     except (KeyError, TypeError, AttributeError, ValueError):
-        raise Unreadable(f"{run_dir / ENGINES}: the last line is not as a run writes it") from None
-    head = ["engine", "requests", "tokens", "at once", "most", "tokens / s"]
+        raise Unreadable(f"{run_dir / ENGINES}: the last line is not in the format that a run writes") from None
+    head = ["engine", "requests", "tokens", "mean in flight", "max in flight", "tokens / s"]
     return html.card("Engines", note, html.table(head, table[:MOST_ENGINES]))
 
 
@@ -136,16 +136,16 @@ def _push(steps: list[Row]) -> str:
         if seconds is not None:
             table.append([words, _seconds(seconds), _size(nbytes), _rate(nbytes, seconds)])
     seconds, nbytes = _middle(steps, "perf/sync_s"), _middle(steps, "sync/bytes")
-    table.append(["the whole push of the model", _seconds(seconds), _size(nbytes), _rate(nbytes, seconds)])
-    note = "medians; hops overlap, each with the seconds of the rank that needed longest and the bytes of all receivers"
-    return html.card("A push of weights", note, html.table(["", "seconds", "sent", "a second"], table))
+    table.append(["whole sync", _seconds(seconds), _size(nbytes), _rate(nbytes, seconds)])
+    note = "medians; hops overlap; seconds of the slowest rank, bytes of all receivers"
+    return html.card("Weight sync", note, html.table(["hop", "seconds", "sent", "rate"], table))
 
 
 def _memory(steps: list[Row], plan: dict[str, Any]) -> str:
     kinds = {
-        "peak_gib": "most that rank 0's tensors had on its GPU, measured and by the plan; then, by the plan alone, the "
-        "rank that needs most, with everything that is on its GPU",
-        "resident_gib": "most that rank 0's process had in host memory",
+        "peak_gib": "peak GPU memory of rank 0's tensors, measured and planned; last column: planned total of the rank "
+        "that needs most, with everything on its GPU",
+        "resident_gib": "peak host memory of rank 0's process",
     }
     kind = next((kind for kind in kinds if any(f"memory/{kind}/" in name for row in steps for name in row)), None)
     if kind is None:
@@ -164,7 +164,7 @@ def _memory(steps: list[Row], plan: dict[str, Any]) -> str:
         worst = plan.get("memory", {}).get(planned, {}) if kind == "peak_gib" else {}
         most = f"{worst['bytes'] / GIB:.1f} of {plan['gpu_bytes'] / GIB:.0f} (rank {worst['rank']})" if worst else ""
         table.append([phase, f"{peak:.2f}", f"{tensors / GIB:.2f}" if tensors is not None else "", most])
-    head = ["phase", "GiB", "plan", "the whole GPU by the plan"]
+    head = ["phase", "GiB", "plan", "plan, whole GPU"]
     return html.card("Memory by phase", kinds[kind], html.table(head, table))
 
 
@@ -172,8 +172,8 @@ def _ranks(run_dir: Path, plan: dict[str, Any]) -> str:
     file = run_dir / RANKS
     if not file.is_file():
         return ""
-    image = html.picture("Who is where", file.read_bytes())
-    return f'<h2>Who is where</h2><div class="card whole">{image}</div>'
+    image = html.picture("Placement", file.read_bytes())
+    return f'<h2>Placement of ranks and engines</h2><div class="card whole">{image}</div>'
 
 
 def _middle(rows: Sequence[Row], name: str) -> float | None:

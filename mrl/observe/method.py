@@ -8,8 +8,8 @@ _ESTIMATORS = {"gae": "PPO"}
 _TRAINERS = {
     "sft": "supervised fine-tuning",
     "dpo": "preference learning",
-    "reward_model": "reward modelling",
-    "diffusion_sft": "denoising",
+    "reward_model": "reward modeling",
+    "diffusion_sft": "diffusion fine-tuning",
 }
 
 

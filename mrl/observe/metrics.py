@@ -53,7 +53,7 @@ def read_metrics(run_dir: Path) -> list[Row]:
     file = run_dir / METRICS
     for raw in read_jsonl(file):
         if raw.get("step") is None or not all(map(_is_number, raw.values())):
-            raise Unreadable(f"{file}: a row is no step with numbers: {json.dumps(raw)[:200]}")
+            raise Unreadable(f"{file}: a row is not a step with numeric metrics: {json.dumps(raw)[:200]}")
         while rows and rows[-1]["step"] >= raw["step"]:
             rows.pop()
         rows.append({name: value for name, value in raw.items() if value is not None})

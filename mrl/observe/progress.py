@@ -39,9 +39,9 @@ HEADLINES: list[tuple[str, tuple[str, ...], str]] = [
     ("truncated", ("response/truncated",), ".0%"),
     ("mismatch max", ("mismatch/max_abs",), ".1e"),
     ("tokens/s", ("perf/tokens_per_s",), ",.0f"),
-    ("tokens/s a rank", ("perf/tokens_per_s_per_rank",), ",.0f"),
-    ("TFLOP a step", ("perf/model_tflop",), THREE_DIGITS),
-    ("TFLOP/s a rank", ("perf/tflop_per_s_per_rank",), THREE_DIGITS),
+    ("tokens/s/rank", ("perf/tokens_per_s_per_rank",), ",.0f"),
+    ("TFLOP/step", ("perf/model_tflop",), THREE_DIGITS),
+    ("TFLOP/s/rank", ("perf/tflop_per_s_per_rank",), THREE_DIGITS),
     ("MFU", ("perf/mfu",), ".1%"),
 ]
 

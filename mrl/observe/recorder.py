@@ -114,7 +114,7 @@ class Recorder(SilentRecorder):
         if text.startswith(DATA_KEYS):
             self._about_data.append(redact(text))
             content = json.dumps(self._about_data, indent=1)
-            self.write_down("what was left out of the data", lambda: write_atomically(self._of_data, f"{content}\n"))
+            self.write_down("the list of left-out rows", lambda: write_atomically(self._of_data, f"{content}\n"))
 
     def log(self, stats: StepStats) -> None:
         """Ends a step: writes and shows its metrics, and names the non-finite ones."""
@@ -126,7 +126,7 @@ class Recorder(SilentRecorder):
         self._pass_on_notes()
         self._display.step_done()
         if bad:
-            self.note(f"step {stats.step}: not finite, null in metrics.jsonl: {', '.join(bad)}")
+            self.note(f"step {stats.step}: not finite, written as null to metrics.jsonl: {', '.join(bad)}")
 
     def tracker_runs(self) -> dict[str, str]:
         return {name: sender.run_id for name, sender in self._senders() if sender.run_id is not None}

@@ -123,7 +123,7 @@ def _tiles(run: Run) -> str:
         ("held-out loss", ("validation/loss",), ".4f"),
         ("held-out perplexity", ("validation/perplexity",), ".3g"),
         ("response tokens", ("response/mean_tokens",), ".1f"),
-        ("responses cut at the limit", ("response/truncated",), ".0%"),
+        ("truncated responses", ("response/truncated",), ".0%"),
         ("explained variance", ("critic/explained_variance",), ".2f"),
     ):
         values = next((v for name in names if (v := [row[name] for row in rows if name in row])), [])
@@ -140,7 +140,7 @@ def _tiles(run: Run) -> str:
         tiles.append(("MFU, median", f"{shares[len(shares) // 2]:.1%}"))
     seconds = sum(value for row in rows for name, value in row.items() if name.startswith("time/"))
     if seconds:
-        tiles.append(("time in all phases", clock(seconds)))
+        tiles.append(("total time of all phases", clock(seconds)))
     cells = "".join(
         f'<div class="card tile"><b>{escape(value)}</b><span>{escape(label)}</span></div>' for label, value in tiles
     )
@@ -165,11 +165,11 @@ def _zeros(run: Run) -> str:
     if not found:
         return ""
     why = (
-        ". A step makes one update, of the weights that its samples come from: the ratio is 1, nothing is clipped, and "
-        "the loss is minus the mean advantage"
+        ". Each step makes one on-policy update: the ratio is 1, nothing is clipped, and the loss is minus the mean "
+        "advantage"
     )
     because = why if run.updates_once_a_step else ""
-    return f'<p class="sub">0 at every step, and not drawn: {escape(", ".join(found))}{because}.</p>'
+    return f'<p class="sub">0 at every step, not drawn: {escape(", ".join(found))}{because}.</p>'
 
 
 def grids(run_dir: Path) -> list[Path]:
@@ -215,7 +215,7 @@ def _answers(found: BeforeAfter | None) -> str:
     )
     mean = f"mean score {found.means}"
     return (
-        f'<h2>The same validation prompts before and after</h2><p class="sub">{mean}</p>'
+        f'<h2>Validation prompts before and after training</h2><p class="sub">{mean}</p>'
         f'<div class="card wide"><table class="answers">{head}{body}</table></div>'
     )
 
@@ -239,6 +239,6 @@ def _config(text: str) -> str:
     if not text:
         return ""
     return (
-        '<h2>Configuration</h2><div class="card"><details><summary>config.yaml, every key written out</summary>'
+        '<h2>Configuration</h2><div class="card"><details><summary>config.yaml with all keys</summary>'
         f"<pre>{escape(text)}</pre></details></div>"
     )

@@ -80,8 +80,8 @@ def refuse_existing(cfg: AnyConfig) -> None:
         return
     if not any(run_dir.glob("checkpoints/step_*/complete")) and written(run_dir):
         raise RunExists(
-            f"{run_dir} holds metrics, samples or weights of a run that left no checkpoint to go on from: choose "
-            "another run.name, or say run.existing=move_aside (they go to earlier_N in it)"
+            f"{run_dir} has metrics, samples or weights of a run, but no checkpoint to resume from: choose another "
+            "run.name, or set run.existing=move_aside (moves them to its subdirectory earlier_N)"
         )
 
 

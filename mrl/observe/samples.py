@@ -96,10 +96,9 @@ class BeforeAfter:
     def means(self) -> str:
         """Text such as "0.250 → 1.000", with the number of responses if some are missing."""
         if self.mean_before is None or self.mean_after is None:
-            return f"unknown: none of {self.asked} responses has a score at both"
-        some = (
-            f" ({self.compared} of {self.asked} responses have a score at both)" if self.compared < self.asked else ""
-        )
+            return f"unknown: none of {self.asked} responses has a score at both steps"
+        some = f" ({self.compared} of {self.asked} responses have a score at both steps)"
+        some = some if self.compared < self.asked else ""
         return f"{self.mean_before:.3f} → {self.mean_after:.3f}{some}"
 
 
@@ -143,7 +142,7 @@ def _turns(row: dict[str, Any]) -> tuple[Said, ...]:
     """Turns of a sample. Raises Unreadable for malformed messages."""
     messages = row.get("messages", [])
     if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
-        raise Unreadable("a sample's messages are no list of messages")
+        raise Unreadable("the messages of a sample are not a list of messages")
     return tuple((each.get("role") == "assistant", str(each.get("content", ""))) for each in messages)
 
 
@@ -156,7 +155,7 @@ def _samples(file: Path) -> list[dict[str, Any]]:
     for number, row in enumerate(rows, 1):
         lacking = [name for name, kind in _COMPARED.items() if not isinstance(row.get(name), kind)]
         if lacking:
-            raise Unreadable(f"{file}: sample {number} has no {' and no '.join(lacking)} as a run writes it")
+            raise Unreadable(f"{file}: sample {number} has no valid {' and no valid '.join(lacking)}")
     return rows
 
 

@@ -114,11 +114,11 @@ class Sender:
         with self._news:
             if self._waiting:
                 self._notes.append(
-                    f"{self.name} lacks the metrics of {_steps(self._waiting)}: they are in "
-                    f"{self._run_dir / 'metrics.jsonl'}, and are sent if the run goes on"
+                    f"{self.name} did not receive the metrics of {_steps(self._waiting)}: they are in "
+                    f"{self._run_dir / 'metrics.jsonl'}, and are sent when the run is resumed"
                 )
             elif self._thread.is_alive():
-                self._notes.append(f"{self.name} has not said within {CLOSE_S:g} s that it has stored everything")
+                self._notes.append(f"{self.name} did not confirm within {CLOSE_S:g} s that it has stored all metrics")
 
     def _missed(self, step: int) -> list[TrackedStep]:
         self._sent = min(self._sent, step - 1)  # later steps run again
@@ -167,14 +167,14 @@ class Sender:
         self._sent = rows[-1].step
         self._write()
         if failures:
-            self._note(f"{self.name} answers again, and has {_steps(rows)} now")
+            self._note(f"{self.name} responds again and has received {_steps(rows)}")
 
     def _failed(self, error: Exception, failures: int) -> None:
         if not failures:
             what = printable(shortened(" ".join(f"{type(error).__name__}: {error}".split()), most=300))
             self._note(
-                f"{self.name} takes no metrics at the moment ({what}); training goes on, metrics.jsonl keeps them, and "
-                "they are sent when it answers"
+                f"{self.name} accepts no metrics at the moment ({what}); training continues, metrics.jsonl keeps them, "
+                "and they are sent when it responds"
             )
 
     def _note(self, text: str) -> None:

@@ -46,9 +46,9 @@ def bars(rows: Sequence[Row]) -> list[Bar]:
             found.append(Bar(TRAINER, phase, at, row[PHASE + phase]))
             at += row[PHASE + phase]
         if "perf/generate_s" not in row:
-            found.append(Bar(ENGINES, "sampling", began, row[PHASE + WAITING]))
+            found.append(Bar(ENGINES, "generation", began, row[PHASE + WAITING]))
         elif number > 0:
-            found.append(Bar(ENGINES, "sampling", before, min(row["perf/generate_s"], at - before)))
+            found.append(Bar(ENGINES, "generation", before, min(row["perf/generate_s"], at - before)))
         before = began
     return found
 
@@ -60,7 +60,7 @@ def draw_time_line(rows: Sequence[Row], size: tuple[float, float] = (11.2, 2.2))
         return None
     figure, axes = blank(size)
     names = list(dict.fromkeys(bar.what for bar in found if bar.place == TRAINER))
-    colors = dict(zip(names, PALETTE[1:] * len(names), strict=False)) | {"sampling": PALETTE[0]}
+    colors = dict(zip(names, PALETTE[1:] * len(names), strict=False)) | {"generation": PALETTE[0]}
     for what, color in colors.items():
         own = [bar for bar in found if bar.what == what]
         label = "waiting for samples" if what == WAITING else what
@@ -68,6 +68,6 @@ def draw_time_line(rows: Sequence[Row], size: tuple[float, float] = (11.2, 2.2))
             [b.place for b in own], [b.seconds for b in own], left=[b.start for b in own], color=color, label=label
         )
     axes.set_yticks([TRAINER, ENGINES], ["trainer", "engines"])
-    axes.set_xlabel(f"seconds, the last {SHOWN} steps at most", color=INK, fontsize=8.5)
+    axes.set_xlabel(f"seconds, last {SHOWN} steps", color=INK, fontsize=8.5)
     axes.legend(frameon=False, fontsize=8.5, labelcolor=INK, ncols=7, loc="upper center", bbox_to_anchor=(0.5, 1.25))
     return figure

@@ -49,8 +49,8 @@ def missing(run: RunConfig) -> Iterator[str]:
         if find_spec(package) is None:
             command = pip_install(package) if name == "tensorboard" else pip_install_extra("trackers")
             yield (
-                f"run.trackers: {name} needs the package {package}, which is not installed: {command}, or leave {name} "
-                "out"
+                f"run.trackers: {name} needs the package {package}, which is not installed: {command}, or remove "
+                f"{name} from run.trackers"
             )
 
 

@@ -54,7 +54,7 @@ class Wandb(Remote):
     def where(self) -> str:
         if self._cfg.run.wandb.mode == "online":
             return str(self._run.url)
-        return f"offline, {Path(self._run.dir).parent} (wandb sync sends it)"
+        return f"offline, {Path(self._run.dir).parent} (upload it with wandb sync)"
 
     def send(self, rows: Sequence[TrackedStep]) -> None:
         for row in rows:

@@ -39,7 +39,7 @@ def _at_home(path: str) -> str:
     found = os.path.expanduser(path)
     if found.startswith("~"):
         user = path.partition("/")[0]
-        raise ValueError(f"{user} is no home directory here, and a folder of that name is ./{user}")
+        raise ValueError(f"{user} is not a home directory here: write ./{user} for a folder of that name")
     return found
 
 
@@ -77,7 +77,7 @@ class Options(Section):
         """Returns `given` with former names replaced by current ones. Raises ValueError for a key under both names."""
         for old, new in cls.renamed.items():
             if old in given and new in given:
-                raise ValueError(f"{old} is the former name of {new}: give one of them")
+                raise ValueError(f"{old} is the former name of {new}: give only {new}")
         return {cls.renamed.get(key, key): value for key, value in given.items()}
 
     @classmethod
@@ -87,5 +87,5 @@ class Options(Section):
         given = cls.present_names(given)
         fields = cls.model_fields
         if unknown := sorted(given.keys() - fields.keys()):
-            raise TypeError(f"no option {', '.join(unknown)}: there is {', '.join(fields) or 'none'}")
+            raise TypeError(f"unknown option {', '.join(unknown)}: available: {', '.join(fields) or 'none'}")
         return {name: given.get(name, field.get_default()) for name, field in fields.items()}

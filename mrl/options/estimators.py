@@ -41,8 +41,8 @@ ESTIMATORS: dict[str, type[EstimatorOptions]] = {}  # by adv_estimator
 class Whitening(EstimatorOptions):
     """Options of estimators that can whiten their advantages."""
 
-    whiten_advantages: bool = True  # to mean 0 and deviation 1 over a step's tokens
-    whiten_shift_mean: bool = True  # false: whitening changes their scale only, not their mean
+    whiten_advantages: bool = True  # normalize to mean 0 and deviation 1 over the tokens of a step
+    whiten_shift_mean: bool = True  # false: normalize the scale only, not the mean
 
 
 class GroupScale(EstimatorOptions):
@@ -52,14 +52,14 @@ class GroupScale(EstimatorOptions):
 
 
 class GAE(Whitening, name="gae"):
-    """Generalised advantage estimation (arXiv 1506.02438), from a critic's values."""
+    """Generalized advantage estimation (arXiv 1506.02438), from a critic's values."""
 
     compares_group: ClassVar[bool] = False
     takes_values: ClassVar[Literal["never", "maybe", "always"]] = "always"
     takes_turns: ClassVar[bool] = True
 
-    gamma: Fraction = 1.0  # discount a token
-    lam: Fraction = 1.0  # 1 is the whole return (least bias), 0 one step (least variance)
+    gamma: Fraction = 1.0  # discount per token
+    lam: Fraction = 1.0  # 1: the whole return (least bias); 0: one step (least variance)
 
 
 class GRPO(GroupScale, name="grpo"):
@@ -85,14 +85,14 @@ class OPO(EstimatorOptions, name="opo"):
 class GPG(EstimatorOptions, name="gpg"):
     """Group policy gradient (arXiv 2504.02546)."""
 
-    gpg_f_norm: PositiveFloat = 1.0  # advantages are divided by it
+    gpg_f_norm: PositiveFloat = 1.0  # divisor of advantages
 
 
 class GDPO(Whitening, GroupScale, name="gdpo"):
     """GDPO (arXiv 2601.05242): the weighted sum of grpo's advantages of each reward component, whitened."""
 
-    gdpo_reward_keys: tuple[str, ...] = ()  # required: components of the reward, "score" among them if it is one
-    gdpo_reward_weights: tuple[float, ...] | None = None  # of gdpo_reward_keys; all 1 when null
+    gdpo_reward_keys: tuple[str, ...] = ()  # required: components of the reward; may include "score"
+    gdpo_reward_weights: tuple[float, ...] | None = None  # weights of gdpo_reward_keys; null: all 1
 
     @property
     def score_parts(self) -> tuple[str, ...]:
@@ -105,7 +105,7 @@ class ReinforcePlusPlus(Whitening, name="reinforce_plus_plus"):
     compares_group: ClassVar[bool] = False
     takes_turns: ClassVar[bool] = True
 
-    gamma: Fraction = 1.0  # discount a token
+    gamma: Fraction = 1.0  # discount per token
 
 
 class ReinforcePlusPlusBaseline(Whitening, name="reinforce_plus_plus_baseline"):
@@ -124,7 +124,7 @@ class TokenBaseline(EstimatorOptions, name="optimal_token_baseline"):
 
     needs_distribution: ClassVar[bool] = True
 
-    zero_tail: bool | None = None  # baseline 0 where one response of a group is left, so it keeps its return; null: no
+    zero_tail: bool | None = None  # baseline 0 where only one response of a group remains; null: no
 
 
 class TIRTokenBaseline(EstimatorOptions, name="tir_optimal_token_baseline"):
@@ -132,14 +132,14 @@ class TIRTokenBaseline(EstimatorOptions, name="tir_optimal_token_baseline"):
 
     needs_distribution: ClassVar[bool] = True
 
-    zero_tail: bool | None = None  # baseline 0 where one response of a group is left, so it keeps its return; null: yes
+    zero_tail: bool | None = None  # baseline 0 where only one response of a group remains; null: yes
 
 
 class OwnAdvantage(Section):
     """An estimator of your own: see docs/extending.md."""
 
     function: FilePath  # path/to/file.py:name, f(AdvantageInputs, **options) -> (advantages, returns)
-    options: OwnOptions = {}  # its arguments besides the first, by their names
+    options: OwnOptions = {}  # its keyword arguments
 
 
 class OwnEstimator(EstimatorOptions, name="function"):

@@ -15,7 +15,7 @@ from mrl.options.base import FilePath, Options, OwnOptions, PositiveFloat
 AggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 TokenShare = Annotated[float, Field(gt=0, le=1)]
 Wrong = tuple[tuple[str, ...], str]  # keys, the one to change first, and the mistake
-NEVER_CLIPPED = "else the ratio would never be clipped from below"
+NEVER_CLIPPED = "or the ratio is never clipped from below"
 
 
 class LossOptions(Options):
@@ -49,9 +49,9 @@ class Vanilla(LossOptions, name="vanilla"):
     and all that name no other aggregation use token-mean.
     """
 
-    clip_ratio_low: PositiveFloat = 0.2  # ratios count down to 1 - this
-    clip_ratio_high: PositiveFloat = 0.2  # ratios count up to 1 + this
-    clip_ratio_c: PositiveFloat = 3.0  # > 1: ratios count up to this where the advantage is negative
+    clip_ratio_low: PositiveFloat = 0.2  # clip ratios below at 1 - this
+    clip_ratio_high: PositiveFloat = 0.2  # clip ratios above at 1 + this
+    clip_ratio_c: PositiveFloat = 3.0  # dual clip, above 1: maximum ratio if the advantage is negative
 
     def wrong(self) -> Iterator[Wrong]:
         if self.clip_ratio_c <= 1:
@@ -60,46 +60,46 @@ class Vanilla(LossOptions, name="vanilla"):
 
 
 class GSPO(LossOptions, name="gspo"):
-    """Group sequence policy optimisation (arXiv 2507.18071): PPO's clip on a response's ratio, the geometric mean of
-    its tokens' ratios. Aggregated by seq-mean-token-mean, unless loss_agg_mode says otherwise."""
+    """Group sequence policy optimization (arXiv 2507.18071): PPO's clip on a response's ratio, the geometric mean of
+    its tokens' ratios. Aggregated by seq-mean-token-mean, unless loss_agg_mode is set."""
 
     usual_aggregate: ClassVar[AggMode] = "seq-mean-token-mean"
 
-    clip_ratio_low: PositiveFloat = 3e-4  # a response's ratio counts down to 1 - this
-    clip_ratio_high: PositiveFloat = 4e-4  # a response's ratio counts up to 1 + this
+    clip_ratio_low: PositiveFloat = 3e-4  # clip a response's ratio below at 1 - this
+    clip_ratio_high: PositiveFloat = 4e-4  # clip a response's ratio above at 1 + this
 
     def wrong(self) -> Iterator[Wrong]:
         yield from _low_of_1("gspo", self.clip_ratio_low)
 
 
 class GeoMean(LossOptions, name="geo_mean"):
-    """Geometric-mean policy optimisation (GMPO, arXiv 2507.20673). Its bounds are of log-ratios: with 0.4 a ratio
-    counts from exp(-0.4) = 0.67 to exp(0.4) = 1.49. Always aggregated by seq-mean-token-mean."""
+    """Geometric-mean policy optimization (GMPO, arXiv 2507.20673). Its bounds apply to log-ratios: 0.4 clips ratios to
+    exp(-0.4) = 0.67 and exp(0.4) = 1.49. Always aggregated by seq-mean-token-mean."""
 
     usual_aggregate: ClassVar[AggMode] = "seq-mean-token-mean"
     is_fixed_aggregate: ClassVar[bool] = True
     one_weight_a_response: ClassVar[bool] = True
 
-    clip_ratio_low: PositiveFloat = 0.4  # a token's log-ratio counts down to minus this
-    clip_ratio_high: PositiveFloat = 0.4  # a token's log-ratio counts up to this
+    clip_ratio_low: PositiveFloat = 0.4  # clip a token's log-ratio below at minus this
+    clip_ratio_high: PositiveFloat = 0.4  # clip a token's log-ratio above at this
 
 
 class CISPO(LossOptions, name="cispo"):
     """Clipped importance weights (arXiv 2506.13585): a clipped token keeps its gradient."""
 
-    clip_ratio_low: PositiveFloat = 1.0  # ratios count down to 1 - this; 1 or more: no lower bound, as in the paper
-    clip_ratio_high: PositiveFloat = 0.2  # ratios count up to 1 + this; the paper gives no number, this is verl's
+    clip_ratio_low: PositiveFloat = 1.0  # clip ratios below at 1 - this; 1 or more: no lower bound, as in the paper
+    clip_ratio_high: PositiveFloat = 0.2  # clip ratios above at 1 + this; verl's value, the paper gives none
 
 
 class SAPO(LossOptions, name="sapo"):
-    """Soft adaptive policy optimisation (arXiv 2511.20347): a soft gate in place of a clip. Always aggregated by
+    """Soft adaptive policy optimization (arXiv 2511.20347): a soft gate in place of a clip. Always aggregated by
     seq-mean-token-mean."""
 
     usual_aggregate: ClassVar[AggMode] = "seq-mean-token-mean"
     is_fixed_aggregate: ClassVar[bool] = True
 
-    tau_pos: PositiveFloat = 1.0  # steepness of the gate where the advantage is positive
-    tau_neg: PositiveFloat = 1.05  # steepness of the gate elsewhere
+    tau_pos: PositiveFloat = 1.0  # steepness of the gate for positive advantages
+    tau_neg: PositiveFloat = 1.05  # steepness of the gate for other advantages
 
 
 class ClipCov(LossOptions, name="clip_cov"):
@@ -107,17 +107,17 @@ class ClipCov(LossOptions, name="clip_cov"):
 
     chooses_tokens: ClassVar[bool] = True
 
-    clip_ratio_low: PositiveFloat = 0.2  # ratios count down to 1 - this
-    clip_ratio_high: PositiveFloat = 0.2  # ratios count up to 1 + this
-    clip_cov_ratio: TokenShare = 0.0002  # share of the mini-batch's tokens (at least one) that learn nothing
-    clip_cov_lb: float = 1.0  # the covariance of advantage and log-prob of these is above this
-    clip_cov_ub: float = 5.0  # and below this
+    clip_ratio_low: PositiveFloat = 0.2  # clip ratios below at 1 - this
+    clip_ratio_high: PositiveFloat = 0.2  # clip ratios above at 1 + this
+    clip_cov_ratio: TokenShare = 0.0002  # share of the mini-batch's tokens (at least one) without gradient
+    clip_cov_lb: float = 1.0  # lower bound of their covariance of advantage and log-prob
+    clip_cov_ub: float = 5.0  # upper bound of that covariance
 
     def wrong(self) -> Iterator[Wrong]:
         yield from _low_of_1("clip_cov", self.clip_ratio_low)
         if self.clip_cov_lb >= self.clip_cov_ub:
             between = f"above {self.clip_cov_lb} and below {self.clip_cov_ub}"
-            yield ("clip_cov_lb", "clip_cov_ub"), f"no covariance is {between}: no token would be clipped"
+            yield ("clip_cov_lb", "clip_cov_ub"), f"no covariance is {between}, so no token would be clipped"
 
 
 class KLCov(LossOptions, name="kl_cov"):
@@ -127,7 +127,7 @@ class KLCov(LossOptions, name="kl_cov"):
     needs_moved_policy: ClassVar[bool] = True
 
     kl_cov_ratio: TokenShare = 0.0002  # share of the mini-batch's tokens (at least one) that get the penalty
-    ppo_kl_coef: PositiveFloat = 1.0  # its coefficient
+    ppo_kl_coef: PositiveFloat = 1.0  # coefficient of the penalty
 
 
 class DPPOTV(LossOptions, name="dppo_tv"):
@@ -136,12 +136,12 @@ class DPPOTV(LossOptions, name="dppo_tv"):
 
     renamed: ClassVar[Mapping[str, str]] = {"clip_ratio_low": "divergence_low", "clip_ratio_high": "divergence_high"}
 
-    divergence_low: PositiveFloat = 0.15  # farthest |p - p_old| downwards, where the advantage is not positive
-    divergence_high: PositiveFloat = 0.15  # farthest |p - p_old| upwards, where the advantage is positive
-    dppo_ratio_cap: PositiveFloat = 20.0  # ratios count up to this
+    divergence_low: PositiveFloat = 0.15  # maximum decrease of p, if the advantage is not positive
+    divergence_high: PositiveFloat = 0.15  # maximum increase of p, if the advantage is positive
+    dppo_ratio_cap: PositiveFloat = 20.0  # maximum ratio
 
     def wrong(self) -> Iterator[Wrong]:
-        because = "else two probabilities are never further apart, so nothing would be masked"
+        because = "or nothing is masked, since two probabilities never differ by more"
         yield from _low_of_1("dppo_tv", self.divergence_low, "divergence_low", because)
 
 
@@ -150,15 +150,15 @@ class DPPOKL(LossOptions, name="dppo_kl"):
 
     renamed: ClassVar[Mapping[str, str]] = {"clip_ratio_low": "divergence_low", "clip_ratio_high": "divergence_high"}
 
-    divergence_low: PositiveFloat = 0.05  # nats, the most downwards, where the advantage is not positive
-    divergence_high: PositiveFloat = 0.05  # nats, the most upwards, where the advantage is positive
-    dppo_ratio_cap: PositiveFloat = 20.0  # ratios count up to this
+    divergence_low: PositiveFloat = 0.05  # maximum KL in nats for a decrease of p, if the advantage is not positive
+    divergence_high: PositiveFloat = 0.05  # maximum KL in nats for an increase of p, if the advantage is positive
+    dppo_ratio_cap: PositiveFloat = 20.0  # maximum ratio
 
 
 class DRO(LossOptions, name="dro"):
-    """Direct reward optimisation: a quadratic pull towards the sampling policy replaces the clip."""
+    """Direct reward optimization: a quadratic penalty on the log-ratio replaces the clip."""
 
-    dro_beta: PositiveFloat = 0.1  # half of it weighs the squared log-ratio
+    dro_beta: PositiveFloat = 0.1  # twice the weight of the squared log-ratio
 
 
 class GPG(LossOptions, name="gpg"):
@@ -168,15 +168,15 @@ class GPG(LossOptions, name="gpg"):
 
 
 class Vespo(LossOptions, name="vespo"):
-    """Variational sequence-level soft policy optimisation (arXiv 2602.10693): a response has the weight
+    """Variational sequence-level soft policy optimization (arXiv 2602.10693): a response has the weight
     W^k * exp(lambda * (1 - W)), where W is the ratio of the whole response."""
 
     uses_whole_ratio: ClassVar[bool] = True
 
-    vespo_k_pos: PositiveFloat = 2.0  # k where the advantage is not negative
-    vespo_lambda_pos: PositiveFloat = 3.0  # lambda where the advantage is not negative
-    vespo_k_neg: PositiveFloat = 3.0  # k where the advantage is negative
-    vespo_lambda_neg: PositiveFloat = 2.0  # lambda where the advantage is negative
+    vespo_k_pos: PositiveFloat = 2.0  # k if the advantage is not negative
+    vespo_lambda_pos: PositiveFloat = 3.0  # lambda if the advantage is not negative
+    vespo_k_neg: PositiveFloat = 3.0  # k if the advantage is negative
+    vespo_lambda_neg: PositiveFloat = 2.0  # lambda if the advantage is negative
 
 
 class OwnLoss(LossOptions, name="function"):
@@ -185,7 +185,7 @@ class OwnLoss(LossOptions, name="function"):
     implied_by: ClassVar[str | None] = "function"
 
     function: FilePath  # path/to/file.py:name, f(PolicyInputs, **options) -> TokenLoss
-    options: OwnOptions = {}  # its arguments besides the first, by their names
+    options: OwnOptions = {}  # its keyword arguments
 
 
 def _low_of_1(loss: str, low: float, key: str = "clip_ratio_low", because: str = NEVER_CLIPPED) -> Iterator[Wrong]:

@@ -27,7 +27,7 @@ class PreferenceOptions(Options):
     sums_whole: ClassVar[bool] = False  # sums all tokens alike, without ld_alpha
     rewards_of_means: ClassVar[bool] = False  # rewards use log-probs per token
 
-    weight: PositiveFloat = 1.0  # what it is multiplied by in the sum of the losses
+    weight: PositiveFloat = 1.0  # weight in the sum of the losses
 
     def __init_subclass__(cls, name: str | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -45,13 +45,13 @@ PREFERENCE_LOSSES: dict[str, type[PreferenceOptions]] = {}
 class Temperature(PreferenceOptions):
     """Options of losses with a temperature of 0.1."""
 
-    beta: PositiveFloat = 0.1  # the larger, the closer the policy stays to the reference
+    beta: PositiveFloat = 0.1  # larger values keep the policy closer to the reference
 
 
 class FDivergence(Temperature):
     """Options of losses that compare two log-ratios, possibly those of another divergence (arXiv 2309.16240)."""
 
-    # the divergence from the reference whose rewards are compared; reverse_kl: the log-ratios themselves
+    # divergence from the reference that defines the rewards; reverse_kl: the log-ratios themselves
     f_divergence_type: Divergence = "reverse_kl"
     f_alpha_divergence_coef: PositiveFloat = 0.5  # alpha of alpha_divergence
 
@@ -64,17 +64,17 @@ class FDivergence(Temperature):
 class Sigmoid(FDivergence, name="sigmoid"):
     """DPO (arXiv 2305.18290); with label_smoothing conservative DPO, with reference_free CPO."""
 
-    label_smoothing: LabelNoise = 0.0  # share of pairs taken to be the wrong way round
+    label_smoothing: LabelNoise = 0.0  # assumed share of pairs with swapped labels
 
 
 class Robust(FDivergence, name="robust"):
-    """Robust DPO (arXiv 2403.00409): unbiased where a known share of the pairs is the wrong way round."""
+    """Robust DPO (arXiv 2403.00409): unbiased if a known share of the pairs has swapped labels."""
 
     label_smoothing: LabelNoise = 0.0  # that share
 
 
 class Hinge(FDivergence, name="hinge"):
-    """SLiC's hinge (arXiv 2305.10425) on the normalised likelihoods."""
+    """SLiC's hinge loss (arXiv 2305.10425) on the normalized likelihoods."""
 
 
 class IPO(FDivergence, name="ipo"):
@@ -83,19 +83,19 @@ class IPO(FDivergence, name="ipo"):
 
 
 class SigmoidNorm(FDivergence, name="sigmoid_norm"):
-    """Length-normalised DPO (Tulu 3, arXiv 2411.15124): log-ratios per token."""
+    """Length-normalized DPO (Tulu 3, arXiv 2411.15124): log-ratios per token."""
 
-    beta: PositiveFloat = 5.0  # the larger, the closer the policy stays to the reference
+    beta: PositiveFloat = 5.0  # larger values keep the policy closer to the reference
 
 
 class EXOPair(FDivergence, name="exo_pair"):
     """EXO on pairs (arXiv 2402.00856): the reverse KL to the preferences."""
 
-    label_smoothing: Annotated[float, Field(gt=0, lt=0.5)] = 1e-3  # of the preferences, which must not be 0 or 1
+    label_smoothing: Annotated[float, Field(gt=0, lt=0.5)] = 1e-3  # smoothing; the preferences must not be 0 or 1
 
 
 class NCAPair(Temperature, name="nca_pair"):
-    """Noise contrastive alignment (arXiv 2402.05369): the chosen response's likelihood counts by itself."""
+    """Noise contrastive alignment (arXiv 2402.05369), which also uses the chosen response's likelihood by itself."""
 
 
 class BCOPair(Temperature, name="bco_pair"):
@@ -111,7 +111,7 @@ class AOT(Temperature, name="aot"):
 
     couples_rows: ClassVar[bool] = True
 
-    label_smoothing: LabelNoise = 0.0  # share of pairs taken to be the wrong way round
+    label_smoothing: LabelNoise = 0.0  # assumed share of pairs with swapped labels
 
 
 class AOTUnpaired(Temperature, name="aot_unpaired"):
@@ -119,7 +119,7 @@ class AOTUnpaired(Temperature, name="aot_unpaired"):
 
     couples_rows: ClassVar[bool] = True
 
-    label_smoothing: LabelNoise = 0.0  # share of pairs taken to be the wrong way round
+    label_smoothing: LabelNoise = 0.0  # assumed share of pairs with swapped labels
 
 
 class APOZero(Temperature, name="apo_zero"):
@@ -137,12 +137,12 @@ class DiscoPOP(FDivergence, name="discopop"):
 
 
 class SFT(PreferenceOptions, name="sft"):
-    """Negative log-likelihood per token of the chosen responses, beside other losses (RPO, MPO, CPO, ORPO)."""
+    """Negative log-likelihood per token of the chosen responses, to add to other losses (RPO, MPO, CPO, ORPO)."""
 
     uses_reference: ClassVar[bool] = False
     sums_whole: ClassVar[bool] = True
 
-    with_prompt: bool = False  # of their prompts too, all but the first token, as TRL has it for ORPO
+    with_prompt: bool = False  # also of their prompts, without the first token, as in TRL's ORPO
 
 
 class SimPO(PreferenceOptions, name="simpo"):
@@ -152,10 +152,10 @@ class SimPO(PreferenceOptions, name="simpo"):
     sums_whole: ClassVar[bool] = True
     rewards_of_means: ClassVar[bool] = True
 
-    beta: PositiveFloat = 2.0  # of the log-probs a token
-    simpo_gamma: NonNegativeFloat = 1.0  # the margin; 0.3 to 0.5 of beta
+    beta: PositiveFloat = 2.0  # scale of the log-probs per token
+    simpo_gamma: NonNegativeFloat = 1.0  # margin; 0.3 to 0.5 of beta
     alpha: float = 0.0  # AlphaPO's shape of the reward; 0: the log-probs themselves
-    label_smoothing: LabelNoise = 0.0  # share of pairs taken to be the wrong way round
+    label_smoothing: LabelNoise = 0.0  # assumed share of pairs with swapped labels
 
 
 class ORPO(Temperature, name="orpo"):
@@ -167,7 +167,7 @@ class ORPO(Temperature, name="orpo"):
 
 
 class Unpaired(Temperature):
-    """Options of losses of single responses with a label."""
+    """Options of losses on labeled responses."""
 
     is_unpaired: ClassVar[bool] = True
     sums_whole: ClassVar[bool] = True
@@ -178,15 +178,15 @@ class KTO(Unpaired, name="kto"):
 
     needs_kl: ClassVar[bool] = True
 
-    desirable_weight: PositiveFloat = 1.0  # of responses with a true label
-    undesirable_weight: PositiveFloat = 1.0  # of the others
+    desirable_weight: PositiveFloat = 1.0  # weight of responses with a true label
+    undesirable_weight: PositiveFloat = 1.0  # weight of the others
 
 
 class APOZeroUnpaired(Unpaired, name="apo_zero_unpaired"):
     """KTO with 0 as the KL estimate."""
 
-    desirable_weight: PositiveFloat = 1.0  # of responses with a true label
-    undesirable_weight: PositiveFloat = 1.0  # of the others
+    desirable_weight: PositiveFloat = 1.0  # weight of responses with a true label
+    undesirable_weight: PositiveFloat = 1.0  # weight of the others
 
 
 class BCO(Unpaired, name="bco"):
@@ -194,4 +194,4 @@ class BCO(Unpaired, name="bco"):
 
     couples_rows: ClassVar[bool] = True
 
-    shift_decay: Annotated[float, Field(ge=0, lt=1)] = 0.9  # a step, of that average
+    shift_decay: Annotated[float, Field(ge=0, lt=1)] = 0.9  # decay of that average per step

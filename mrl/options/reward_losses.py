@@ -30,19 +30,19 @@ REWARD_LOSSES: dict[str, type[RewardLossOptions]] = {}  # by reward_model.loss
 class Centred(RewardLossOptions):
     """Options of losses that depend on differences of rewards alone."""
 
-    center_rewards_coefficient: NonNegativeFloat = 0.0  # of the squared sum of a pair's rewards; 0.01 keeps it near 0
+    center_rewards_coefficient: NonNegativeFloat = 0.0  # weight of the squared sum of a pair's rewards, such as 0.01
 
 
 class BradleyTerry(Centred, name="bradley_terry"):
     """The chosen response wins with probability sigmoid(difference of the rewards) (arXiv 2203.02155)."""
 
-    label_smoothing: LabelNoise = 0.0  # share of pairs taken to be the wrong way round
-    use_margin: bool = False  # every row has a data.margin_key, by which it is to win (Llama 2, arXiv 2307.09288)
+    label_smoothing: LabelNoise = 0.0  # assumed share of pairs with swapped labels
+    use_margin: bool = False  # use the required margin in data.margin_key (Llama 2, arXiv 2307.09288)
 
 
 class PlackettLuce(Centred, name="plackett_luce"):
-    """Plackett-Luce loss of ranked lists: the best response is drawn first by softmax of the rewards, then the next of
-    the rest."""
+    """Plackett-Luce loss of ranked lists: the best response is chosen first by a softmax of the rewards, then the next
+    of the rest."""
 
     form: ClassVar[Form] = "lists"
 
@@ -52,19 +52,19 @@ class Pairwise(Centred, name="pairwise"):
 
     form: ClassVar[Form] = "lists"
 
-    label_smoothing: LabelNoise = 0.0  # share of pairs taken to be the wrong way round
+    label_smoothing: LabelNoise = 0.0  # assumed share of pairs with swapped labels
 
 
 class Regression(RewardLossOptions, name="regression"):
-    """Squared error of responses with a score."""
+    """Squared error on scored responses."""
 
     form: ClassVar[Form] = "scores"
 
 
 class Process(RewardLossOptions, name="process"):
-    """Process reward loss of solutions in labelled steps (arXiv 2305.20050): binary cross-entropy of the score at the
+    """Process reward loss of solutions in labeled steps (arXiv 2305.20050): binary cross-entropy of the score at the
     end of each step."""
 
     form: ClassVar[Form] = "steps"
 
-    train_on_last_step_only: bool = False  # the labels of the other steps are not looked at
+    train_on_last_step_only: bool = False  # ignore the labels of the other steps

@@ -78,16 +78,16 @@ class DryRun:
         cfg, cluster = self.plan.cfg, self.plan.cluster
         began = time.monotonic()
         yield from (f"{name:>8}  {value}" for name, value in summary(cfg, cluster.gpus))
-        yield from ("", "On this machine")
-        yield from (f"  {line}" for line in self.absent or ["everything that the configuration names is here"])
-        yield from ("", "Ranks, built without memory")
+        yield from ("", "Files on this machine")
+        yield from (f"  {line}" for line in self.absent or ["all files that the configuration names are present"])
+        yield from ("", "Ranks, built without allocating tensors")
         for model in self.plan.work.models.values():
             yield from (f"  {line}" for line in self._ranks(model))
         yield from ("", "Batch")
         yield from (f"  {line}" for line in text.batch(self.plan))
         for model in self.plan.work.models.values():
             yield from (f"  {line}" for line in self._micro_batches(model))
-        yield from ("", f"Memory of one {cluster.chip.name if self.plan.on_gpu else 'rank'}, GiB")
+        yield from ("", f"Memory per {cluster.chip.name if self.plan.on_gpu else 'rank'} in GiB")
         yield from (f"  {line}" for line in text.memory(self.plan))
         yield from ("", text.verdict(self.plan), f"dry run: {time.monotonic() - began:.0f} s")
 
@@ -96,11 +96,11 @@ class DryRun:
         for kind in kinds(model):
             if not kind.is_right:
                 planned, built = kind.planned, kind.built.held
-                self.problems.append(f"{model.name}, rank {kind.ranks[0]}: planned {planned}, built {built}")
+                self.problems.append(f"{model.name}, rank {kind.ranks[0]}: the plan has {planned}, the model {built}")
             count, held, ranks = sum(map(len, kind.built.names)), kind.built.held, kind.ranks
             yield (
-                f"{model.name}, stage {kind.stage}, {len(ranks)} rank{'s' * (len(ranks) > 1)} as rank {ranks[0]}: "
-                f"{count} parameters of {held.weights} elements, {held.shard} of them to update: "
+                f"{model.name}, stage {kind.stage}, {len(ranks)} rank{'s' * (len(ranks) > 1)} like rank {ranks[0]}: "
+                f"{count} parameter tensors, {held.weights} elements, {held.shard} in the rank's optimizer shard: "
                 f"{'as planned' if kind.is_right else 'NOT as planned'}"
             )
 
@@ -120,7 +120,7 @@ class DryRun:
         totals = [sum(int(lengths[i]) for group in replica for i in group) for replica in plan]
         yield (
             f"{model.name}: {samples} samples of 2 to {work.lengths.longest} tokens pack into {len(plan[0])} "
-            f"micro-batches a replica; replicas have {min(totals)} to {max(totals)} tokens"
+            f"micro-batches per replica; replicas have {min(totals)} to {max(totals)} tokens"
         )
 
 
@@ -130,4 +130,4 @@ def absent(cfg: AnyConfig) -> list[str]:
     here = check_all(cfg, machine)
     elsewhere = {str(problem) for problem in check_all(cfg, Machine(machine.world_size, 1, planned=True))}
     found = [problem for problem in here if str(problem) not in elsewhere and "run.nodes" not in problem.keys]
-    return [f"not here: {problem}" for problem in found]
+    return [f"missing: {problem}" for problem in found]

@@ -91,4 +91,4 @@ def words(model: Model) -> str:
     fp8 = model.train.precision.fp8
     if fp8.recipe == "none":
         return ""
-    return " in fp8" if fp8.is_real else ", fp8 emulated (what rounding takes is not counted)"
+    return " in fp8" if fp8.is_real else ", fp8 emulated (time of rounding not counted)"

@@ -38,7 +38,7 @@ class Grid:
     def __post_init__(self) -> None:
         p, needed = self.layout, expert_size(self.layout)
         if self.world % (p.tensor * p.pipeline * p.context) or self.world % needed:
-            raise ValueError(f"a world of {self.world} ranks is no multiple of what the layout needs")
+            raise ValueError(f"{self.world} ranks are not a multiple of the ranks that the layout needs")
 
     @cached_property
     def dp(self) -> int:

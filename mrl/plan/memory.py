@@ -113,7 +113,7 @@ def update_peak(model: Model, seat: Seat, tokens: Tokens, micro_batches: int) ->
     count = activations.in_flight(model.layout, seat.pp, micro_batches)
     yield Item(model.name, "activations", sum(sorted(each * -(-count // len(each)))[-count:]))
     working = _working_layer(shapes) + fp8.working_bytes(model, tokens)
-    yield Item(model.name, "layer at work", working + _largest_gradient(model))
+    yield Item(model.name, "current layer", working + _largest_gradient(model))
     if seen := tower.update_bytes(model, seat, tokens, -(-count // len(each))):
         yield Item(model.name, "tower", seen)
     if _has_head(model, seat) and model.role == "policy" and model.adapters is not None:
@@ -222,7 +222,7 @@ def phases(work: Work, rank: int, engine: EnginePlan | None, assumed: Assumption
         items += _copies(work, seats["actor"], on_host=False)
         items += _transient(name, work, seats)
         computed = sum(item.nbytes for item in items[1:])
-        items.append(Item("process", "fragments", assumed.fragments_share * computed))
+        items.append(Item("process", "fragmentation", assumed.fragments_share * computed))
         if engine is not None:
             items.append(Item("engine", _engine_words(engine, *awake), engine.awake(*awake)))
         found.append(Phase(name, tuple(items)))
@@ -246,7 +246,7 @@ def left_for_engine(work: Work, rank: int, memory: float, assumed: Assumptions) 
 def _engine_words(engine: EnginePlan, weights: bool, cache: bool) -> str:
     has = ["weights"] if weights or engine.release != "all" else []
     has += ["cache"] if cache or engine.release == "none" else []
-    return " and ".join(has) if has else "asleep"
+    return " and ".join(has) if has else "released"
 
 
 def _transient(phase: str, work: Work, seats: Mapping[str, Seat]) -> list[Item]:
@@ -269,7 +269,7 @@ def _transient(phase: str, work: Work, seats: Mapping[str, Seat]) -> list[Item]:
 
 
 def _experts(nbytes: float) -> list[Item]:
-    return [Item("actor", "experts of tokens", nbytes)] if nbytes else []
+    return [Item("actor", "routed experts", nbytes)] if nbytes else []
 
 
 def _copies(work: Work, seat: Seat, on_host: bool) -> Iterator[Item]:
@@ -298,7 +298,7 @@ def host_items(work: Work, rank: int, written: Mapping[str, int]) -> list[Item]:
     dense = size.learnt * (work.size.response_tokens or work.lengths.longest) * FLOAT32 * DENSE_VECTORS
     found.append(Item("samples", "tensors of the step", flat + dense))
     if own := replayed.host_bytes(work):
-        found.append(Item("samples", "experts of tokens", own))
+        found.append(Item("samples", "routed experts", own))
     if rank == 0 and size.sampled:
         objects = size.sampled * mean.response * OBJECT_BYTES + replayed.sample_bytes(work)
         found.append(Item("samples", "objects of rank 0", objects))

@@ -116,7 +116,7 @@ class Plan:
         if engine is not None and nodes is not None:
             there, wanted = self.cluster.per_node, engine.engines * engine.tensor // nodes.nodes
             if wanted > there:
-                text = f"rollout: the engines of a node want {wanted} GPUs, it has {there}"
+                text = f"rollout: the engines of a node need {wanted} GPUs, and a node has {there}"
                 found.append(Shortage(text, "fewer rollout.servers, or a larger placement.nodes_per_engine"))
         return found
 

@@ -49,7 +49,7 @@ class Candidate:
         p = self.layout
         sizes = {"TP": p.tensor, "PP": p.pipeline, "CP": p.context, "EP": p.expert}
         dp = self.plan.work.models["actor"].grid.dp
-        parts = [f"{name}{size}" for name, size in (sizes | {"DP": dp}).items() if size > 1] or ["one copy"]
+        parts = [f"{name}{size}" for name, size in (sizes | {"DP": dp}).items() if size > 1] or ["one replica"]
         return f"{' x '.join(parts)}, {self.tokens} tokens, recompute {self.recompute}"
 
 
@@ -145,7 +145,7 @@ def lines(result: Found, most: int = 10) -> Iterator[str]:
         yield from _why_none(result)
         return
     best = found[0]
-    yield f"{'layout':<56} {'step':>8} {'most memory':>12}  what it loses against the best"
+    yield f"{'layout':<56} {'step':>8} {'peak memory':>12}  largest loss against the best"
     for each in found[:most]:
         lost = _lost(each, best) if each is not best else "the best"
         yield f"{each.words():<56} {each.plan.seconds:6.0f} s {each.tightest / GIB:8.1f} GiB  {lost}"
@@ -157,18 +157,18 @@ def _why_none(result: Found) -> Iterator[str]:
     if (each := result.nearest) is not None:
         spare = each.plan.assumed.spare_share
         needs = f"{each.tightest / GIB:.1f} of {each.plan.cluster.chip.memory / GIB:.1f} GiB"
-        yield f"Nearest: {each.words()}: {needs}, of which {spare:.0%} are to stay free (spare_share)."
+        yield f"Closest: {each.words()}: needs {needs}, and {spare:.0%} must stay free (spare_share)."
         yield from (f"  {shortage.text}" for shortage in each.plan.shortages)
-        yield "What helps: more GPUs, offload: all, rollout.release: all, fewer max_tokens_per_microbatch."
+        yield "Use more GPUs, offload: all, rollout.release: all, or a smaller max_tokens_per_microbatch."
     for reason, count in result.refused.most_common(3):
-        yield f"{count} layout{'s' * (count > 1)} refused, such as for {reason}"
+        yield f"{count} layout{'s' * (count > 1)} refused, for example: {reason}"
 
 
 def _lost(each: Candidate, best: Candidate) -> str:
     mine, theirs = _by_kind(each.plan), _by_kind(best.plan)
     gaps = {kind: mine.get(kind, 0.0) - theirs.get(kind, 0.0) for kind in mine.keys() | theirs.keys()}
     kind = max(gaps, key=lambda kind: gaps[kind])
-    return f"{gaps[kind]:+.0f} s {kind}" if gaps[kind] >= 0.5 else "nothing that counts"
+    return f"{gaps[kind]:+.0f} s {kind}" if gaps[kind] >= 0.5 else "less than half a second"
 
 
 KINDS = ("pipeline bubble", "tensor parallelism", "context parallelism", "expert parallelism", "between stages",
@@ -190,10 +190,10 @@ def _reasons(found: Sequence[Candidate]) -> Iterator[str]:
         size = dict(best.layout)[axis]
         if size > 1:
             smaller = [each for each in found if dict(each.layout)[axis] < size]
-            other = f"with less of it at best {_short(smaller[0])}" if smaller else "with less of it nothing fits"
+            other = f"the best layout with less takes {_short(smaller[0])}" if smaller else "no layout with less fits"
             yield f"{name}{size}: {other}."
     if best.recompute != "none":
-        yield f"recompute {best.recompute}: with this layout less of it does not fit."
+        yield f"recompute {best.recompute}: this layout does not fit with less."
 
 
 def _short(each: Candidate) -> str:
@@ -216,7 +216,7 @@ def written(found: Sequence[Candidate], config: Path, overrides: Mapping[str, An
         _set(tree, "ref", parallel=None)
     base = os.path.relpath(config.absolute(), out.absolute().parent)
     reasons = "".join(f"# {line}\n" for line in _reasons(found))
-    head = f"# By mrl plan --search for {cluster.gpus} x {cluster.chip.name}: {best.words()}\n{reasons}"
+    head = f"# Written by mrl plan --search for {cluster.gpus} x {cluster.chip.name}: {best.words()}\n{reasons}"
     return head + yaml.safe_dump({"base": base, **tree}, sort_keys=False)
 
 

@@ -26,7 +26,7 @@ class Shortage:
     counted: bool = True
 
     def __str__(self) -> str:
-        return f"{self.text}. What helps: {self.remedy}"
+        return f"{self.text}. Remedies: {self.remedy}"
 
 
 def shortages(
@@ -44,8 +44,8 @@ def shortages(
     if engine is not None and engine.holds < 1:
         needed, left = engine.context_tokens * engine.token_bytes / GIB, engine.cache / GIB
         text = (
-            f"rollout: a sequence of {engine.context_tokens} tokens needs {needed:.1f} GiB of an engine's cache, for "
-            f"which {left:.1f} are left beside its weights ({engine.weights / GIB:.1f} GiB)"
+            f"rollout: a sequence of {engine.context_tokens} tokens needs {needed:.1f} GiB of KV cache, and an engine "
+            f"has {left:.1f} left besides its weights ({engine.weights / GIB:.1f} GiB)"
         )
         yield Shortage(text, "; ".join([*_away(work, "rollout"), "a larger rollout.memory_fraction or rollout.tensor"]))
 
@@ -77,9 +77,9 @@ def _away(work: Work, phase: str) -> Iterator[str]:
 def _smaller_passes(model: Model, phase: Phase, longest: int) -> Iterator[str]:
     saved = sum(item.nbytes for item in phase.items if item.what == "activations") / GIB
     if model.train.recompute != "full":
-        yield f"{model.name}.recompute: full (of {saved:.1f} GiB of activations a tenth is left)"
+        yield f"{model.name}.recompute: full (keeps about a tenth of {saved:.1f} GiB of activations)"
     tokens = model.train.max_tokens_per_microbatch
     if tokens > longest:
-        yield f"fewer {model.name}.max_tokens_per_microbatch than {tokens}"
+        yield f"a smaller {model.name}.max_tokens_per_microbatch than {tokens}"
     elif model.layout.context == 1:
-        yield f"{model.name}.parallel.context: 2, which cuts the longest sequence"
+        yield f"{model.name}.parallel.context: 2, which splits the longest sequence"

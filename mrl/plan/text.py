@@ -17,14 +17,14 @@ def lines(plan: Plan) -> Iterator[str]:
     """Yields the whole plan."""
     yield from _head(plan)
     of_what = "GPU" if plan.on_gpu else "rank"
-    overlap = "samples are drawn beside learning" if plan.samples_beside else "nothing is assumed to overlap"
+    overlap = "generation overlaps with training" if plan.samples_beside else "no phases overlap"
     for title, part in (
         ("Batch", batch(plan)),
         ("Ranks", grid(plan)),
-        (f"Memory of a {of_what}, GiB, the rank that needs most in each phase", memory(plan)),
-        ("Beside the GPUs" if plan.on_gpu else "Of a node", beside(plan)),
-        (f"One step, seconds; {overlap}", seconds(plan)),
-        ("Assumed, measured by nobody with mrl", assumed(plan)),
+        (f"Memory per {of_what} in GiB; for each phase, the rank that needs most", memory(plan)),
+        ("Host memory and disk" if plan.on_gpu else "Memory and disk of a node", beside(plan)),
+        (f"Step time in seconds; {overlap}", seconds(plan)),
+        ("Assumptions, not measured with mrl", assumed(plan)),
     ):
         if shown := [f"  {line}" for line in part]:
             yield from ("", title, *shown)
@@ -36,13 +36,13 @@ def verdict(plan: Plan) -> str:
     """Returns in words whether the run fits, and its bottleneck."""
     if plan.problems:
         each = [f"  {shortage.text}\n    -> {shortage.remedy}" for shortage in plan.shortages]
-        return "\n".join(["It does not fit:", *each])
+        return "\n".join(["The run does not fit:", *each])
     if not plan.on_gpu:
         needs = f"{plan.host_of_node / GIB:.1f} GiB"
-        return f"On CPUs: a node needs {needs} beside the programs themselves; how long a step takes is not planned."
+        return f"On CPUs: a node needs {needs} in addition to the programs themselves; step time is not predicted."
     name, (rank, phase) = max(plan.worst.items(), key=lambda item: item[1][1].total)
     room = (plan.cluster.chip.memory - phase.total) / GIB
-    fits = f"It fits: {room:.1f} GiB are left where it is tightest ({name}, rank {rank})."
+    fits = f"The run fits: at its peak ({name}, rank {rank}), {room:.1f} GiB are free."
     return " ".join(filter(None, (fits, bottleneck(plan), too_late(plan))))
 
 
@@ -51,8 +51,10 @@ def too_late(plan: Plan) -> str:
     needed, limit = plan.save_seconds, plan.cfg.resilience.save_deadline_s
     if needed <= limit:
         return ""
-    said = f"Told to stop, it may need {needed:.0f} s to end the step and save, and resilience.save_deadline_s is"
-    return f"{said} {limit:g} s: raise it, and the scheduler's notice to a minute more."
+    said = f"After a signal to stop, the run may need {needed:.0f} s to end its step and save, and"
+    return (
+        f"{said} resilience.save_deadline_s is {limit:g} s: raise it, and set the scheduler's notice a minute longer."
+    )
 
 
 def phase_seconds(plan: Plan) -> dict[str, float]:
@@ -69,7 +71,7 @@ def bottleneck(plan: Plan) -> str:
     share = min(part.seconds, totals[part.phase]) / plan.seconds
     what = f"{part.phase}: {part.what} ({part.limit})"
     seconds = f"{plan.seconds:.{0 if plan.seconds >= 1 else 3}f} s"
-    return f"A step takes about {seconds}; the most of it, {share:.0%}, is {what}."
+    return f"A step takes about {seconds}; its largest part ({share:.0%}) is {what}."
 
 
 def _head(plan: Plan) -> Iterator[str]:
@@ -79,20 +81,20 @@ def _head(plan: Plan) -> Iterator[str]:
     yield f"{plan.cfg.run.name}: {each} on {where}{'' if plan.on_gpu else ', without GPUs'}"
     for model in plan.work.models.values():
         held = f"{sum(1 for _ in model.arch.layers)} layers, {_size(model)} weights"
-        how = "trained" if model.is_trained else "computed with"
+        how = "trained" if model.is_trained else "not trained"
         yield f"  {model.name:<8} {model.words}; {held}; {how}; {model.kind} layers, offload {model.train.offload}"
     if plan.engine is not None and (own := plan.cfg.engine_nodes()) is not None:
         engine, gpus = plan.engine, plan.engine.engines * plan.engine.tensor
-        where = f"on {own.nodes} nodes of their own (mrl serve): {gpus} x {chip.name} besides those of the trainer"
-        yield f"  {'engines':<8} {engine.engines} of tensor {engine.tensor}, {where}"
+        where = f"on {own.nodes} separate nodes (mrl serve): {gpus} x {chip.name} in addition to the trainer's"
+        yield f"  {'engines':<8} {engine.engines} x TP{engine.tensor}, {where}"
     elif plan.engine is not None:
         engine = plan.engine
         shared = any(engine.at(rank) is not None for rank in range(cluster.gpus))
-        where = ", on the trainer's GPUs" if shared else ", on GPUs of their own"
+        where = ", colocated on the trainer's GPUs" if shared else ", on separate GPUs"
         placed = f"{where}, release {engine.release}" if plan.on_gpu else ""
-        yield f"  {'engines':<8} {engine.engines} of tensor {engine.tensor}{placed}"
+        yield f"  {'engines':<8} {engine.engines} x TP{engine.tensor}{placed}"
     elif plan.cfg.engines() is not None:
-        yield f"  {'engines':<8} at rollout.urls: not planned, and sampling is not in the times"
+        yield f"  {'engines':<8} at rollout.urls: not planned; step time does not include generation"
 
 
 def counted(number: float, what: str) -> str:
@@ -110,23 +112,23 @@ def batch(plan: Plan) -> Iterator[str]:
     size, work = plan.work.size, plan.work
     if size.sampled:
         samples = f"{size.sampled // size.prompts} = {counted(size.sampled, 'sample')}"
-        yield f"{counted(size.prompts, 'prompt')} x {samples} a step"
+        yield f"{counted(size.prompts, 'prompt')} x {samples} per step"
         longest = f"{size.prompt_tokens} + {size.response_tokens} = {work.lengths.longest}"
         mean = f"{work.lengths.prompt:.0f} + {work.lengths.response:.0f}"
-        yield f"a sample: at most {longest} tokens of prompt and response; assumed in the mean {mean}"
+        yield f"a sample: at most {longest} tokens of prompt and response; assumed mean {mean}"
     for name, words in plan.cfg.summary():
         if name in ("dynamic sampling", "replay"):
-            yield f"{name}: {words}; the times below are of one round without it"
+            yield f"{name}: {words}; the times below are for one round without it"
     minibatches = size.learnt // size.minibatch
     updates = (
         f"{size.epochs} x {minibatches} = {counted(size.epochs * minibatches, 'update')} of {size.minibatch} samples"
     )
-    yield f"{size.learnt} samples -> {updates}"
+    yield f"{size.learnt} training samples -> {updates}"
     for name, each in work.batches.items():
         model = work.models[name]
-        what = "an update" if model.is_trained else "a pass over all samples"
+        what = "an update" if model.is_trained else "a forward pass over all samples"
         yield (
-            f"{name}: {what} is {counted(each.per_replica, 'sample')}{_on_replicas(model)}, in "
+            f"{name}: {what} processes {counted(each.per_replica, 'sample')}{_on_replicas(model)}, in "
             f"{counted(each.count, 'micro-batch')} of {each.samples:.1f} samples, {each.tokens:.0f} tokens (at most "
             f"{model.train.max_tokens_per_microbatch}){_on_a_rank(model, each.tokens)}"
         )
@@ -137,7 +139,7 @@ def _on_replicas(model: Model) -> str:
 
 
 def _on_a_rank(model: Model, tokens: float) -> str:
-    return f", {tokens / model.layout.context:.0f} on a rank" if model.layout.context > 1 else ""
+    return f", {tokens / model.layout.context:.0f} per rank" if model.layout.context > 1 else ""
 
 
 def grid(plan: Plan) -> Iterator[str]:
@@ -148,7 +150,7 @@ def grid(plan: Plan) -> Iterator[str]:
             continue
         shown.append(model.layout)
         same = [other.name for other in plan.work.models.values() if other.layout == model.layout]
-        yield f"{', '.join(same)}: {model.words}; layers of the stages {_stages(model)}"
+        yield f"{', '.join(same)}: {model.words}; layers per stage {_stages(model)}"
         per_node, last = plan.cluster.per_node, plan.cluster.gpus
         for node, first in enumerate(range(0, last, per_node)):
             ranks = range(first, min(first + per_node, last))
@@ -186,17 +188,17 @@ def memory(plan: Plan) -> Iterator[str]:
     if plan.engine is not None and plan.on_gpu:
         engine = plan.engine
         yield (
-            f"an engine's GPU: weights {engine.weights / GIB:.1f}, cache {engine.cache / GIB:.1f} = "
-            f"{engine.cache_tokens} tokens: {engine.holds} sequences of {engine.context_tokens}, asked for "
-            f"{engine.wanted} at once"
+            f"per GPU of an engine: weights {engine.weights / GIB:.1f}, KV cache {engine.cache / GIB:.1f} = "
+            f"{engine.cache_tokens} tokens: {engine.holds} sequences of {engine.context_tokens}; the run requests "
+            f"{engine.wanted} concurrently"
         )
         if engine.holds < engine.wanted:
-            yield "  (the others wait, or the engine takes some back when responses grow long)"
+            yield "  (the others wait in the queue, or the engine preempts some when responses grow long)"
 
 
 def _items(items: Sequence[Item]) -> str:
     shown = [item for item in items if item.nbytes >= 0.0005 * GIB]
-    return ", ".join(f"{item.owner} {item.what} {_gib(item.nbytes)}" for item in shown) or "less than a MiB of each"
+    return ", ".join(f"{item.owner} {item.what} {_gib(item.nbytes)}" for item in shown) or "less than 1 MiB each"
 
 
 def _gib(nbytes: float) -> str:
@@ -206,13 +208,13 @@ def _gib(nbytes: float) -> str:
 
 def beside(plan: Plan) -> Iterator[str]:
     """Yields host memory and disk."""
-    models = "" if plan.on_gpu else " (its models, and weights and KV caches of all engines, included)"
-    yield f"host memory of the first node: {_gib(plan.host_of_node)} GiB{models}, of which rank 0 has"
+    models = "" if plan.on_gpu else " (including models, and weights and KV caches of all engines)"
+    yield f"host memory of the first node: {_gib(plan.host_of_node)} GiB{models}; rank 0 of it:"
     yield f"    {_items(plan.host(0))}"
     if plan.cfg.checkpoint.every_steps is not None:
         one, kept = plan.checkpoint_bytes, plan.cfg.checkpoint.keep_last + 1
         write = f", {plan.write_seconds:.0f} s" if plan.on_gpu else ""
-        all_of_them = f"the last {kept - 1} and the one being written: {_gib(one * kept)} GiB"
+        all_of_them = f"the newest {kept - 1} and one being written: {_gib(one * kept)} GiB"
         yield f"a checkpoint: {_gib(one)} GiB{write}; {all_of_them}"
 
 

@@ -88,7 +88,7 @@ def passes(clock: Clock, model: Model, phase: str, batches: Batches, lengths: Le
     per_rank = head * head_times / last
     yield Part(phase, f"{name} head", per_rank / fp8.head_rate(model, chip, assumed), "arithmetic")
     if seen := tower.flops(model, batches.per_replica, lengths, trained=trained):
-        what = f"{name} pictures, on every rank of the first stage"
+        what = f"{name} images, on every rank of the first stage"
         yield Part(phase, what, seen / clock.flops, "arithmetic")
     if p.pipeline > 1:
         bubble = (p.pipeline - 1) / (batches.count * (p.virtual_pipeline or 1))
@@ -150,9 +150,9 @@ def rollout(clock: Clock, work: Work, engine: EnginePlan) -> Iterator[Part]:
     at_once = max(1.0, min(engine.wanted, room, requests))
     prefill = requests * lengths.prompt * token_flops(arch, lengths.prompt)
     speed = engine.tensor * chip.bf16 * assumed.prefill_share
-    yield Part("rollout", "prompts", prefill / speed, "arithmetic")
+    yield Part("rollout", "prefill of prompts", prefill / speed, "arithmetic")
     if seen := tower.flops(actor, requests, lengths):
-        yield Part("rollout", "pictures", seen / speed, "arithmetic")  # each GPU processes a share of them
+        yield Part("rollout", "images", seen / speed, "arithmetic")  # each GPU processes a share of them
     steps = max(requests * lengths.response / at_once, float(size.response_tokens or 0))
     busy = requests * lengths.response / steps
     read = engine.weights * _touched(arch, busy) + busy * mean_tokens * engine.token_bytes
@@ -161,8 +161,8 @@ def rollout(clock: Clock, work: Work, engine: EnginePlan) -> Iterator[Part]:
     memory, arithmetic = read / clock.hbm, flops / (chip.bf16 * assumed.prefill_share)
     slower, limit = max((memory, "memory bandwidth"), (arithmetic, "arithmetic"))
     overhead = assumed.decode_overhead_s + (2 * arch.num_layers * assumed.hop_s if engine.tensor > 1 else 0)
-    limit = limit if slower > overhead else "launches and small all-reduces"
-    tail = "" if steps > (size.response_tokens or 0) else "; the longest response decides"
+    limit = limit if slower > overhead else "kernel launches and small all-reduces"
+    tail = "" if steps > (size.response_tokens or 0) else "; limited by the longest response"
     engines = f"each of {engine.engines} engines" if engine.engines > 1 else "1 engine"
     what = f"responses, {busy:.0f} at once on {engines}{tail}"
     yield Part("rollout", what, steps * (slower + overhead), limit)
@@ -213,7 +213,7 @@ def hidden(parts: Sequence[Part]) -> list[Part]:
     """Returns the time saved by sampling while training on the last samples: the shorter of the two."""
     sampling = sum(part.seconds for part in parts if part.phase == "rollout")
     learning = sum(part.seconds for part in parts if part.phase not in ("rollout", "sync", "moving memory"))
-    return [Part("rollout", "beside learning", -min(sampling, learning), "rollout.overlap")]
+    return [Part("rollout", "overlapped with training", -min(sampling, learning), "rollout.overlap")]
 
 
 def step(clock: Clock, work: Work, engine: EnginePlan | None, apart: int = 0) -> list[Part]:

@@ -48,7 +48,7 @@ class Model:
         p = self.layout
         sizes = {"TP": p.tensor, "PP": p.pipeline, "VPP": p.virtual_pipeline or 1, "CP": p.context, "EP": p.expert}
         sizes |= {"ETP": p.expert_tensor_size if p.expert > 1 else 1, "DP": self.grid.dp}
-        return " x ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one copy"
+        return " x ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one replica"
 
     @property
     def overlap(self) -> bool:

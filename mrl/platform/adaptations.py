@@ -35,7 +35,7 @@ def switched_off() -> frozenset[str]:
     unknown = names - REGISTRY.keys() - {"all"}
     if unknown:
         raise ValueError(
-            f"MRL_PLATFORM_OFF names {', '.join(sorted(unknown))}; known: all, {', '.join(sorted(REGISTRY))}"
+            f"MRL_PLATFORM_OFF names unknown {', '.join(sorted(unknown))}; known: all, {', '.join(sorted(REGISTRY))}"
         )
     return frozenset(REGISTRY) if "all" in names else names
 
@@ -51,7 +51,7 @@ def check_switches() -> None:
             and name not in SWITCHES
             and (near := get_close_matches(name, SWITCHES, cutoff=0.85))
         ):
-            raise ValueError(f"{name} in the environment is read by nobody: did you mean {near[0]}?")
+            raise ValueError(f"{name} in the environment has no effect: did you mean {near[0]}?")
 
 
 def applied() -> tuple[str, ...]:

@@ -59,20 +59,20 @@ _PARTS = (
     ),
     _Part(
         "apex",
-        "fused Adam without transformer-engine, weight gradients added in place; on GPUs",
-        "torch's AdamW, gradients added one by one",
+        "fused Adam without transformer-engine, and fused accumulation of weight gradients; on GPUs",
+        "torch's AdamW, and accumulation in a separate kernel",
         lambda: import_problem(APEX_KERNEL),
     ),
     _Part(
         "triton",
-        "kernels of the loss head, GAE and PPO's loss on GPUs, and those that torch compiles there",
+        "kernels of the loss head, GAE and the PPO loss on GPUs, and torch.compile there",
         "the torch form of each kernel",
         triton_here.compiler_problem,
     ),
     _Part(
         "nvidia-resiliency-ext",
         "run.launcher: ft (restarts failed and hung ranks)",
-        "a failed rank ends the run; the same command goes on from the last checkpoint",
+        "a failed rank ends the run; the same command resumes it from the last checkpoint",
     ),
 )
 
@@ -88,7 +88,7 @@ def features() -> list[Feature]:
 
 def _native() -> Feature:
     """The C compiler; compiles the native kernels if they never were."""
-    used_for = "kernels in C for layers, losses, advantages and engines on CPUs"
+    used_for = "C kernels of layers, losses, advantages and engines on CPUs"
     return Feature("C compiler", native.compiler(), used_for, "the torch form of each kernel", native.problem())
 
 
@@ -98,7 +98,7 @@ def _fp8() -> Feature:
     without = "fp8: {emulate: true} rounds the same on any machine"
     if torch.cuda.is_available() and (lacking := [recipe for recipe in RECIPES if recipe not in found]):
         without = f"{fp8_problem(lacking[0])}; {without}"
-    return Feature("fp8", ", ".join(found) or None, "precision.fp8: products in 8 bits, on GPUs", without)
+    return Feature("fp8", ", ".join(found) or None, "precision.fp8: 8-bit matrix products on GPUs", without)
 
 
 def _gpu_tests(usable: Mapping[str, bool]) -> Feature:
@@ -106,12 +106,12 @@ def _gpu_tests(usable: Mapping[str, bool]) -> Feature:
     needed = {"cuda": "CUDA", "engine": "transformers", "transformer_engine": "transformer-engine"}
     needed |= {"fp8": "fp8", "trainers": "CUDA", "speed": "CUDA"}
     stages = [stage for stage, part in needed.items() if usable["CUDA"] and usable[part]]
-    without = "no GPU: it tests nothing here"
+    without = "no GPU: it has nothing to test here"
     if stages:
         lacking = [stage for stage in needed if stage not in stages]
         lacking += [] if usable["sglang"] else ["engine's checks of SGLang"]
-        without = f"left out here: {', '.join(lacking) or 'nothing'}"
-    return Feature("make test-gpu", ", ".join(stages) or None, "whether mrl works on this GPU, in 10 minutes", without)
+        without = f"skipped here: {', '.join(lacking) or 'nothing'}"
+    return Feature("make test-gpu", ", ".join(stages) or None, "tests of mrl on this GPU, in 10 minutes", without)
 
 
 def _feature(part: _Part) -> Feature:

@@ -35,7 +35,7 @@ def fp8_problem(recipe: str) -> str | None:
     try:
         capability = torch.cuda.get_device_capability()
     except (AssertionError, RuntimeError) as error:
-        return f"CUDA does not say what this GPU can do: {error}"
+        return f"CUDA does not report the compute capability of this GPU: {error}"
     return chip_problem(recipe, capability, (cuda[0], cuda[1])) or _refusal(recipe)
 
 
@@ -46,7 +46,7 @@ def version_problem(installed: str) -> str | None:
         fits = first <= Version(installed) < end
     except InvalidVersion:
         fits = False
-    return None if fits else f"transformer-engine is {installed}; needed is {first} or later, below {end}"
+    return None if fits else f"transformer-engine {installed} is installed; fp8 needs at least {first}, below {end}"
 
 
 def fp8_recipes() -> list[str]:
@@ -59,4 +59,4 @@ def _refusal(recipe: str) -> str | None:
     if ask is None:
         return None
     is_there, why = ask(return_reason=True)
-    return None if is_there else f"transformer-engine: {why or 'it says no more'}"
+    return None if is_there else f"transformer-engine refuses it: {why or 'without a reason'}"

@@ -70,7 +70,7 @@ def _megatron_problem() -> str | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from megatron.core.extensions.transformer_engine import HAVE_TE
-    return None if HAVE_TE else "megatron-core does not know this version of it"
+    return None if HAVE_TE else "megatron-core does not support its version"
 
 
 def transformer_engine_usable() -> bool:

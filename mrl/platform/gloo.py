@@ -39,7 +39,7 @@ def _wait_for_all(store: Any, rank: int, size: int, timeout: timedelta) -> None:
         if time.monotonic() > end:
             missing = ", ".join(str(number) for name, number in wanted.items() if not store.check([name]))
             within = f"within {timeout.total_seconds():g} s"
-            raise WorldError(f"a group of {size} ranks did not form {within}: number {missing} did not come")
+            raise WorldError(f"a gloo group of {size} ranks did not form {within}: member {missing} did not join")
         time.sleep(_POLL_S)
     if rank:
         store.set(f"rank {rank} of {size} goes on", "")

@@ -48,9 +48,9 @@ def gpu_health(timeout_s: float = TIMEOUT_S) -> list[GpuHealth]:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        raise GpuTimeout(f"a small product on every GPU was not there within {timeout_s:g} s") from None
+        raise GpuTimeout(f"a small matrix product on every GPU took longer than {timeout_s:g} s") from None
     if done.returncode:
-        raise OSError(f"a small product on every GPU failed: {done.stderr.strip().splitlines()[-1:]}")
+        raise OSError(f"a small matrix product on every GPU failed: {done.stderr.strip().splitlines()[-1:]}")
     found = [json.loads(line) for line in done.stdout.splitlines()]
     return [GpuHealth(**gpu | {"capability": tuple(gpu["capability"])}) for gpu in found]
 
@@ -59,9 +59,9 @@ def judged(index: int, name: str, free: int, total: int, capability: tuple[int, 
     """Returns the verdict on one GPU. product: an entry of ones [SIZE, SIZE] @ ones"""
     problem = ""
     if product != SIZE:
-        problem = f"computes wrong: a product of ones gave {product:g} instead of {SIZE}"
+        problem = f"computes incorrectly: a matrix product of ones gave {product:g} instead of {SIZE}"
     elif total - free > BUSY_SHARE * total:
-        problem = f"other processes hold {(total - free) / 1e9:.1f} of its {total / 1e9:.1f} GB"
+        problem = f"other processes use {(total - free) / 1e9:.1f} of its {total / 1e9:.1f} GB"
     return GpuHealth(index, name, free, total, capability, problem)
 
 

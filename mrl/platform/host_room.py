@@ -38,7 +38,7 @@ class HostRoom:
         """
         assert not self.is_away
         if not all(storage.resizable() for storage in storages):
-            raise RuntimeError("something shares this memory, a numpy array perhaps: it cannot be given up")
+            raise RuntimeError("this memory is shared, for example with a numpy array: it cannot be offloaded")
         sizes, copied = [storage.nbytes() for storage in storages], 0
         same = same and self._room is not None and sizes == self._sizes
         if not same:

@@ -20,7 +20,7 @@ def imagined_rank(rank: int, world_size: int, device: str = "meta") -> Iterator[
     copies this rank's part to all places. Raises RuntimeError inside a real world.
     """
     if dist.is_initialized():
-        raise RuntimeError("this process is in a world already: an imagined one would take its place")
+        raise RuntimeError("this process already has a process group: a simulated rank would replace it")
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     new_group, current_device = dist.new_group, torch.cuda.current_device

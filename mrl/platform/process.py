@@ -112,7 +112,7 @@ def _meet(rank: int, size: int, limit: timedelta) -> dist.Store:
             if time.monotonic() > end:
                 within = f"within run.timeout_s = {limit.total_seconds():g} s"
                 missing = [name for name in names if not here.check([name])]
-                raise WorldError(f"the world of {size} did not form {within}: {', '.join(missing)} did not come")
+                raise WorldError(f"not all {size} ranks joined {within}: {', '.join(missing)} did not join")
             time.sleep(_POLL_S * max(1, size / _POLLED_RANKS))
     if rank == 0:
         here.set(_EVERYBODY, "here")
@@ -144,7 +144,7 @@ def _listening_store(rank: int, limit: timedelta) -> dist.Store:
         raise WorldError(text) from error
     except dist.DistError as error:
         who = "torchrun's store" if torchrun_serves else "rank 0"
-        raise WorldError(f"{who} ({host}:{port}) was not there within {seconds}: {error}") from error
+        raise WorldError(f"{who} ({host}:{port}) did not respond within {seconds}: {error}") from error
 
 
 def synchronize() -> None:

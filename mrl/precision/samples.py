@@ -39,7 +39,7 @@ def samples_of(cfg: Config, weights: str, most: int) -> Samples:
     weights: the directory of the tokenizer
     """
     if load_arch(weights).vision is not None:
-        raise NoSamples("recipes are not compared on models that see pictures")
+        raise NoSamples(f"{weights} is a vision model: --precision-report supports text models only")
     tokenizer = load_tokenizer(weights, cfg.model.eos_token, cfg.model.chat_template)
     if not cfg.is_sampling:
         use = cfg.data_uses()["data"]
@@ -50,7 +50,7 @@ def samples_of(cfg: Config, weights: str, most: int) -> Samples:
         else:
             data = PromptDataset(use.cfg.train, use.cfg, tokenizer, require_answer=True)
             rollout = data.sft_rollout(0, count, cfg.run.seed)
-        return Samples("answers of data.train", rollout, rollout.shares, 1.0)
+        return Samples("responses of data.train", rollout, rollout.shares, 1.0)
     file, rows = _last_step(Path(cfg.run.root) / cfg.run.name)
     rollout = _rollout(cfg, tokenizer, [row for row in rows if row["response"]][:most])
     scores = rollout.scores - rollout.scores.mean()
@@ -68,12 +68,12 @@ def _last_step(run_dir: Path) -> tuple[Path, list[dict[str, Any]]]:
     """Returns the file and its rows that hold a response. Raises NoSamples."""
     found = numbered(run_dir / "rollouts", "step_*.jsonl")
     if not found:
-        raise NoSamples(f"{run_dir}/rollouts has no samples of a step: train it for one first (run.steps=1)")
+        raise NoSamples(f"{run_dir}/rollouts has no training samples: train one step first (run.steps=1)")
     _, file = found[-1]
     rows = [row for row in read_jsonl(file) if isinstance(row.get("response"), str) and row["response"]]
     rows = [row for row in rows if row.get("score") is not None]
     if not rows or not all(isinstance(row.get("prompt"), str) for row in rows):
-        raise NoSamples(f"{file} holds no responses with their prompts and scores, as a run writes them")
+        raise NoSamples(f"{file} has no responses with prompts and scores, as a run writes them")
     return file, rows
 
 

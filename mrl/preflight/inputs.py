@@ -57,11 +57,11 @@ def look_at_rewards(cfg: Config) -> Iterator[Finding]:
         yield Finding("reward", "problem", str(error))
         return
     goes_on = {"zero": "scores 0", "leave_out": "is left out"}.get(rewards.on_error)
-    then = f"; with reward.on_error: {rewards.on_error} such a sample {goes_on}" if goes_on else ""
+    then = f"; with reward.on_error: {rewards.on_error}, such a sample {goes_on}" if goes_on else ""
     for text in failed:
         yield Finding("reward", "warning" if goes_on else "problem", text + then)
     if not failed:
-        yield Finding("reward", "ok", f"reward.manager {rewards.manager}: its functions load")
+        yield Finding("reward", "ok", f"reward.manager {rewards.manager}: all functions load")
 
 
 def look_at_data(cfg: Config) -> Iterator[Finding]:
@@ -83,10 +83,10 @@ def look_at_data(cfg: Config) -> Iterator[Finding]:
                 yield Finding("data", "warning", note)
             good.append((source, reader))
     if good:
-        yield Finding("data", "ok", f"first rows of {', '.join(source.path for source, _ in good)}")
+        yield Finding("data", "ok", f"the first rows are valid: {', '.join(source.path for source, _ in good)}")
     dressed = [(source, reader) for source, reader in good if reader.cfg.chat_template]
     if not dressed and (Path(cfg.model.path) / TOKENIZER).is_file():
-        yield Finding("tokenizer", "ok", f"{cfg.model.path}: no more tokens than the model's vocabulary")
+        yield Finding("tokenizer", "ok", f"{cfg.model.path}: all token ids are within the model's vocabulary")
         return
     try:
         tokenizer = load_tokenizer(cfg.model.path, cfg.model.eos_token, cfg.model.chat_template)
@@ -106,7 +106,7 @@ def look_at_data(cfg: Config) -> Iterator[Finding]:
     for note in tokenizer.turn_notes() if dressed else ():
         yield Finding("tokenizer", "warning", note)
     through = ", ".join(source.path for source, _ in dressed)
-    said = f"; first rows of {through} go through its chat template" if through else ""
+    said = f"; its chat template accepts the first rows of {through}" if through else ""
     yield Finding("tokenizer", "ok", f"{cfg.model.path} loads{said}")
 
 
@@ -118,8 +118,9 @@ def look_at_eyes(cfg: Config) -> Iterator[Finding]:
         theirs = None if use.path is None or own is None else _normalisation(cfg, use.path)
         wrong = sorted(key for key, value in (theirs or {}).items() if own is not None and value != own[key])
         if wrong:
-            what = f"preprocessor_config.json has other values of {', '.join(wrong)} than model.path's"
-            yield Finding("data", "problem", f"{name}.path {use.path}: {what}, by which all models see the pictures")
+            what = f"preprocessor_config.json differs from model.path's in {', '.join(wrong)}"
+            why = "images are processed once, as model.path's processor says"
+            yield Finding("data", "problem", f"{name}.path {use.path}: {what}, and {why}")
 
 
 def _normalisation(cfg: Config, path: str) -> dict[str, Any] | None:

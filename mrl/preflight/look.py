@@ -48,7 +48,7 @@ OF_MACHINE: tuple[Callable[[], Iterator[Finding]], ...] = (  # for any run
 def of_configuration(error: ConfigError | None) -> list[Finding]:
     """Returns one finding a mistake, or an "ok" finding without any."""
     if error is None:
-        return [Finding("configuration", "ok", "keys, layout, models and files fit together")]
+        return [Finding("configuration", "ok", "keys, layout, models and files are consistent")]
     return [Finding("configuration", "problem", str(problem)) for problem in error.problems]
 
 

@@ -33,8 +33,8 @@ def look_at_temporary_files() -> Iterator[Finding]:
     if os.path.isdir(wanted) and os.access(wanted, os.W_OK | os.X_OK):
         yield Finding("temporary files", "ok", wanted)
         return
-    text = f"TMPDIR is {wanted!r}, where no files can be made"
-    yield Finding("temporary files", "problem", text, "name a directory that is there and writable")
+    text = f"TMPDIR is {wanted!r}, in which no files can be created"
+    yield Finding("temporary files", "problem", text, "set TMPDIR to a writable directory")
 
 
 def look_at_switches() -> Iterator[Finding]:
@@ -42,7 +42,7 @@ def look_at_switches() -> Iterator[Finding]:
     try:
         platform.check_switches()
     except ValueError as error:
-        yield Finding("switches", "problem", str(error), "name one of these, or unset it")
+        yield Finding("switches", "problem", str(error), "set it to one of these, or unset it")
 
 
 def look_at_layers(cfg: AnyConfig) -> Iterator[Finding]:
@@ -50,7 +50,7 @@ def look_at_layers(cfg: AnyConfig) -> Iterator[Finding]:
     asked = asks_for_transformer_engine(cfg)
     if asked and (problem := platform.transformer_engine_problem()) is not None:
         text = f"{', '.join(asked)}: transformer_engine cannot be used here: {problem}"
-        yield Finding("layers", "problem", text, "say auto or local, or see mrl doctor")
+        yield Finding("layers", "problem", text, "set it to auto or local, or see mrl doctor")
 
 
 def look_at_dtype(cfg: AnyConfig) -> Iterator[Finding]:
@@ -60,10 +60,10 @@ def look_at_dtype(cfg: AnyConfig) -> Iterator[Finding]:
     fast, slow = platform.cpu_gflops(torch.float32), platform.cpu_gflops(torch.bfloat16)
     if slow < SLOWER * fast:
         text = (
-            f"model.dtype is bfloat16, in which this CPU multiplies {slow:.0f} GFLOP/s, and {fast:.0f} in float32; "
-            "log-probs of engine and trainer also differ more in bfloat16"
+            f"model.dtype is bfloat16: this CPU reaches {slow:.0f} GFLOP/s in bfloat16 and {fast:.0f} in float32, and "
+            "log-probs of engine and trainer differ more in bfloat16"
         )
-        yield Finding("dtype", "warning", text, "model.dtype: float32 is faster and more exact here")
+        yield Finding("dtype", "warning", text, "set model.dtype: float32, which is faster and more exact here")
 
 
 def look_at_fp8(cfg: AnyConfig) -> Iterator[Finding]:
@@ -73,7 +73,7 @@ def look_at_fp8(cfg: AnyConfig) -> Iterator[Finding]:
         models = ", ".join(name for name, fp8 in wanted.items() if fp8.recipe == recipe and not fp8.emulate)
         if (problem := platform.fp8_problem(recipe)) is not None:
             text = f"{models}: precision.fp8.recipe {recipe} cannot be computed here: {problem}"
-            yield Finding("fp8", "problem", text, "see mrl doctor, or say precision.fp8.emulate: true")
+            yield Finding("fp8", "problem", text, "see mrl doctor, or set precision.fp8.emulate: true")
         else:
             yield Finding("fp8", "ok", f"{models}: {recipe}, by transformer-engine")
 
@@ -85,10 +85,11 @@ def look_at_quantization(cfg: AnyConfig) -> Iterator[Finding]:
         return
     if algorithm.rollout_correction.rollout_is is None and not algorithm.rollout_correction.rollout_rs:
         text = (
-            "rollout.quantization: fp8, whose log-probs are not the trainer's, and algorithm.rollout_correction is off"
+            "rollout.quantization: fp8 makes the engine's log-probs differ from the trainer's, and "
+            "algorithm.rollout_correction is off"
         )
         yield Finding(
-            "engines", "warning", text, "algorithm.rollout_correction.rollout_is: token weighs the difference"
+            "engines", "warning", text, "set algorithm.rollout_correction.rollout_is: token to correct for it"
         )
 
 
@@ -111,7 +112,7 @@ def look_at_packages(cfg: AnyConfig) -> Iterator[Finding]:
             good = False
             yield Finding("packages", "problem", str(error))
     if good:
-        yield Finding("packages", "ok", "what launcher, trackers and engine need is installed")
+        yield Finding("packages", "ok", "all packages of launcher, trackers and engine are installed")
 
 
 def look_at_ports() -> Iterator[Finding]:
@@ -119,11 +120,12 @@ def look_at_ports() -> Iterator[Finding]:
     try:
         port = ports.free_port()
     except ports.NoFreePort as error:
-        yield Finding("ports", "problem", str(error), "end what listens there")
+        yield Finding("ports", "problem", str(error), "stop the programs that listen there")
         return
     yield from _interfaces()
     yield from _meeting_place()
-    yield Finding("ports", "ok", f"127.0.0.1 has free ones between {ports.PORTS.start} and {ports.PORTS.stop}: {port}")
+    where = f"between {ports.PORTS.start} and {ports.PORTS.stop}"
+    yield Finding("ports", "ok", f"127.0.0.1 has free ports {where}, such as {port}")
 
 
 def _interfaces() -> Iterator[Finding]:
@@ -137,15 +139,15 @@ def _interfaces() -> Iterator[Finding]:
     asked = [name for name in gloo.split(",") if name]
     wrong = [name for name in asked if name not in names]
     if wrong:
-        text = f"GLOO_SOCKET_IFNAME={gloo}: this machine has no interface {', '.join(wrong)}, but {', '.join(names)}"
-        remedy = "name one of these, whole and without the signs that NCCL_SOCKET_IFNAME may have, or unset it"
+        text = f"GLOO_SOCKET_IFNAME={gloo}: this machine has no interface {', '.join(wrong)}, only {', '.join(names)}"
+        remedy = "give full names of these, without the = and ^ that NCCL_SOCKET_IFNAME accepts, or unset it"
         yield Finding("ports", "problem", text, remedy)
     is_exact = nccl.startswith("=")
     wanted = [name.partition(":")[0] for name in nccl.removeprefix("=").split(",") if name]
     has = any(name == want or (name.startswith(want) and not is_exact) for want in wanted for name in names)
     if wanted and not nccl.startswith("^") and not has:
-        text = f"NCCL_SOCKET_IFNAME={nccl}: this machine has no such interface, but {', '.join(names)}"
-        yield Finding("ports", "problem", text, "name one of these, or unset it")
+        text = f"NCCL_SOCKET_IFNAME={nccl}: this machine has no such interface, only {', '.join(names)}"
+        yield Finding("ports", "problem", text, "set it to one of these, or unset it")
 
 
 def _meeting_place() -> Iterator[Finding]:
@@ -156,11 +158,11 @@ def _meeting_place() -> Iterator[Finding]:
     try:
         socket.getaddrinfo(host, None)
     except (OSError, UnicodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "no name of a host"
-        text = f"MASTER_ADDR={host} is no address that this machine knows ({why})"
+        why = error.strerror if isinstance(error, OSError) else "not a host name"
+        text = f"MASTER_ADDR={host} cannot be resolved on this machine ({why})"
         is_used = ports.is_a_rank() and ports.MEETING_VARIABLE not in os.environ
         verdict: Verdict = "problem" if is_used else "warning"
-        yield Finding("ports", verdict, text, "give the first node's address, or unset it")
+        yield Finding("ports", verdict, text, "set it to the first node's address, or unset it")
 
 
 def _not_installed(cfg: AnyConfig, name: str) -> str | None:
@@ -176,13 +178,13 @@ def look_at_services(cfg: AnyConfig) -> Iterator[Finding]:
         if (problem := _unreachable(url)) is not None:
             text = f"rollout.urls: {problem}"
             limit = rollout.startup_timeout_s if rollout is not None else 0.0
-            yield Finding("services", "warning", text, f"the run waits {limit:g} s for it")
+            yield Finding("services", "warning", text, f"start it; the run waits up to {limit:g} s for it")
     if (nodes := cfg.engine_nodes()) is not None:
-        text = f"{nodes.nodes} engine nodes are to come (mrl serve): the run waits {nodes.wait_s:g} s for them"
+        text = f"the run waits up to {nodes.wait_s:g} s for {nodes.nodes} engine nodes (mrl serve)"
         yield Finding("services", "ok", text)
     for key, server in cfg.reward_servers().items():
         if (problem := _unreachable(server.url)) is not None:
-            yield Finding("services", "problem", f"{key}.url: {problem}", "start it, or correct the url")
+            yield Finding("services", "problem", f"{key}.url: {problem}", "start the server, or correct the URL")
 
 
 def _unreachable(url: str) -> str | None:
@@ -200,14 +202,15 @@ def look_at_gpus() -> Iterator[Finding]:
     try:
         found = platform.gpu_health()
     except (platform.GpuTimeout, OSError) as error:
-        yield Finding("GPUs", "problem", str(error), "look at nvidia-smi and at the kernel's log (dmesg, Xid)")
+        yield Finding("GPUs", "problem", str(error), "check nvidia-smi and the kernel log (dmesg, Xid)")
         return
     for gpu in found:
         if gpu.problem:
             text = f"GPU {gpu.index} ({gpu.name}): {gpu.problem}"
-            yield Finding("GPUs", "problem", text, "nvidia-smi shows who uses it; leave it out by CUDA_VISIBLE_DEVICES")
+            remedy = "find its processes with nvidia-smi, or exclude it with CUDA_VISIBLE_DEVICES"
+            yield Finding("GPUs", "problem", text, remedy)
     if not found:
-        yield Finding("GPUs", "skipped", "none here: ranks compute on the CPU, over gloo")
+        yield Finding("GPUs", "skipped", "none on this machine: ranks compute on the CPU and communicate over gloo")
     elif not any(gpu.problem for gpu in found):
         kinds = ", ".join(dict.fromkeys(gpu.name for gpu in found))
-        yield Finding("GPUs", "ok", f"{len(found)} x {kinds}: each multiplies right, and its memory is free")
+        yield Finding("GPUs", "ok", f"{len(found)} x {kinds}: all compute correctly and have free memory")

@@ -21,7 +21,7 @@ def look_at_memory(cfg: Config, machine: Machine, kind: str | None = None) -> It
     try:
         chip = chips.KINDS[kind] if kind is not None else _chip_here()
     except (platform.GpuTimeout, OSError):
-        yield Finding("GPU memory", "skipped", "not checked: the GPUs do not answer")
+        yield Finding("GPU memory", "skipped", "not checked: the GPUs do not respond")
         return
     cluster = Cluster(chip, machine.world_size, machine.local_world_size)
     fused = kind is not None or platform.transformer_engine_usable()
@@ -42,37 +42,37 @@ def _chip_here() -> Chip:
 
 def _of_gpus(plan: Plan) -> Iterator[Finding]:
     if not plan.on_gpu:
-        why = "not checked: no GPU here, and none named (--gpu h100-80g, as for mrl plan)"
+        why = "not checked: this machine has no GPU; name one with --gpu, such as --gpu h100-80g"
         yield Finding("GPU memory", "skipped", why)
         return
     for shortage in plan.shortages:
         if shortage.counted:
             yield Finding("GPU memory", "problem", shortage.text, shortage.remedy)
         else:
-            text = f"{shortage.text}; it would without what is assumed for CUDA, NCCL and fragments"
+            text = f"{shortage.text}; it fits without the memory assumed for CUDA, NCCL and fragmentation"
             yield Finding("GPU memory", "warning", text, shortage.remedy)
     if not plan.shortages:
         name, (rank, phase) = max(plan.worst.items(), key=lambda item: item[1][1].total)
         chip = plan.cluster.chip
-        needs = f"{phase.total / GIB:.1f} of {chip.memory / GIB:.1f} GiB of a {chip.name}"
-        yield Finding("GPU memory", "ok", f"{name} needs most, on rank {rank}: {needs}")
+        needs = f"{phase.total / GIB:.1f} of the {chip.memory / GIB:.1f} GiB of a {chip.name}"
+        yield Finding("GPU memory", "ok", f"peak in phase {name}, on rank {rank}: {needs}")
 
 
 def _of_the_host(plan: Plan, is_node: bool) -> Finding:
     """Checks host memory. is_node: this machine is one of the run's"""
     memory, needed = psutil.virtual_memory(), plan.host_of_node
     ranks = min(plan.cluster.per_node, plan.cluster.gpus)
-    what = "offloaded models, checkpoints being written and samples" if plan.on_gpu else "models, engines and samples"
-    text = f"{what} of the {ranks} rank{'s' * (ranks > 1)} of a node take {size_text(int(needed))}"
+    what = "offloaded models, checkpoint writes and samples" if plan.on_gpu else "models, engines and samples"
+    text = f"{what} of the {ranks} rank{'s' * (ranks > 1)} of a node need {size_text(int(needed))}"
     if not is_node:
-        return Finding("host memory", "skipped", f"not checked: with --gpu the run's nodes are others; {text}")
+        return Finding("host memory", "skipped", f"not checked: --gpu plans for other machines than this one; {text}")
     has = f"{size_text(memory.total)}, {size_text(memory.available)} free"
-    text += f" beside the programs themselves; this machine has {has}"
-    remedy = "fewer ranks a node, offload: none where it fits, or checkpoint.asynchronous: false"
+    text += f" in addition to the programs themselves; this machine has {has}"
+    remedy = "use fewer ranks per node, offload: none where it fits, or checkpoint.asynchronous: false"
     if not plan.on_gpu:
-        remedy = "a smaller model, fewer ranks, or a smaller max_tokens_per_microbatch"
+        remedy = "use a smaller model, fewer ranks, or a smaller max_tokens_per_microbatch"
     if needed > memory.total:
         return Finding("host memory", "problem", text, remedy)
     if needed > memory.available:
-        return Finding("host memory", "warning", text, f"end what uses it, or: {remedy}")
+        return Finding("host memory", "warning", text, f"stop the programs that use it, or {remedy}")
     return Finding("host memory", "ok", text)

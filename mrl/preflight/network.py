@@ -134,10 +134,10 @@ def slow_nodes(found: Network, at_least: float | None) -> list[str]:
             best[name] = max(best.get(name, (0.0, 0)), (speed, place))
     usual = median(speed for speed, _ in best.values()) if len(best) > 2 else 0.0
     limit = max(SLOW_SHARE * usual, at_least or 0.0)
-    than = f"half of the nodes' median of {usual:.2f}" if limit > (at_least or 0.0) else f"the {limit:g} asked for"
+    than = f"half of the nodes' median of {usual:.2f}" if limit > (at_least or 0.0) else f"the required {limit:g}"
     what = "GPU" if found.backend == "nccl" else "rank"
     return [
-        f"{name} is slow: an all-reduce with its neighbours gives {speed:.2f} GB/s at best ({what} {place} of the "
+        f"{name} is slow: an all-reduce with its neighbours reaches {speed:.2f} GB/s at best ({what} {place} of the "
         f"node), less than {than}"
         for name, (speed, place) in best.items()
         if speed < limit
@@ -149,7 +149,7 @@ def words(found: Network) -> str:
     where = f"{found.ranks} ranks on {found.nodes} node{'s' * (found.nodes > 1)}"
     said = f"all-reduce of {found.mib} MiB over {where} by {found.backend}: {found.gb_per_s:.2f} GB/s"
     speeds = [speed for _, _, speed, _ in found.pairs]
-    return f"{said}; between two nodes {min(speeds):.2f} to {max(speeds):.2f}" if speeds else said
+    return f"{said}; between pairs of nodes {min(speeds):.2f} to {max(speeds):.2f} GB/s" if speeds else said
 
 
 def main(mib: int | None, at_least: float | None, *, as_json: bool) -> int:
@@ -158,13 +158,15 @@ def main(mib: int | None, at_least: float | None, *, as_json: bool) -> int:
     Returns exit code 1 without a world, after a wrong sum, with a slow node, or with less than `at_least` GB/s.
     """
     if "RANK" not in os.environ:
-        print("mrl: --network is run as every rank: torchrun --nproc-per-node 8 -m mrl preflight ...", file=sys.stderr)
+        print(
+            "mrl: --network must run on every rank: torchrun --nproc-per-node 8 -m mrl preflight ...", file=sys.stderr
+        )
         return 1
     if (found := _measured(mib or default_mib())) is None:
         return 1
     wrong = slow_nodes(found, at_least)
     if at_least is not None and found.nodes == 1 < found.ranks and found.gb_per_s < at_least:
-        wrong.append(f"less than the {at_least:g} GB/s that are asked for")
+        wrong.append(f"less than the required {at_least:g} GB/s (--at-least)")
     if os.environ["RANK"] == "0":
         lines = [json.dumps(vars(found))] if as_json else [f"network: {line}" for line in (words(found), *wrong)]
         print("\n".join(lines), flush=True)

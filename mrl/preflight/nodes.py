@@ -54,7 +54,7 @@ class Meeting:
             keys = [f"{what} {number}" for number in range(self.place.count)]
             while missing := [number for number, key in enumerate(keys) if not self._store.check([key])]:
                 if time.monotonic() > end:
-                    raise NodesMissing(f"{', '.join(map(self.name, missing))} did not come within {timeout_s:g} s")
+                    raise NodesMissing(f"{', '.join(map(self.name, missing))} did not join within {timeout_s:g} s")
                 time.sleep(_POLL_S)
             return [json.loads(self._store.get(key)) for key in keys]
         except dist.DistError as error:
@@ -62,8 +62,8 @@ class Meeting:
             raise NodesMissing(f"{self.name(0)} does not answer at {self.place.head}: {reason}") from None
         except OSError as error:
             why = error.strerror or error
-            text = f"{self.name(0)} cannot listen at {self.place.head} ({why}): --head takes its own address"
-            raise NodesMissing(f"{text}, and a port that is free") from None
+            text = f"{self.name(0)} cannot listen at {self.place.head} ({why})"
+            raise NodesMissing(f"{text}: set --head to an address of this node and a free port") from None
 
     def part(self, timeout_s: float = SAY_S) -> None:
         """Leaves the meeting once this node has reported.
@@ -119,20 +119,18 @@ def look_at_nodes(meeting: Meeting, found: Sequence[Finding], mib: int | None, a
         result = _measured(meeting, f"{host}:{port}", mib)
         results = meeting.exchange("measured", result, MEASURE_S)
     except (NodesMissing, ports.NoFreePort) as error:
-        remedy = (
-            "its own output says why, or ping it, look at its interfaces and at GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME"
-        )
+        remedy = "read its own output, ping it, and check its interfaces, GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
         return [Finding("nodes", "problem", str(error), remedy)]
-    return [Finding("nodes", "ok", f"all {place.count} are here"), *_judged(meeting, results, at_least)]
+    return [Finding("nodes", "ok", f"all {place.count} have joined"), *_judged(meeting, results, at_least)]
 
 
 def _unlike(meeting: Meeting, gpus: Sequence[int]) -> Finding | None:
     """Finding if some nodes have fewer GPUs than others."""
-    few = [f"{meeting.name(number)} has {count}" for number, count in enumerate(gpus) if count < max(gpus)]
+    few = [f"{meeting.name(number)} has {count} GPUs" for number, count in enumerate(gpus) if count < max(gpus)]
     if not few:
         return None
-    text = f"of GPUs, of which others have {max(gpus)}, {', '.join(few)}"
-    return Finding("nodes", "problem", text, "look there at nvidia-smi and CUDA_VISIBLE_DEVICES")
+    text = f"{', '.join(few)}, and other nodes have {max(gpus)}"
+    return Finding("nodes", "problem", text, "check nvidia-smi and CUDA_VISIBLE_DEVICES there")
 
 
 def _measured(meeting: Meeting, head: str, mib: int | None) -> dict[str, Any]:
@@ -169,7 +167,7 @@ def _errors(ranks: Sequence[subprocess.Popen[bytes]], folder: Path) -> Iterator[
             try:
                 code = rank.wait(timeout=max(0.1, end - time.monotonic()))
             except subprocess.TimeoutExpired:
-                yield f"its rank {number} was not through with the all-reduces within {MEASURE_S:g} s"
+                yield f"its rank {number} did not finish the all-reduces within {MEASURE_S:g} s"
                 continue
             lines = (folder / f"{number}.log").read_text(errors="replace").splitlines()
             said = [line for line in lines if line.startswith("mrl: ")] or lines[-1:]
@@ -193,6 +191,6 @@ def _judged(meeting: Meeting, results: Sequence[dict[str, Any]], at_least: float
             "network",
             "problem" if is_steady else "warning",
             text,
-            "leave the node out, or look at its cables, NICs and NCCL_DEBUG=INFO",
+            "exclude the node, or check its cables and NICs with NCCL_DEBUG=INFO",
         )
     yield Finding("network", "ok", network.words(found))

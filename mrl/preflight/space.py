@@ -28,8 +28,8 @@ def look_at_directory(cfg: AnyConfig) -> Iterator[Finding]:
         yield Finding("run directory", "problem", f"run.root: {error}")
         return
     except OSError as error:
-        text = f"run.root: no file can be made in {there}: {error.strerror}"
-        yield Finding("run directory", "problem", text, "choose another run.root, or free space there")
+        text = f"run.root: no file can be created in {there}: {error.strerror}"
+        yield Finding("run directory", "problem", text, "choose another run.root, or correct that directory")
         return
     if not (run_dir / "lock").exists():  # otherwise rank 0 checks, since it knows whether that run is active
         try:
@@ -53,9 +53,9 @@ def look_at_space(cfg: Config) -> Iterator[Finding]:
     parts = []
     if cfg.checkpoint.every_steps is not None:
         parts.append(f"a checkpoint is {size_text(checkpoint_bytes(cfg, archs))}")
-    parts.append(f"at most {size_text(use.turning)} come and go, {size_text(use.staying)} stay")
+    parts.append(f"at most {size_text(use.turning)} are replaced over time, {size_text(use.staying)} are kept")
     text = f"{', '.join(parts)}; {size_text(free)} free on the disk of {there}"
-    remedy = "lower checkpoint.keep_last, write them less often, or choose a run.root with more room"
+    remedy = "lower checkpoint.keep_last, raise checkpoint.every_steps, or choose a run.root with more space"
     if free + have < use.turning:
         yield Finding("disk", "problem", f"checkpoint: {text}", remedy)
     elif free + have < use.turning + use.staying:

@@ -38,14 +38,14 @@ def look_at_versions() -> Iterator[Finding]:
             continue
         wanted = asked.get(part)
         if wanted is not None and not wanted.specifier.contains(Version(found).base_version, prereleases=True):
-            text = f"{part} {found}: mrl needs {wanted.specifier}"
+            text = f"{part} {found} is installed, and mrl needs {wanted.specifier}"
             yield Finding("versions", "problem", text, pip_install(f"{part}=={tested}"))
         elif Version(found).public != tested:
-            yield Finding("versions", "warning", f"{part} {found} is not the version that is tested, {tested}")
+            yield Finding("versions", "warning", f"{part} {found} is installed; {tested} is the tested version")
         else:
             good.append(f"{part} {found}")
     if good:
-        yield Finding("versions", "ok", f"as tested on CPUs: {', '.join(good)}")
+        yield Finding("versions", "ok", f"tested versions (on CPUs): {', '.join(good)}")
 
 
 def _asked() -> dict[str, Requirement]:

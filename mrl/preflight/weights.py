@@ -23,10 +23,10 @@ def look_at_weights(cfg: Config) -> Iterator[Finding]:
     others; an output layer beside tied embeddings equals them."""
     for key, path, role in _models(cfg):
         if is_converted(path):
-            yield Finding("weights", "ok", f"{key}: {path} is a converted model, complete by its manifest")
+            yield Finding("weights", "ok", f"{key}: {path} is a converted model and complete by its manifest")
             continue
         if not any(Path(path).glob("*.safetensors")):
-            yield Finding("weights", "skipped", f"{key}: {path} has pickled weights, which only the run itself reads")
+            yield Finding("weights", "skipped", f"{key}: {path} has pickled weights: only the run itself reads them")
             continue
         arch, found = load_arch(path), []
         try:
@@ -37,10 +37,11 @@ def look_at_weights(cfg: Config) -> Iterator[Finding]:
         for text in found[:MAX_SHOWN]:
             yield Finding("weights", "problem", f"{key}: {text}")
         if len(found) > MAX_SHOWN:
-            yield Finding("weights", "problem", f"{key}: {len(found) - MAX_SHOWN} more tensors of {path} do not fit")
+            text = f"{len(found) - MAX_SHOWN} more tensors of {path} do not match its config.json"
+            yield Finding("weights", "problem", f"{key}: {text}")
         if not found:
             head = " (the value head may start at 0)" if role == "critic" else ""
-            text = f"{key}, as {role}: {path} has every tensor of a {arch.family} with its config.json{head}"
+            text = f"{key}, as {role}: {path} has every tensor that its config.json ({arch.family}) describes{head}"
             yield Finding("weights", "ok", text)
 
 
@@ -68,5 +69,5 @@ def _misfits(checkpoint: HFCheckpoint, arch: ModelArch, role: Role, path: str) -
             except WeightError as error:
                 yield str(error)
     if role == "critic" and is_reward_model(path) and HF_VALUE_HEAD not in checkpoint:
-        yield f"{path}/config.json names a reward model, but there is no {HF_VALUE_HEAD} to start from"
+        yield f"{path}/config.json names a reward model, but the weights have no {HF_VALUE_HEAD} to start from"
     yield from unused_tensors(checkpoint, arch, table, role)

@@ -36,7 +36,7 @@ def begin_later() -> None:
 def not_begun(number: int, frame: FrameType | None) -> NoReturn:
     name = signal.Signals(number).name
     text = (
-        f"mrl: told to stop by {name} before the run had begun (exit code {EXIT_PREEMPTED}): the same command starts it"
+        f"mrl: stopped by {name} before the run started (exit code {EXIT_PREEMPTED}): run the same command to start it"
     )
     os.write(2, f"{text}\n".encode())
     os._exit(EXIT_PREEMPTED)
@@ -108,7 +108,7 @@ def _code() -> int:
 
 def _too_late(number: int, frame: FrameType | None) -> NoReturn:
     with contextlib.suppress(OSError):  # a full disk; no print, since the handler may interrupt one
-        os.write(1, b"the step was not over, or not saved, within resilience.save_deadline_s: leaving without it\n")
+        os.write(1, b"the step did not end, or was not saved, within resilience.save_deadline_s: stopping without it\n")
     code = EXIT_PREEMPTED  # without a marker, a launcher needs a nonzero code
     if _run_dir is not None:
         with contextlib.suppress(OSError):

@@ -128,7 +128,7 @@ def _answered(say: Callable[[], None]) -> None:
     try:
         say()
     except Exception as error:
-        raise LostContact(f"ft_launcher's monitor of this rank does not answer: {error}") from error
+        raise LostContact(f"ft_launcher's monitor of this rank does not respond: {error}") from error
 
 
 def _client(timeouts: SectionTimeouts, run_dir: Path) -> Any:
@@ -142,7 +142,7 @@ def _client(timeouts: SectionTimeouts, run_dir: Path) -> Any:
     )
     if there != wanted:
         raise MonitorError(
-            f"ft_launcher has other time-outs than resilience.timeouts_s: {there} instead of {wanted}; "
+            f"ft_launcher has different timeouts from resilience.timeouts_s: {there} instead of {wanted}; "
             f"start it with --ft-cfg-path {ft_config.write(run_dir, timeouts)}"
         )
     return client

@@ -88,7 +88,7 @@ class Report:
         if slowdown < self.ratio:
             return None
         mine, median = self.seconds[section][rank], self._median(section, self.peers[rank])
-        what = "a fixed piece of work on its device" if section == DEVICE else f"{section} over {self.steps} steps"
+        what = "a fixed test computation" if section == DEVICE else f"{section} over {self.steps} steps"
         return f"slow rank {rank}: {mine:.3g} s for {what}, {slowdown:.1f} times its peers' median of {median:.3g} s"
 
     def _median(self, section: str, peers: int) -> float:

@@ -41,11 +41,11 @@ def split(texts: Sequence[str], *, trust: bool = False) -> list[Test]:
             tests.append(tuple(steps))
             steps = []
     if uncalled := sorted(splitter.checks.keys() - splitter.called):
-        raise Unsplit(f"{uncalled[0]} asserts, but nothing calls it: end the test with {uncalled[0]}(NAME)")
+        raise Unsplit(f"{uncalled[0]} has assertions, but nothing calls it: end the test with {uncalled[0]}(NAME)")
     if steps and trust:
         return [*tests, tuple(steps)]
     if steps or not tests:
-        raise Unsplit(f"test {len(texts)}: nothing is asserted")
+        raise Unsplit(f"test {len(texts)}: it has no assertion")
     return tests
 
 
@@ -119,7 +119,7 @@ class _Statements(Expressions):
             case ast.For(orelse=[]):
                 self.loop(node)
             case _:
-                raise Unsplit(f"{shown(node)} is a {type(node).__name__.lower()} statement: it decides by itself")
+                raise Unsplit(f"{shown(node)} is a {type(node).__name__.lower()} statement, which is not supported")
 
     def imports(self, node: ast.Import | ast.ImportFrom) -> None:
         self.run(node)
@@ -133,7 +133,7 @@ class _Statements(Expressions):
 
     def run(self, node: ast.stmt) -> None:
         if asserts(node):
-            raise Unsplit(f"{shown(node)} asserts where the program could prevent it")
+            raise Unsplit(f"{shown(node)} has an assertion that the program could bypass")
         if not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             self.refuse_comparisons(node)
         self.tell_names(node)
@@ -179,7 +179,7 @@ class _Statements(Expressions):
             or not isinstance(found.value, (list, tuple, set, dict, str, range))
             or not tellable(found.value)
         ):
-            raise Unsplit(f"{shown(node)} goes over what is not plain")
+            raise Unsplit(f"{shown(node)} iterates over something that is not a plain value")
         for item in found.value:
             self.assign(node.target, item)
             for inner in node.body:
@@ -189,7 +189,7 @@ class _Statements(Expressions):
         arguments, parameters = function.args, [argument.arg for argument in function.args.args]
         others = (arguments.vararg, arguments.kwarg, *arguments.kwonlyargs, *arguments.posonlyargs, *call.keywords)
         if any(others) or len(call.args) != len(parameters):
-            raise Unsplit(f"{shown(call)} has other arguments than the {len(parameters)} plain ones of its definition")
+            raise Unsplit(f"{shown(call)} must have the {len(parameters)} positional arguments of its definition")
         self.called.add(function.name)
         for name, value in zip(parameters, call.args, strict=True):
             self.bind(ast.Name(name, ast.Store()), value)

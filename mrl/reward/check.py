@@ -59,8 +59,8 @@ def check_hidden(cfg: RewardConfig, paths: Mapping[str, str]) -> None:
         folder = readable_through(path)
         if folder is not None:
             raise RewardError(
-                f"{name}: the programs that built-in reward 'code' runs could read {path}, as all of {folder}: "
-                "keep it elsewhere"
+                f"{name}: the programs that the built-in reward 'code' runs can read all of {folder}, and so {path}: "
+                "move it elsewhere"
             )
 
 
@@ -115,7 +115,7 @@ def _try_out(pool: FunctionPool, component: Component, trial: Trial, data: DataC
     answer = trial.row.get(data.answer_key)
     response = answer if isinstance(answer, str) else ""
     call = Call(prompt_text(trial.row.get(data.prompt_key, "")), response, trial.row, pictures=trial.pictures)
-    future = pool.submit(component, call, f"{trial.where}, answered with {response[:40]!r},")
+    future = pool.submit(component, call, f"{trial.where}, with the response {response[:40]!r},")
     pool.flush(component, [future])
     try:
         future.result(pool.setup.timeout_s + STARTUP_TIMEOUT_S)

@@ -66,10 +66,10 @@ class Expressions:
         checked = self.outside(node, False)
         if self.claims:
             if (unknown := unknown_operator(checked)) is not None:
-                raise Unsplit(f"{shown(node)} has the operator {unknown}, which is not evaluated outside")
+                raise Unsplit(f"{shown(node)} uses the operator {unknown}, which is not evaluated outside the sandbox")
             self.steps.append(Check(tuple(self.claims), checked))
         elif not self.folded(checked).value:
-            raise Unsplit(f"{shown(node)} can never hold")
+            raise Unsplit(f"{shown(node)} can never be true")
         self.of_program = False
 
     def value(self, node: ast.expr) -> ast.Constant | None:
@@ -153,7 +153,7 @@ class Expressions:
                 for side in (node, after):
                     if id(side) in self.without_value:
                         raise NoValue(self.without_value[id(side)])
-                raise Unsplit(f"{shown(node)} and what it is combined with are both for the program to tell")
+                raise Unsplit(f"{shown(node)} is combined with another value that comes from the program too")
         if compared is None:
             compared = any(side is not None and type(side.value) not in (bool, type(None)) for side in plain)
         return [side or self.outside(node, compared) for side, node in zip(plain, nodes, strict=True)]
@@ -171,9 +171,9 @@ class Expressions:
         name = self.function(node) or ""
         keywords = [self.value(keyword.value) for keyword in node.keywords if keyword.arg]
         if len(keywords) != len(node.keywords) or not all(keywords):
-            raise Unsplit(f"{shown(node)} has keywords that are not plain")
+            raise Unsplit(f"{shown(node)} has keyword arguments that are not plain values")
         if name == "isinstance" and node.args and self.value(node.args[-1]) is None:
-            raise Unsplit(f"{shown(node)} asks for a type that is not plain")
+            raise Unsplit(f"{shown(node)} checks for a type that is not plain")
         if name == "math.isclose":
             arguments = self.sides(node.args, None)
         else:
@@ -203,9 +203,9 @@ class Expressions:
         tells = isinstance(asked, ast.Call) and isinstance(asked.func, ast.Attribute) and asked.func.attr in _TELLING
         decides = isinstance(node, _COMPREHENSIONS) and not isinstance(asked, (ast.Call, ast.Attribute, ast.Subscript))
         if decides or (not compared and (tells or self.is_helper(root))):
-            raise Unsplit(f"{shown(node)} is decided inside, where the program could replace it")
+            raise Unsplit(f"{shown(node)} is evaluated inside the sandbox, where the program could replace it")
         if isinstance(node, ast.Name) and self.is_builtin(node.id):
-            raise Unsplit(f"{node.id} is no plain value")
+            raise Unsplit(f"{node.id} is not a plain value")
         self.refuse_comparisons(node)
         self.tell_names(node)
         self.claims.append(ast.unparse(node))
@@ -222,7 +222,7 @@ class Expressions:
         for inner in ast.walk(node):
             names = {name.id for name in ast.walk(inner) if isinstance(name, ast.Name)} - own
             if isinstance(inner, ast.Compare) and not all(map(self.is_helper, names)):
-                raise Unsplit(f"{shown(inner)} is decided inside, where what the program gives could equal everything")
+                raise Unsplit(f"{shown(inner)} compares inside the sandbox, where the program's objects may equal all")
 
     # names
 

@@ -139,13 +139,13 @@ def read_tests(answer: Any) -> tuple[list[str], list[tuple[str, str]]]:
         inputs, outputs = answer["inputs"], answer["outputs"]
         if inputs and len(inputs) == len(outputs) and all(isinstance(text, str) for text in (*inputs, *outputs)):
             return [], list(zip(inputs, outputs, strict=True))
-        what = "calls of a function (fn_name) are written as Python text: assert f(1) == 2"
-        what = what if answer.get("fn_name") else "expected one text of each for every test"
+        what = "write calls of a function (fn_name) as Python text, such as assert f(1) == 2"
+        what = what if answer.get("fn_name") else "expected one text input and one text output per test"
         raise ValueError(f"{len(inputs)} inputs, {len(outputs)} outputs: {what}")
     if isinstance(answer, list) and answer and all(isinstance(test, str) and test.strip() for test in answer):
         return answer, []
     raise ValueError(
-        f"the answer {str(answer)[:80]!r} holds no tests: expected Python text, a list of it, or "
+        f"the answer {str(answer)[:80]!r} has no tests: expected Python text, a list of such texts, or "
         '{"inputs": [...], "outputs": [...]}'
     )
 

@@ -46,7 +46,7 @@ def multiple_choice(response: str, answer: str) -> float:
     """
     want = _CHOICE.match(answer)
     if want is None:
-        raise ValueError(f"the answer {answer!r} begins with no letter A to J")
+        raise ValueError(f"the answer {answer!r} does not begin with a letter A to J")
     return float(chosen(response) == want[1].upper())
 
 
@@ -93,7 +93,7 @@ def arithmetic(response: str, answer: str) -> float:
     """
     want = number_of(answer)
     if want is None:
-        raise ValueError(f"the answer {answer!r} holds no number")
+        raise ValueError(f"the answer {answer!r} contains no number")
     return float(number_of(response) == want)
 
 

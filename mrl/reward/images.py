@@ -57,7 +57,7 @@ def load_images(spec: str, where: str, settings: Settings) -> Callable[[Sequence
     else:
         known = f"{', '.join((*BUILTINS, IMAGE_SCORER))}, or path/to/file.py:name"
         near = user_functions.near(spec, (*BUILTINS, IMAGE_SCORER))
-        raise RewardError(f"reward.{where} {spec!r} is no built-in{near}; known: {known}")
+        raise RewardError(f"reward.{where} {spec!r} is not a built-in{near}; known: {known}")
     return lambda calls: function(_stacked(calls), [call.prompt for call in calls], [call.row for call in calls])
 
 

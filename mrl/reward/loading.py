@@ -93,12 +93,12 @@ def _load_builtin(spec: str, answer_key: str, where: str, settings: Settings) ->
         compare = vars(importlib.import_module(COMPARISONS[spec]))[spec]
         return lambda call: compare(call.response, _plain_answer(call.row, answer_key))
     known = f"{', '.join(sorted(BUILTIN_REWARDS))}, or path/to/file.py:name"
-    raise RewardError(f"{where} is no built-in{user_functions.near(spec, BUILTIN_REWARDS)}; known: {known}")
+    raise RewardError(f"{where} is not a built-in{user_functions.near(spec, BUILTIN_REWARDS)}; known: {known}")
 
 
 def _of_environment(row: Mapping[str, Any]) -> Any:
     if "environment" not in row:
-        raise ValueError("the response is no agent's: there is no environment that has scored it")
+        raise ValueError("the response is not from an agent, so no environment has scored it")
     return row["environment"]
 
 
@@ -145,7 +145,7 @@ def check_result(result: object) -> Outcome:
         raise ValueError(f"returned a dict without 'score', only {sorted(map(str, result))}")
     parts = {str(key): _number(f"{key!r}", value) for key, value in result.items()}
     if hiding := sorted(parts.keys() & set(RESERVED)):
-        raise ValueError(f"a part named {hiding[0]!r} would hide the metric of that name")
+        raise ValueError(f"a part named {hiding[0]!r} would hide the metric of that name: rename it")
     return Outcome(parts.pop("score"), parts)
 
 

@@ -36,7 +36,7 @@ class ModelSource:
         if not waiting:
             return
         if self.score is None:
-            raise RewardError("the reward model is not there yet")
+            raise RewardError("the reward model is not loaded yet")
         scores = self.score([call.sample for call, _, _ in waiting if call.sample is not None])
         for (_, label, future), score in zip(waiting, scores, strict=True):
             if math.isfinite(score):

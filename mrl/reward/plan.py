@@ -41,7 +41,7 @@ class Plan:
         if found is None:
             what = "has no data_source" if data_source is None else f"has the data_source {str(data_source)!r}"
             labels = ", ".join(map(repr, self.mixes))
-            raise RewardError(f"{what}, rewards are set for {labels} (data.data_source_key: {key})")
+            raise RewardError(f"{what}, but rewards are set for {labels} only (data.data_source_key: {key})")
         return found
 
 

@@ -66,7 +66,7 @@ class FunctionPool:
             self.ready.result(STARTUP_TIMEOUT_S + 10)
         except TimeoutError:
             self.close()
-            raise RewardError(f"no reward worker came up within {STARTUP_TIMEOUT_S:.0f} s") from None
+            raise RewardError(f"no reward worker started within {STARTUP_TIMEOUT_S:.0f} s") from None
         except RewardError:
             self.close()
             raise
@@ -224,12 +224,12 @@ class _Dispatcher:
                 continue
             if not worker.ready:
                 raise RewardError(
-                    f"reward function {self.setup}: a worker was not ready {STARTUP_TIMEOUT_S:.0f} s "
-                    "after its start (importing the function's file takes too long or hangs)"
+                    f"reward function {self.setup}: a worker was not ready {STARTUP_TIMEOUT_S:.0f} s after its start: "
+                    "the import of the function's file takes too long or hangs"
                 )
             job = worker.jobs.popleft()
             self._retire(worker, list(worker.jobs))
-            job.fail(f"gave no answer within {self.setup.timeout_s:g} s (reward.timeout_s)")
+            job.fail(f"returned nothing within {self.setup.timeout_s:g} s (reward.timeout_s)")
 
     def _died(self, worker: Worker) -> None:
         culprit, others = (worker.jobs[0], list(worker.jobs)[1:]) if worker.jobs else (None, [])

@@ -17,7 +17,7 @@ def parse(text: str) -> ast.Module:
     try:
         return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ValueError(f"is no Python: {error}") from None
+        raise ValueError(f"is not Python: {error}") from None
 
 
 def asserts(node: ast.AST) -> bool:

@@ -33,7 +33,7 @@ class Scorer:
             raise RewardError(f"reward.scorer.path: {path} cannot be loaded by transformers: {error}") from error
         if not hasattr(self._model, "get_image_features") or not hasattr(self._model, "get_text_features"):
             name = type(self._model).__name__
-            raise RewardError(f"reward.scorer.path: {path} is a {name}, which has no features of images and of text")
+            raise RewardError(f"reward.scorer.path: {path} is a {name}, which computes no image and text features")
 
     @torch.no_grad()
     def __call__(self, images: np.ndarray, prompts: list[str], rows: list[dict[str, Any]]) -> list[float]:

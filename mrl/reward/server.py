@@ -83,7 +83,7 @@ class ServerClient:
             self._loop.call_soon_threadsafe(self._main.cancel)
             self._thread.join(CLOSE_TIMEOUT_S)
             if self._thread.is_alive():
-                log.warning("%s: calls under way did not end within %.0f s", self._who, CLOSE_TIMEOUT_S)
+                log.warning("%s: calls in flight did not end within %.0f s", self._who, CLOSE_TIMEOUT_S)
 
     def _run(self) -> None:
         try:
@@ -146,7 +146,7 @@ class ServerClient:
             except _Again as error:
                 problem = str(error)
             except TimeoutError:
-                problem = f"no answer within {self.cfg.timeout_s:g} s (timeout_s)"
+                problem = f"no response within {self.cfg.timeout_s:g} s (timeout_s)"
             if attempt > self.cfg.retries:
                 return [f"{problem}; attempts: {attempt}"] * len(items)
             await asyncio.sleep(self.cfg.backoff_s * 2 ** (attempt - 1))
@@ -168,12 +168,12 @@ class ServerClient:
     async def _read(self, reply: httpx.Response) -> bytes:
         """Returns the whole answer, within its limits."""
         if reply.headers.get("content-encoding", "identity") != "identity":
-            raise BadAnswer(f"the answer is compressed ({reply.headers['content-encoding']}), which was not asked for")
+            raise BadAnswer(f"the response is compressed ({reply.headers['content-encoding']}): send it uncompressed")
         limit, data = self.cfg.max_answer_mib << 20, bytearray()
         async for chunk in reply.aiter_raw():
             data += chunk
             if len(data) > limit:
-                raise BadAnswer(f"the answer is longer than {self.cfg.max_answer_mib} MiB (max_answer_mib)")
+                raise BadAnswer(f"the response is longer than {self.cfg.max_answer_mib} MiB (max_answer_mib)")
         return bytes(data)
 
 

@@ -41,7 +41,7 @@ def read_answer(api: Api, data: bytes, count: int) -> list[Outcome | str]:
         answer = json.loads(data)
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise BadAnswer(f"the answer is not JSON ({reason}): {head(data)}") from None
+        raise BadAnswer(f"the response is not JSON ({reason}): {head(data)}") from None
     results = api.results(answer)
     if len(results) != count:
         raise BadAnswer(f"{len(results)} scores for {count} samples")
@@ -95,7 +95,7 @@ def _embeddings(answer: Any) -> list[Any]:
     for numbers in found:
         if not isinstance(numbers, list) or len(numbers) != 1:
             what = f"{len(numbers)} numbers" if isinstance(numbers, list) else repr(numbers)
-            raise BadAnswer(f"expected one score a sample, got {what}: is the model a reward model?")
+            raise BadAnswer(f"expected one score per sample, got {what}: check that it serves a reward model")
     return [numbers[0] for numbers in found if numbers is not None]
 
 
@@ -106,9 +106,9 @@ def doubt(about: Any) -> str:
     if not names:
         return ""
     return (
-        f"serves a {names[0]}, whose score head has a bias in SGLang (0.5.23) and none in transformers: unless the "
-        "checkpoint has score.bias, every score is off by a constant that changes with each start of the server. "
-        "reward.model.path has the model run by Megatron instead"
+        f"serves a {names[0]}, whose score head has a bias in SGLang (0.5.23) but none in transformers. Unless the "
+        "checkpoint has score.bias, all scores are off by a constant that changes with each start of the server: use "
+        "reward.model.path to run the model in Megatron instead"
     )
 
 

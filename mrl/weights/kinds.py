@@ -147,7 +147,7 @@ def _pieces(row: Row, whole: Sliceable) -> list[Sliceable]:
 
 def _part(size: int, tp: int, tp_rank: int) -> slice:
     if size % tp:
-        raise ValueError(f"a dimension of {size} cannot be cut into {tp} equal parts")
+        raise ValueError(f"a dimension of {size} cannot be split into {tp} equal parts")
     step = size // tp
     return slice(tp_rank * step, (tp_rank + 1) * step)
 

@@ -50,10 +50,10 @@ class Merged:
 
     def lines(self, target: Path) -> Iterator[str]:
         """Yields the lines for the user."""
-        yield f"{target}: adapters of {self.layers} layers are in {self.tensors} tensors"
-        yield f"rounding has moved what they add by {self.rounding:.1%}"
+        yield f"{target}: merged the adapters of {self.layers} layers into {self.tensors} tensors"
+        yield f"rounding changed the adapters' contribution by {self.rounding:.1%}"
         if not self.is_checked:
-            yield "whether these are the weights that they were trained beside is not known: mrl did not write them"
+            yield "not checked that BASE is what the adapters were trained on: mrl did not write them"
 
 
 @dataclass(frozen=True)
@@ -149,14 +149,14 @@ def read_adapter(directory: Path) -> AdapterFile:
             unknown.append(name)
     if carried:
         raise WeightError(
-            f"{file}: holds more than adapters of linear layers: {', '.join(carried[:4])}. PEFT saves such weights for "
-            "embeddings that were resized or adapted (save_embedding_layers) and for modules_to_save. mrl would drop "
-            "them: merge with PEFT's merge_and_unload"
+            f"{file}: has other weights than adapters of linear layers: {', '.join(carried[:4])}. PEFT saves these for "
+            "resized or adapted embeddings (save_embedding_layers) and for modules_to_save, and mrl would drop them: "
+            "merge with PEFT's merge_and_unload"
         )
     wanted = {"A", "B"} | ({"magnitude"} if found.dora else set())
     unknown += [layer for layer, parts in layers.items() if parts.keys() != wanted]
     if unknown or not layers:
-        raise WeightError(f"{file}: not the adapters that {CONFIG} describes: {', '.join(unknown[:4]) or 'none'}")
+        raise WeightError(f"{file}: its tensors do not match {CONFIG}: {', '.join(unknown[:4]) or 'none'}")
     return AdapterFile(found, layers, whole)
 
 
@@ -173,7 +173,7 @@ def _metas(checkpoint: HFCheckpoint, file: AdapterFile, adapter: Path) -> list[T
         problems += (f"{layer}: {misfit}" for misfit in _misfits(parts, file.found.rank, here))
     if problems:
         more = [f"and {len(problems) - 4} more"] if len(problems) > 4 else []
-        raise WeightError(f"{adapter} does not fit: {'; '.join(problems[:4] + more)}")
+        raise WeightError(f"{adapter} does not fit the base weights: {'; '.join(problems[:4] + more)}")
     for name in checkpoint:
         if name not in file.whole and not (name == HF_OUTPUT and file.whole):
             source = checkpoint.source(name)
@@ -190,7 +190,7 @@ def _misfits(parts: Mapping[str, Tensor], rank: int, weight: tuple[int, ...]) ->
     for part, tensor in parts.items():
         found = tuple((tensor.flatten() if part == "magnitude" else tensor).shape)
         if found != wanted[part]:
-            yield f"{part} is {list(found)}, not {list(wanted[part])}, beside a weight {list(weight)} with r {rank}"
+            yield f"{part} is {list(found)} instead of {list(wanted[part])}, for a weight {list(weight)} and r {rank}"
 
 
 def _write(
@@ -224,7 +224,7 @@ def _write(
     digests += [(name, tensor_digest(checkpoint.source(name)[:])) for name in left]
     if file.found.base_digest is not None and joined(digests) != file.found.base_digest:
         raise WeightError(
-            f"{base} is not what the adapters were trained beside: its weights have the digest {joined(digests)[:12]}, "
-            f"the adapters' have {file.found.base_digest[:12]}"
+            f"{base} is not the base model of the adapters: its weights have the digest {joined(digests)[:12]}, and "
+            f"the adapters were trained on {file.found.base_digest[:12]}: name their base model"
         )
     result.is_checked = file.found.base_digest is not None

@@ -19,34 +19,32 @@ def check(cfg: RLConfig) -> Iterator[Problem]:
     named = (reward.function, *reward.functions.values(), *(name for mix in reward.recipe.values() for name in mix))
     if agent is None:
         if ENVIRONMENT in named:
-            message = "environment is the score that an agent's environment gives: add a section `agent:`"
+            message = "environment is the score of an agent's environment: add a section `agent:`"
             yield Problem(("reward", "agent"), message)
         return
     first, turn = cfg.data.max_prompt_tokens, cfg.rollout.sampling.max_new_tokens
     if first + turn > agent.max_tokens:
-        message = f"{first} prompt tokens + {turn} new tokens of the first turn are more than {agent.max_tokens}"
+        message = f"{first} prompt tokens + {turn} new tokens of the first turn exceed {agent.max_tokens}"
         yield Problem(("agent.max_tokens", "data.max_prompt_tokens", "rollout.sampling.max_new_tokens"), message)
     if cfg.algorithm.adv_estimator == "optimal_token_baseline":
-        message = "it compares tokens at the same place, and turns begin at different ones: tir_optimal_token_baseline"
+        message = "compares tokens by position, and turns start at different ones: use tir_optimal_token_baseline"
         yield Problem(("algorithm.adv_estimator", "agent"), message)
     if not cfg.data.chat_template:
         for key, is_set in (("agent.endpoint", agent.endpoint), ("agent.thoughts", agent.thoughts == "strip")):
             if is_set:
-                yield Problem(
-                    (key, "data.chat_template"), "conversations are rendered by a chat template: set that true"
-                )
+                yield Problem((key, "data.chat_template"), "needs a chat template: set data.chat_template: true")
     if agent.endpoint and agent.thoughts == "strip":
-        message = "a harness sends what history it likes, and what differs begins a new sequence: leave it out"
+        message = "has no effect: with agent.endpoint the harness sends the history: leave thoughts out"
         yield Problem(("agent.thoughts", "agent.endpoint"), message)
     if agent.trajectory_timeout_s is not None and agent.trajectory_timeout_s < agent.step_timeout_s:
-        message = f"{agent.step_timeout_s:g} s of a step are more than {agent.trajectory_timeout_s:g} s of a trajectory"
+        message = f"{agent.step_timeout_s:g} s for a step exceed {agent.trajectory_timeout_s:g} s for a trajectory"
         yield Problem(("agent.step_timeout_s", "agent.trajectory_timeout_s"), message)
     if agent.on_error == "leave_out" and cfg.algorithm.needs_greedy:
-        message = f"{cfg.algorithm.adv_estimator} needs the greedy response of every group: stop"
+        message = f"{cfg.algorithm.adv_estimator} needs the greedy response of every group: set on_error: stop"
         yield Problem(("agent.on_error", "algorithm.adv_estimator"), message)
     models = ["reward.model"] if reward.model is not None else []
     for key in models + [f"reward.servers.{name}.api" for name, each in reward.servers.items() if each.api == "sglang"]:
-        yield Problem((key, "agent"), "a reward model was trained on answers, it has no place for turns")
+        yield Problem((key, "agent"), "a reward model scores single responses, not the turns of an agent: leave it out")
 
 
 def check_file(agent: AgentConfig) -> Iterator[Problem]:
@@ -54,14 +52,14 @@ def check_file(agent: AgentConfig) -> Iterator[Problem]:
     found = yield from _defined(KEY, agent.rollout)
     if agent.endpoint and isinstance(found, ast.ClassDef):
         yield Problem(
-            (KEY, "agent.endpoint"), f"{found.name} is a class, and a harness is run by a function (ctx, prompt)"
+            (KEY, "agent.endpoint"), f"{found.name} is a class; agent.endpoint needs a function (ctx, prompt)"
         )
     if isinstance(found, ast.FunctionDef) and not agent.endpoint:
-        yield Problem((KEY,), f"{found.name} must be `async def {found.name}(ctx, prompt)`: it waits for turns")
+        yield Problem((KEY,), f"{found.name} awaits turns: define it as `async def {found.name}(ctx, prompt)`")
     if agent.parser is not None and agent.parser not in PARSERS:
         own = yield from _defined(PARSER, agent.parser, f"none of {', '.join(PARSERS)}, and ")
         if isinstance(own, ast.AsyncFunctionDef):
-            yield Problem((PARSER,), f"{own.name} is an async function, which nothing awaits: write a plain one")
+            yield Problem((PARSER,), f"{own.name} is an async function, and mrl does not await it: use a plain def")
 
 
 def _defined(key: str, spec: str, but: str = "") -> Generator[Problem, None, ast.stmt | None]:
@@ -78,5 +76,5 @@ def _defined(key: str, spec: str, but: str = "") -> Generator[Problem, None, ast
         yield Problem((key,), f"cannot read {path}: {reason(error)}")
         return None
     if name not in found:
-        yield Problem((key,), f"{path} does not define {name!r}; it has {', '.join(sorted(found)) or 'nothing'}")
+        yield Problem((key,), f"{path} does not define {name!r}; it defines {', '.join(sorted(found)) or 'nothing'}")
     return found.get(name)

@@ -31,18 +31,18 @@ def check_kl(cfg: RLConfig) -> Iterator[Problem]:
         yield from inert(cfg.ref, "ref", list(RefConfig.model_fields), "no KL term uses a reference model", on)
         return
     if kl.use_in_reward and kl.use_in_loss:
-        yield Problem((f"{key}.use_in_reward", f"{key}.use_in_loss"), "the same penalty would count twice: choose one")
+        yield Problem((f"{key}.use_in_reward", f"{key}.use_in_loss"), "the penalty would count twice: choose one")
     if kl.use_in_reward and kl.penalty.endswith("+"):
-        message = f"{kl.penalty} differs from {kl.penalty[:-1]} in its gradient, and a reward has none"
+        message = f"{kl.penalty} differs from {kl.penalty[:-1]} only in its gradient: use {kl.penalty[:-1]} in a reward"
         yield Problem((f"{key}.penalty", f"{key}.use_in_reward"), message)
     if not kl.use_in_loss:
-        because = "the penalty in the reward is that of the policy which drew the tokens"
+        because = "the penalty in the reward is that of the rollout policy"
         yield from inert(kl, key, ["bias_correction"], because, f"{key}.use_in_loss")
     elif kl.bias_correction and kl.penalty.endswith("+"):
-        message = f"{kl.penalty} has an unbiased gradient already: take {kl.penalty[:-1]}"
+        message = f"{kl.penalty} already has an unbiased gradient: use {kl.penalty[:-1]}"
         yield Problem((f"{key}.bias_correction", f"{key}.penalty"), message)
     if kl.coef == 0:
-        yield Problem((f"{key}.coef", on), "0 switches off the KL term that is switched on: set a coefficient")
+        yield Problem((f"{key}.coef", on), "0 disables the KL term that is enabled: set a coefficient")
     if kl.controller == "fixed":
         names = ["target", "horizon_samples"]
         yield from inert(kl, key, names, "the controller is fixed", f"{key}.controller")
@@ -51,7 +51,7 @@ def check_kl(cfg: RLConfig) -> Iterator[Problem]:
         if not changed(kl, name):
             yield Problem((f"{key}.{name}", f"{key}.controller"), "required by the adaptive controller")
     if kl.use_in_loss:
-        message = "adaptive steers the penalty in the reward: use_in_loss takes a fixed coefficient"
+        message = "adaptive needs the KL penalty in the reward: with use_in_loss, set controller: fixed"
         yield Problem((f"{key}.controller", f"{key}.use_in_loss"), message)
 
 
@@ -81,7 +81,7 @@ def _estimator(cfg: RLConfig) -> Iterator[Problem]:
     if algorithm.takes_values == "maybe" and cfg.critic is None and algorithm.value_loss != ValueLossConfig():
         yield Problem(("algorithm.value_loss", "critic"), "has no effect: there is no critic")
     if cfg.batch.samples_per_prompt == 1 and algorithm.compares_group:
-        message = f"1 sample a prompt has nothing to be compared with: {name} needs at least 2"
+        message = f"1 sample per prompt has no group to be compared with: {name} needs at least 2"
         yield Problem(("batch.samples_per_prompt", ESTIMATOR), message)
 
 
@@ -91,20 +91,20 @@ def _gdpo(cfg: RLConfig) -> Iterator[Problem]:
         return
     keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
     if not keys:
-        yield Problem(("algorithm.gdpo_reward_keys", ESTIMATOR), "required by gdpo: the components of the reward")
+        yield Problem(("algorithm.gdpo_reward_keys", ESTIMATOR), "required by gdpo: name the components of the reward")
     if len(set(keys)) < len(keys):
-        yield Problem(("algorithm.gdpo_reward_keys",), "the same component is named twice")
+        yield Problem(("algorithm.gdpo_reward_keys",), "names a component twice")
     if weights is not None and keys and len(weights) != len(keys):
         message = f"{len(weights)} weights for {len(keys)} components"
         yield Problem(("algorithm.gdpo_reward_weights", "algorithm.gdpo_reward_keys"), message)
     if weights and not any(weights):
-        yield Problem(("algorithm.gdpo_reward_weights",), "all are 0: nothing would be learned")
+        yield Problem(("algorithm.gdpo_reward_weights",), "all weights are 0: set at least one above 0")
     if algorithm.kl.use_in_reward:
-        message = "has no effect: gdpo reads the reward's components alone; use_in_loss works"
+        message = "has no effect: gdpo uses the components of the reward only: set use_in_loss instead"
         yield Problem(("algorithm.kl.use_in_reward", ESTIMATOR), message)
     if algorithm.pf_ppo is None or (algorithm.score_clip is None and not _is_drawn_by_centred_scores(algorithm)):
         names = ["use_score_scaling", "use_score_norm", "score_clip"]
-        yield from inert(algorithm, "algorithm", names, "gdpo reads the reward's components, not the score", ESTIMATOR)
+        yield from inert(algorithm, "algorithm", names, "gdpo uses components of the reward, not the score", ESTIMATOR)
 
 
 def _scores(cfg: RLConfig) -> Iterator[Problem]:
@@ -127,29 +127,29 @@ def _is_drawn_by_centred_scores(algorithm: AlgorithmConfig) -> bool:
 def _resampling(cfg: RLConfig) -> Iterator[Problem]:
     resampling, key = cfg.algorithm.pf_ppo, "algorithm.pf_ppo"
     if resampling is not None and resampling.reweight_method != "pow":
-        because = f"samples are drawn by {resampling.reweight_method}"
+        because = f"samples are reweighted by {resampling.reweight_method}"
         yield from inert(resampling, key, ["weight_pow"], because, f"{key}.reweight_method")
 
 
 def _filter_groups(cfg: RLConfig) -> Iterator[Problem]:
     groups, key = cfg.algorithm.filter_groups, "algorithm.filter_groups"
     if not groups.enable:
-        because = "only groups of equal values of it would be dropped, and that is switched off"
+        because = "groups with equal values of the metric are not dropped"
         yield from inert(groups, key, ["metric"], because, f"{key}.enable")
     if not groups.is_on:
         names = ["prompts_per_round", "max_num_gen_batches", "on_shortage"]
         yield from inert(groups, key, names, "no groups are filtered", f"{key}.enable")
         return
     if groups.enable and cfg.batch.samples_per_prompt == 1:
-        message = "1 sample a prompt always equals itself: every group would be dropped"
+        message = "1 sample per prompt: every group has equal values and would be dropped: use at least 2"
         yield Problem(("batch.samples_per_prompt", f"{key}.enable"), message)
     most = prompts_per_round(cfg) * groups.max_num_gen_batches
     if most < cfg.batch.prompts_per_step:
         message = (
-            f"{prompts_per_round(cfg)} prompts x {groups.max_num_gen_batches} rounds = {most} can never give the "
+            f"{prompts_per_round(cfg)} prompts x {groups.max_num_gen_batches} rounds = {most} cannot fill the "
             f"{cfg.batch.prompts_per_step} groups of a step"
         )
         yield Problem((f"{key}.prompts_per_round", f"{key}.max_num_gen_batches", "batch.prompts_per_step"), message)
     if not cfg.data.shuffle:
-        message = "a further round would draw the same prompts again: dynamic sampling needs data.shuffle"
+        message = "a further round would repeat the same prompts: dynamic sampling needs data.shuffle: true"
         yield Problem(("data.shuffle", f"{key}.enable" if groups.enable else f"{key}.function"), message)

@@ -61,6 +61,6 @@ def _values(value: Any, key: str = "") -> Iterator[Problem]:
         for item in value:  # a section in a list goes by the list's key
             yield from _values(item if not isinstance(item, dict) else tuple(item.values()), key)
     elif isinstance(value, str) and value != printable(value) and key not in SEVERAL_LINES:
-        yield Problem((key,), f"{value!r} holds a line break or another control character")
+        yield Problem((key,), f"{value!r} contains a line break or another control character")
     elif isinstance(value, float) and value > MAX_SECONDS and any(part.endswith("_s") for part in key.split(".")):
-        yield Problem((key,), f"{value:g} s are longer than anything can be waited for, at most {MAX_SECONDS:g}")
+        yield Problem((key,), f"{value:g} s is longer than the maximum of {MAX_SECONDS:g} s")

@@ -20,8 +20,8 @@ def check(cfg: RLConfig, machine: Machine) -> Iterator[Problem]:
             f"{minibatch} does not divide the {product} samples of a step",
         )
     if minibatch == total and cfg.replay is None:
-        because = "each update learns from all samples of its step"
+        because = "each update uses all samples of its step"
         yield from inert(cfg.batch, "batch", ["shuffle_minibatches"], because, "batch.samples_per_minibatch")
     explicit = cfg.batch.samples_per_minibatch is not None
     key = "batch.samples_per_minibatch" if explicit else "batch.prompts_per_step"
-    yield from check_shares(cfg, machine, key, minibatch, "samples an update")
+    yield from check_shares(cfg, machine, key, minibatch, "samples per update")

@@ -56,8 +56,8 @@ def _length(cfg: RLConfig, key: str) -> Iterator[Problem]:
         others = [_name(spec) for spec in specs if spec not in OF_LENGTH]
         if of_length and others:
             message = (
-                f"must be given: the score has {' and '.join(of_length)} in it, so that a group of equal answers of "
-                f"different lengths would be kept. Compare {' or '.join(others)}, or say score if that is meant"
+                f"must be given: the score includes {' and '.join(of_length)}, so a group of equal answers of "
+                f"different lengths would be kept: set {' or '.join(others)}, or score if that is intended"
             )
             yield Problem((key, "reward.manager"), message)
             return

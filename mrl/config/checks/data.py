@@ -39,22 +39,22 @@ def check_sources(cfg: AnyConfig) -> Iterator[Problem]:
             yield from _validation_weights(data.validation, use.is_sampled)
         elif data.validation is not None:
             other = key.rpartition(".")[0] or "trainer"
-            yield Problem((f"{key}.validation", other), "has no effect: only what is sampled is validated")
+            yield Problem((f"{key}.validation", other), "has no effect: only data of generated responses is validated")
 
 
 def _sources(section: str, name: str, sources: tuple[SourceConfig, ...], use: DataUse) -> Iterator[Problem]:
     key = f"{section}.{name}"
     if not sources:
-        yield Problem((key,), "names no source of rows")
+        yield Problem((key,), "has no sources: name at least one")
     if len({(source.path, source.split) for source in sources}) < len(sources):
-        yield Problem((key,), "names the same rows twice: give them a larger weight")
+        yield Problem((key,), "names a source twice: give it a larger weight instead")
     for source in sources:
         try:
             columns = read_columns(source)
         except _Unreadable as error:
             yield Problem((key,), str(error))
         except FileNotFoundError:
-            yield Problem((key,), f"{source.path!r} is not on this machine: {KINDS} (nothing is downloaded)")
+            yield Problem((key,), f"{source.path!r} is not on this machine: {KINDS} (mrl downloads nothing)")
         except (OSError, ValueError) as error:
             yield Problem((key,), f"cannot read {source.path}: {reason(error)}")
         else:
@@ -68,7 +68,7 @@ def _told(section: str, data: DataConfig) -> Iterator[Problem]:
         return
     for name in changed(data, "system_key", "tools_key", "chat_template_kwargs_key"):
         if dict(data)[name] is not None:
-            message = "has no effect: no chat template is told anything"
+            message = "has no effect: chat_template is false"
             yield Problem((f"{section}.{name}", f"{section}.chat_template"), message)
 
 
@@ -79,7 +79,7 @@ def unreadable(source: SourceConfig) -> str | None:
     except _Unreadable as error:
         return str(error)
     except FileNotFoundError:
-        return f"{source.path!r} is not on this machine: {KINDS} (nothing is downloaded)"
+        return f"{source.path!r} is not on this machine: {KINDS} (mrl downloads nothing)"
     except (OSError, ValueError) as error:
         return f"cannot read {source.path}: {reason(error)}"
     return None
@@ -90,12 +90,12 @@ def _weights(key: str, sources: tuple[SourceConfig, ...]) -> Iterator[Problem]:
     if len(sources) == 1 and not without:
         yield Problem((key,), f"the weight of {sources[0].path} has no effect: it is the only source")
     elif 0 < len(without) < len(sources):
-        yield Problem((key,), f"{', '.join(without)}: no weight; give one to every source or to none")
+        yield Problem((key,), f"{', '.join(without)} without weight: give a weight to every source or to none")
 
 
 def _validation_weights(sources: tuple[SourceConfig, ...], is_sampled: bool) -> Iterator[Problem]:
     if any(source.weight is not None for source in sources):
-        message = "weights have no effect: a validation takes the first rows of all sources in turn"
+        message = "weights have no effect: validation takes the first rows of all sources in turn"
         yield Problem(("data.validation", "validation.prompts" if is_sampled else "validation.rows"), message)
 
 
@@ -106,10 +106,10 @@ def _columns(section: str, key: str, source: SourceConfig, columns: Columns, use
         if name not in columns and name.split(".")[0] not in columns:
             yield Problem((f"{section}.{setting}", key), f"{where} has no {name!r}; it has {has}")
     if use.reads_prompts and columns.get(data.prompt_key) is list and not data.chat_template:
-        message = f"false wants text, {where} has a list of messages under {data.prompt_key!r}"
+        message = f"false needs text prompts, and {where} has a list of messages in {data.prompt_key!r}: set it to true"
         yield Problem((f"{section}.chat_template", key), message)
     if source.name is not None and data.data_source_key in columns:
-        message = f"the name {source.name!r} of {source.path} has no effect: its rows name their source themselves"
+        message = f"the name {source.name!r} of {source.path} has no effect: its rows have {data.data_source_key!r}"
         yield Problem((key, f"{section}.data_source_key"), message)
 
 
@@ -126,7 +126,7 @@ def read_columns(source: SourceConfig) -> Columns | None:
     if problem := no_file(path):
         raise _Unreadable(f"cannot read {path}: {problem}")
     if path.suffix not in (".jsonl", ".json", ".parquet"):
-        raise _Unreadable(f"{path} has no format that mrl reads: {KINDS}")
+        raise _Unreadable(f"{path} is not in a format that mrl reads: {KINDS}")
     if source.split is not None:
         raise _Unreadable(f"split {source.split!r} has no effect: {path} is one file")
     if path.suffix == ".parquet":
@@ -148,7 +148,7 @@ def _columns_of_json(path: Path) -> Columns | None:
         row = _first_item(head) if as_list else parse_row(line)
     except ValueError as error:
         what = "first item" if as_list else "first line"
-        expected = f"expected one row {'an item' if as_list else 'a line'}"
+        expected = f"expected one row per {'item' if as_list else 'line'}"
         raise _Unreadable(f"the {what} of {path} is not a JSON object: {expected} ({error})") from error
     return {name: type(value) for name, value in row.items()}
 
@@ -168,7 +168,7 @@ def _columns_of_parquet(path: Path) -> Columns:
         metadata = parquet.read_metadata(path)
         schema = metadata.schema.to_arrow_schema()
     except (pyarrow.ArrowException, OSError) as error:
-        raise _Unreadable(f"{path} is no parquet file: {str(error).partition(chr(10))[0]}") from error
+        raise _Unreadable(f"{path} is not a Parquet file: {str(error).partition(chr(10))[0]}") from error
     if metadata.num_rows == 0:
         raise _Unreadable(f"{path} has no rows")
     types = pyarrow.types
@@ -192,9 +192,9 @@ def _columns_of_directory(path: Path, split: str | None) -> Columns | None:
         features = read_json(info).get("features") if info.is_file() else None
         columns = {name: _feature(feature) for name, feature in features.items()} if features else None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise _Unreadable(f"{path} is not as the datasets library saves a directory: {error!r}") from error
+        raise _Unreadable(f"{path} is not a directory saved by the datasets library: {error!r}") from error
     if columns is None and not any(file.suffix in SUFFIXES for file in islice(path.rglob("*"), LOOKED_AT)):
-        raise _Unreadable(f"{path} is a directory without files of data: {KINDS} of such files")
+        raise _Unreadable(f"{path} is a directory without data files: {KINDS} of such files")
     return columns
 
 
@@ -215,10 +215,10 @@ def _feature(feature: Any) -> type | None:
 def check_preferences(data: PreferenceDataConfig, arch: ModelArch | None) -> Iterator[Problem]:
     """Responses have a place beside their prompts, and the model has positions for both."""
     if data.max_prompt_tokens >= data.max_tokens:
-        message = f"{data.max_prompt_tokens} leave no room for a response in {data.max_tokens} tokens"
+        message = f"{data.max_prompt_tokens} prompt tokens leave no room for a response in {data.max_tokens} tokens"
         yield Problem(("data.max_prompt_tokens", "data.max_tokens"), message)
     if arch is not None and data.max_tokens > arch.max_positions:
-        message = f"{data.max_tokens} are more than the model's {arch.max_positions} positions"
+        message = f"{data.max_tokens} exceeds the model's {arch.max_positions} positions"
         yield Problem(("data.max_tokens", "model.path"), message)
 
 
@@ -232,5 +232,8 @@ def check_answers(cfg: Config, archs: Archs) -> Iterator[Problem]:
             and not use.is_sampled
             and use.cfg.max_prompt_tokens >= arch.max_positions
         ):
-            message = f"leaves no room for answers in the model's {arch.max_positions} positions"
+            message = (
+                f"{use.cfg.max_prompt_tokens} prompt tokens leave no room for answers in the model's "
+                f"{arch.max_positions} positions"
+            )
             yield Problem((f"{key}.max_prompt_tokens", "model.path"), message)

@@ -46,10 +46,10 @@ def scheduler_problem(kind: str, name: str, config: dict[str, Any]) -> str | Non
     known = SCHEDULERS[kind]
     if name not in known:
         others = [other for other, names in SCHEDULERS.items() if name in names]
-        hint = f": sampler.kind {others[0]} has" if others else f"; {kind} is made for {', '.join(known)}"
+        hint = f": use sampler.kind {others[0]}" if others else f"; {kind} supports {', '.join(known)}"
         return f"a {name} has no {kind} step{hint}"
     if kind == "flow_sde":
-        return "invert_sigmas: it goes from image to noise" if config.get("invert_sigmas", False) else None
+        return "invert_sigmas: it steps from image to noise" if config.get("invert_sigmas", False) else None
     clips = name != "PNDMScheduler" and config.get("clip_sample", True)
     if clips or config.get("thresholding", False):
         return "clip_sample or thresholding: clamped pixels have no gradient; set both to false"
@@ -70,7 +70,7 @@ def net_folder(path: str | Path) -> Path:
     for name in FOLDERS:
         if (Path(path) / name / "config.json").is_file():
             return Path(path) / name
-    raise ValueError(f"{path} is no diffusers directory: it has no {' or '.join(f'{n}/config.json' for n in FOLDERS)}")
+    raise ValueError(f"{path} is not a diffusers directory: no {' or '.join(f'{n}/config.json' for n in FOLDERS)}")
 
 
 def component(folder: Path, file: str = "config.json") -> tuple[str, dict[str, Any]]:
@@ -112,11 +112,11 @@ def numbered(name: str, count: int) -> list[str]:
 def net_problem(name: str, config: dict[str, Any], vae: dict[str, Any] | None) -> str | None:
     """Why a net of this configuration cannot be trained beside this decoder; None if it can."""
     if name == "UNet2DConditionModel" and config.get("addition_embed_type") is not None:
-        return f"addition_embed_type {config['addition_embed_type']!r} (Stable Diffusion XL), which is told sizes too"
+        return f"addition_embed_type {config['addition_embed_type']!r} (Stable Diffusion XL) is not supported"
     takes = config["in_channels"] // _places(name)
     drawn = min(takes, config.get("out_channels") or takes) if vae is None else vae["latent_channels"]
     if takes != drawn:
-        return f"in_channels: its input has {takes} channels, an image's latent has {drawn} (inpainting, editing)"
+        return f"in_channels: its input has {takes} channels, a latent has {drawn} (inpainting, editing: not supported)"
     return None
 
 
@@ -134,9 +134,9 @@ def latent_shape(
     if image_size is not None:
         scale, unit = pixels_a_latent(vae), _unit(name, config)
         if image_size % (scale * unit):
-            raise ValueError(f"{image_size} pixels are no multiple of {scale * unit}, as a {name} of this kind needs")
+            raise ValueError(f"{image_size} pixels are not a multiple of {scale * unit}, which this {name} needs")
         if NETS[name].fixed and (height, width) != (image_size // scale,) * 2:
-            raise ValueError(f"a {name} draws images of the one size that it was made for, {height * scale}")
+            raise ValueError(f"this {name} generates images of one size only: {height * scale}")
         height = width = image_size // scale
     return config["in_channels"] // _places(name), height, width
 

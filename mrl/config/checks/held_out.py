@@ -18,8 +18,8 @@ def check_held_out(cfg: Config) -> Iterator[Problem]:
         yield from inert(validation, "validation", names, "there are no held-out rows", "data.validation")
         return
     if validation.keep_best and cfg.checkpoint.every_steps is None:
-        message = "no checkpoints are written, so none can be kept"
+        message = "no checkpoints are written: set checkpoint.every_steps to keep the best one"
         yield Problem(("validation.keep_best", "checkpoint.every_steps"), message)
     if not validation.keep_best and validation.patience is None:
-        because = "nothing is stopped or kept by it"
+        because = "neither keep_best nor patience uses it"
         yield from inert(validation, "validation", ["metric", "min_delta"], because, "validation.patience")

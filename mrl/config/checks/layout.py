@@ -31,7 +31,7 @@ def check(cfg: AnyConfig, archs: Archs, machine: Machine) -> Iterator[Problem]:
 
 def _world(key: str, p: ParallelConfig, machine: Machine, arch: ModelArch | None) -> Iterator[Problem]:
     world = machine.world_size
-    source = "the world that was started (WORLD_SIZE)" if machine.joined else "the world (run.nproc)"
+    source = "the started world (WORLD_SIZE)" if machine.joined else "the world (run.nproc)"
     other = () if machine.joined else ("run.nproc",)
     if world % model_size(p):
         sizes = {"tensor": p.tensor, "pipeline": p.pipeline, "context": p.context}
@@ -39,14 +39,14 @@ def _world(key: str, p: ParallelConfig, machine: Machine, arch: ModelArch | None
         product = " x ".join(f"{name} {size}" for name, size in sizes.items())
         others = model_size(p) // sizes[first]
         would = [n for n in range(1, world + 1) if world % (others * n) == 0 and _cuts(first, n, arch)]
-        hint = f"{first} {either(would)} would" if would else f"{model_size(p)} ranks, or a multiple, would be needed"
+        hint = f"use {first} {either(would)}" if would else f"use a multiple of {model_size(p)} ranks"
         message = f"{product} = {model_size(p)} ranks do not divide {source} of {world} ranks: {hint}"
         yield Problem((f"{key}.{first}", *other), message)
     if p.expert > 1 and world % expert_size(p):
         yield Problem(
             (f"{key}.expert", *other),
             f"expert_tensor {p.expert_tensor_size} x expert {p.expert} x pipeline {p.pipeline} = {expert_size(p)} "
-            f"ranks do not divide {source} of {world} ranks: {expert_size(p)} ranks, or a multiple, would be needed",
+            f"ranks do not divide {source} of {world} ranks: use a multiple of {expert_size(p)} ranks",
         )
 
 
@@ -68,7 +68,7 @@ def _virtual(key: str, p: ParallelConfig) -> Iterator[Problem]:
                 yield Problem((f"{key}.{name}", f"{key}.pipeline"), f"{value} has no effect: pipeline is 1")
     elif p.virtual_pipeline == 1:
         yield Problem(
-            (f"{key}.virtual_pipeline",), "1 chunk a stage is the plain pipeline: leave it out, or use 2 or more"
+            (f"{key}.virtual_pipeline",), "1 chunk per stage is the plain pipeline: leave it out, or use 2 or more"
         )
 
 
@@ -76,7 +76,7 @@ def _tensor(key: str, p: ParallelConfig, arch: ModelArch, path_key: str) -> Iter
     widths = _widths(arch)
     wrong = [f"{count} {name}" for name, count in widths.items() if count % p.tensor]
     if wrong:
-        message = f"{p.tensor} does not divide the model's {', '.join(wrong)}: {_divisors(*widths.values())} would"
+        message = f"{p.tensor} does not divide the model's {', '.join(wrong)}: use {_divisors(*widths.values())}"
         yield Problem((f"{key}.tensor", path_key), message)
 
 
@@ -96,7 +96,7 @@ def _pipeline(key: str, p: ParallelConfig, arch: ModelArch, path_key: str) -> It
         return
     if p.pipeline > arch.num_layers:
         message = f"{p.pipeline} stages for {arch.num_layers} layers: some stages would be empty; "
-        message += f"{_divisors(arch.num_layers)} would do"
+        message += f"use {_divisors(arch.num_layers)}"
         yield Problem((f"{key}.pipeline", path_key), message)
         return
     given = {"first_stage_layers": p.first_stage_layers, "last_stage_layers": p.last_stage_layers}
@@ -108,12 +108,12 @@ def _pipeline(key: str, p: ParallelConfig, arch: ModelArch, path_key: str) -> It
         message = f"{arch.num_layers} layers do not divide over {p.pipeline} stages"
         if fixed:
             message = (
-                f"{_amounts(fixed)} of {arch.num_layers} layers leave {left}, which must be equally many and not none"
+                f"{_amounts(fixed)} of {arch.num_layers} layers leave {left}, which need an equal number, at least 1"
                 f"{_other_split(arch.num_layers, p.pipeline, fixed)}"
             )
         else:
-            message += f": {_divisors(arch.num_layers)} would, or "
-            message += "first_stage_layers and last_stage_layers can take the uneven part"
+            message += f": use {_divisors(arch.num_layers)} stages, or "
+            message += "set first_stage_layers or last_stage_layers for the uneven part"
         yield Problem((*named, path_key), message)
         return
     chunks = p.virtual_pipeline or 1
@@ -121,8 +121,8 @@ def _pipeline(key: str, p: ParallelConfig, arch: ModelArch, path_key: str) -> It
     odd = {name: count for name, count in per_stage.items() if count % chunks}
     if odd:
         would = [count for count in _all_divisors(*per_stage.values()) if count > 1]
-        message = f"{chunks} chunks a stage do not divide the layers of {_amounts(odd)}: "
-        message += f"{either(would)} would" if would else "leave it out"
+        message = f"{chunks} chunks per stage do not divide the layers of {_amounts(odd)}: "
+        message += f"use {either(would)}" if would else "leave it out"
         yield Problem((f"{key}.virtual_pipeline", *named, path_key), message)
 
 
@@ -132,7 +132,7 @@ def _other_split(layers: int, pipeline: int, fixed: dict[str, int]) -> str:
     rest, stages = layers - sum(fixed[other] for other in others), pipeline - len(fixed)
     would = [n for n in range(1, rest + 1) if (rest - n) % stages == 0 and n < rest] if stages else [rest]
     would = [n for n in would if n > 0]
-    return f": {name} {either(would)} would do" if would else ""
+    return f": use {name} {either(would)}" if would else ""
 
 
 def _all_divisors(*numbers: int) -> list[int]:
@@ -153,44 +153,42 @@ def _experts(key: str, p: ParallelConfig, arch: ModelArch, path_key: str) -> Ite
     if arch.experts is None or arch.expert_width is None:
         for name, size in (("expert", p.expert), ("expert_tensor", p.expert_tensor or 1)):
             if size > 1:
-                yield Problem((f"{key}.{name}", path_key), f"{size} is for models with experts; this one is dense")
+                yield Problem((f"{key}.{name}", path_key), f"{size} needs a model with experts, not a dense one: use 1")
         return
     if arch.experts.count % p.expert:
         message = f"{p.expert} does not divide the model's {arch.experts.count} experts: "
-        yield Problem((f"{key}.expert", path_key), message + f"{_divisors(arch.experts.count)} would")
+        yield Problem((f"{key}.expert", path_key), message + f"use {_divisors(arch.experts.count)}")
     if arch.expert_width % p.expert_tensor_size:
         message = f"{p.expert_tensor_size} does not divide the experts' feed-forward width {arch.expert_width}: "
-        message += f"{_divisors(arch.expert_width)} would"
+        message += f"use {_divisors(arch.expert_width)}"
         yield Problem((f"{key}.expert_tensor", path_key), message)
     if FAMILIES[arch.family].biases and p.expert_tensor_size > 1:
-        message = f"{p.expert_tensor_size}: experts with biases, as of {arch.family}, need 1"
+        message = f"{p.expert_tensor_size}: experts with biases, as in {arch.family}, need 1"
         if p.expert == 1:
-            message += f", which with tensor {p.tensor} needs expert of 2 or more"
+            message += f"; with tensor {p.tensor}, that needs expert 2 or more"
         yield Problem((f"{key}.expert_tensor", f"{key}.expert", f"{key}.tensor"), message)
     elif p.expert == 1 and p.expert_tensor_size != p.tensor:
         size = p.expert_tensor_size
-        message = f"{size} with expert 1 must equal tensor ({p.tensor}): Megatron would not add up the gradients"
+        message = f"with expert 1, {size} must equal tensor ({p.tensor}): Megatron would not sum the gradients"
         yield Problem((f"{key}.expert_tensor", f"{key}.tensor"), message)
     if p.tensor > 1 and not p.sequence:
-        message = "must be true: a model with experts needs sequence parallelism where tensor > 1"
+        message = "must be true: with tensor > 1, a model with experts needs sequence parallelism"
         yield Problem((f"{key}.sequence", f"{key}.tensor"), message)
 
 
 def _machine(cfg: AnyConfig, machine: Machine) -> Iterator[Problem]:
     if machine.gpus and machine.local_world_size > machine.gpus:
-        yield Problem(
-            ("run.nproc",), f"{machine.local_world_size} processes for the {machine.gpus} GPUs of this machine"
-        )
+        yield Problem(("run.nproc",), f"{machine.local_world_size} processes, but this machine has {machine.gpus} GPUs")
     nodes = cfg.run.nodes
     if nodes is not None and nodes > 1 and machine.alone:
-        message = f"the run is made for {nodes} machines, and mrl train starts processes on this one alone: start it "
-        yield Problem(("run.nodes",), message + f"with --nodes {nodes}, or leave it out")
+        message = f"the run needs {nodes} machines, and mrl train starts processes on this one only: start it with "
+        yield Problem(("run.nodes",), message + f"--nodes {nodes}, or leave run.nodes out")
     elif nodes is not None and not machine.planned and machine.world_size != nodes * machine.local_world_size:
-        message = f"{nodes} machines with {machine.local_world_size} processes each, but the world that was started "
-        yield Problem(("run.nodes",), message + f"has {machine.world_size} (WORLD_SIZE)")
+        message = f"{nodes} machines with {machine.local_world_size} processes each, but the started world has "
+        yield Problem(("run.nodes",), message + f"{machine.world_size} ranks (WORLD_SIZE)")
     if machine.joined and cfg.run.nproc is not None and cfg.run.nproc != machine.local_world_size:
         message = (
-            f"{cfg.run.nproc} processes a machine, but {machine.local_world_size} were started here (LOCAL_WORLD_SIZE)"
+            f"{cfg.run.nproc} processes per machine, but {machine.local_world_size} are started (LOCAL_WORLD_SIZE)"
         )
         yield Problem(("run.nproc",), message)
 

@@ -43,14 +43,15 @@ def _other(
     if not shapes_only:
         problems.extend(_weights(key, use.path, model.allow_pickle))
     if actor is not None and arch.vocab_size != actor.vocab_size:
-        message = f"vocabulary of {arch.vocab_size} tokens, the actor's has {actor.vocab_size}"
+        message = f"its vocabulary has {arch.vocab_size} tokens, and the actor's {actor.vocab_size}"
         problems.append(Problem((key, "model.path"), message))
     if use.scores and not is_reward_model(use.path):
         problems.append(Problem((key,), "has no score head: expected a ...ForSequenceClassification"))
     if use.scores and arch.scores_steps:
-        problems.append(Problem((key,), "scores steps of solutions: expected a ...ForSequenceClassification"))
+        message = "is a process reward model, which scores steps: expected a ...ForSequenceClassification"
+        problems.append(Problem((key,), message))
     if use.has_head and arch.score_heads > 1:
-        problems.append(Problem((key,), f"has {arch.score_heads} score heads, a critic has one"))
+        problems.append(Problem((key,), f"has {arch.score_heads} score heads, and a critic needs exactly one"))
     return arch
 
 
@@ -81,11 +82,11 @@ def _weights(key: str, path: str, allow_pickle: bool) -> Iterator[Problem]:
     pickled = any(Path(path).glob("*.bin"))
     if pickled and not allow_pickle:
         yield Problem(
-            (key, "model.allow_pickle"), f"{path} has only pickled weights, which allow_pickle: true would read"
+            (key, "model.allow_pickle"), f"{path} has only pickled weights: set allow_pickle: true to read them"
         )
     elif not pickled:
         may_be_random = key == "model.path"
-        hint = "; from_scratch: true would start at random" if may_be_random else ""
+        hint = "; set from_scratch: true to start from random weights" if may_be_random else ""
         yield Problem((key, *["model.from_scratch"] * may_be_random), f"{path} has no safetensors{hint}")
 
 
@@ -104,7 +105,7 @@ def check_template(cfg: Config) -> Iterator[Problem]:
     if not Path(file).is_file():
         yield Problem((key,), f"{file} does not exist: expected a file with a Jinja template")
     if not any(use.cfg.chat_template for use in cfg.data_uses().values()):
-        yield Problem((key, "data.chat_template"), "has no effect: prompts are text as it is")
+        yield Problem((key, "data.chat_template"), "has no effect: data.chat_template is false")
 
 
 def check_optimizers(cfg: Config) -> Iterator[Problem]:
@@ -123,12 +124,12 @@ def check_optimizer(key: str, opt: OptimizerConfig, updates: int | None) -> Iter
         if updates is not None:
             yield Problem((f"{key}.decay_steps", decay), f"required by {opt.decay} decay")
     elif opt.warmup_steps >= opt.decay_steps:
-        message = f"{opt.warmup_steps} warm-up updates leave none of the {opt.decay_steps} for the decay"
+        message = f"{opt.warmup_steps} warm-up updates leave none of the {opt.decay_steps} updates for the decay"
         yield Problem((f"{key}.warmup_steps", f"{key}.decay_steps"), message)
     elif updates is not None and updates > opt.decay_steps and not opt.min_lr and "min_lr" not in opt.model_fields_set:
         message = (
-            f"{opt.decay_steps} of {updates} updates: the others would have a learning rate of 0 and learn nothing; "
-            "decay over all of them, or say min_lr (0.0 if that is meant)"
+            f"{opt.decay_steps} of {updates} updates: the others would have a learning rate of 0: decay over all of "
+            "them, or set min_lr (0.0 if that is intended)"
         )
         yield Problem((f"{key}.decay_steps", f"{key}.min_lr"), message)
     if opt.min_lr > opt.lr:
@@ -142,12 +143,12 @@ def check_layers(cfg: Config, machine: Machine) -> Iterator[Problem]:
     for key in asks_for_transformer_engine(cfg):
         if cfg.model.dtype == "float32":
             message = (
-                "transformer-engine multiplies float32 as TF32, with errors near 1e-3, and has no flash attention for "
-                "it: use local or auto, or dtype bfloat16"
+                "transformer-engine computes float32 in TF32, with errors near 1e-3 and no flash attention: use local "
+                "or auto, or dtype bfloat16"
             )
             yield Problem((key, "model.dtype"), message)
         elif machine.gpus == 0:
-            yield Problem((key,), "transformer_engine needs GPUs, this machine has none: use auto or local")
+            yield Problem((key,), "transformer_engine needs GPUs, and this machine has none: use auto or local")
 
 
 def check_local(cfg: Config, archs: Archs) -> Iterator[Problem]:
@@ -164,7 +165,7 @@ def check_offload(cfg: Config) -> Iterator[Problem]:
         return
     for name, use in cfg.models().items():
         if use.train is not None:
-            because = f"{cfg.trainer} updates it all the time and gives no memory up"
+            because = f"trainer {cfg.trainer} updates the model all the time"
             yield from inert(use.train, name, ["offload"], because, "trainer")
 
 
@@ -176,7 +177,7 @@ def check_heads(cfg: RLConfig, archs: Archs) -> Iterator[Problem]:
     if arch is not None and arch.score_heads == 1:
         yield from inert(judge, "reward.model", ["heads", "std_coef"], "it has one score head", "reward.model.path")
     elif judge.heads == "min":
-        yield from inert(judge, "reward.model", ["std_coef"], "the least score counts", "reward.model.heads")
+        yield from inert(judge, "reward.model", ["std_coef"], "heads: min uses the lowest score", "reward.model.heads")
 
 
 def check_critic(cfg: RLConfig) -> Iterator[Problem]:
@@ -187,7 +188,7 @@ def check_critic(cfg: RLConfig) -> Iterator[Problem]:
         names = ["warmup_steps", "optimizer", "recompute", "lora"]
         yield from inert(cfg.critic, "critic", names, "the critic is frozen", "critic.frozen")
         if cfg.critic.offload == "optimizer":
-            message = "has no effect: the critic is frozen and has no optimizer: none, or all for its parameters"
+            message = "has no effect: a frozen critic has no optimizer: use none, or all to offload its parameters"
             yield Problem(("critic.offload", "critic.frozen"), message)
         yield from inert(cfg.algorithm, "algorithm", ["value_loss"], "the critic is frozen", "critic.frozen")
     elif cfg.critic.warmup_steps >= cfg.run.steps:

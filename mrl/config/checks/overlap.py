@@ -23,9 +23,9 @@ def check(cfg: RLConfig) -> Iterator[Problem]:
     if cfg.rollout.overlap == "bounded":
         yield from _bounded(cfg)
     else:
-        yield from inert(cfg.rollout, "rollout", ["max_staleness"], "responses do not go on over pushes", OVERLAP)
+        yield from inert(cfg.rollout, "rollout", ["max_staleness"], "responses do not span weight syncs", OVERLAP)
     if cfg.rollout.segment_tokens is None:
-        yield from inert(cfg.rollout, "rollout", ["oversample"], "responses are drawn at once", SEGMENT)
+        yield from inert(cfg.rollout, "rollout", ["oversample"], "there are no partial rollouts", SEGMENT)
     else:
         yield from _segments(cfg, cfg.rollout.segment_tokens)
     if cfg.rollout.early_passes is not None:
@@ -37,21 +37,21 @@ def _learning(cfg: RLConfig, key: str) -> Iterator[Problem]:
     algorithm = cfg.algorithm
     if algorithm.old_log_probs != "engine" and algorithm.rollout_correction.rollout_is is None:
         message = (
-            f"required with {key}, whose samples are of older weights than the trainer's: token weighs that (decoupled "
-            f"PPO, cut at 2); or take {OLD}: engine"
+            f"required with {key}, whose samples are off-policy: set token (decoupled PPO, truncated at 2), or "
+            f"{OLD}: engine"
         )
         yield Problem((CORRECTION, key, OLD), message)
     elif algorithm.old_log_probs == "engine" and not algorithm.policy_loss.uses_ratio:
-        message = f"{algorithm.policy_loss.loss_mode} has no ratio that would count how old the samples are"
+        message = f"{algorithm.policy_loss.loss_mode} has no ratio to correct off-policy samples: use another loss_mode"
         yield Problem(("algorithm.policy_loss.loss_mode", OLD, key), message)
 
 
 def _ahead(cfg: RLConfig) -> Iterator[Problem]:
     if cfg.rollout.release != "none":
-        message = f"{cfg.rollout.release}: engines that give memory up to the trainer cannot sample while it computes"
+        message = f"{cfg.rollout.release}: engines that release memory for training cannot generate meanwhile: use none"
         yield Problem(("rollout.release", OVERLAP), message)
     if cfg.reward.model is not None:
-        message = "the ranks score samples with it, and compute something else while those are drawn: leave overlap out"
+        message = "the ranks that score samples with it train during generation: leave rollout.overlap out"
         yield Problem(("reward.model", OVERLAP), message)
 
 
@@ -60,22 +60,23 @@ def _bounded(cfg: RLConfig) -> Iterator[Problem]:
     rollout = cfg.rollout
     if rollout.max_staleness is None:
         message = (
-            "required with bounded: how many steps after it was begun a response is learnt at most; 0 is no overlap"
+            "required with bounded: set the maximum number of steps between start and training of a response (0: no "
+            "overlap)"
         )
         yield Problem((STALENESS, OVERLAP), message)
     if not ENGINES[rollout.engine].pauses:
-        message = f"{rollout.engine} cannot stop in the middle of a response and go on by other weights: one_step"
+        message = f"{rollout.engine} cannot update weights in the middle of a response: use one_step"
         yield Problem((OVERLAP, "rollout.engine"), message)
     if cfg.actor.lora is not None and cfg.sync.lora == "adapter":
-        message = "an adapter cannot be taken from requests that use it, which go on over pushes: merge"
+        message = "requests in flight still use the old adapter at a weight sync: set sync.lora: merge"
         yield Problem(("sync.lora", OVERLAP), message)
     if rollout.quantization != "none":
-        message = "weights in fp8 have not been pushed under responses that go on yet: none, or one_step"
+        message = "in-flight weight updates are not supported for fp8 weights: set quantization: none, or one_step"
         yield Problem(("rollout.quantization", OVERLAP), message)
     if rollout.segment_tokens is not None:
-        yield Problem((SEGMENT, OVERLAP), "responses go on over pushes as they are: leave it out")
+        yield Problem((SEGMENT, OVERLAP), "with bounded, responses continue across weight syncs anyway: leave it out")
     yield from _whole_steps(
-        cfg, OVERLAP, "groups are learnt in the order in which they were begun, none is passed over"
+        cfg, OVERLAP, "bounded trains on all groups in the order of their start, and cannot drop any: leave it out"
     )
 
 
@@ -83,22 +84,22 @@ def _early(cfg: RLConfig, parts: int) -> Iterator[Problem]:
     """Passes over a step's first samples while others are drawn."""
     rollout, samples = cfg.rollout, samples_per_step(cfg)
     if not cfg.step_size().passes:
-        yield Problem((EARLY,), "has no effect: nothing is asked of the models before the first update")
+        yield Problem((EARLY,), "has no effect: there are no forward passes before the first update")
     if parts > samples:
-        yield Problem((EARLY, "batch.prompts_per_step"), f"{parts} parts of the {samples} samples of a step")
-    not_known = "which samples a step learns from is known when all are there"
+        yield Problem((EARLY, "batch.prompts_per_step"), f"{parts} parts exceed the {samples} samples of a step")
+    not_known = "the samples to train on are only known once all are generated"
     others = {
-        OVERLAP: (rollout.overlap != "none", "the ranks learn while all of the next samples are drawn"),
+        OVERLAP: (rollout.overlap != "none", "the ranks train while the next samples are generated"),
         SEGMENT: (rollout.segment_tokens is not None, not_known),
         "algorithm.filter_groups": (cfg.algorithm.filter_groups.is_on, not_known),
         "replay": (cfg.replay is not None, not_known),
         "agent": (cfg.agent is not None, not_known),
-        "actor.routing_replay": (cfg.actor.routing_replay != "off", "experts are followed through a step as a whole"),
-        "rollout.release": (rollout.release != "none", "models and engines have the memory in turns"),
+        "actor.routing_replay": (cfg.actor.routing_replay != "off", "routing replay needs all samples at once"),
+        "rollout.release": (rollout.release != "none", "models and engines use the memory in turns"),
     }
     for name, model in cfg.built().items():
         key = f"{'reward.model' if name == 'reward' else name}.offload"
-        others[key] = model.train.offload != "none", "models and engines have the memory in turns"
+        others[key] = model.train.offload != "none", "models and engines use the memory in turns"
     for key, (is_set, why) in others.items():
         if is_set:
             yield Problem((EARLY, key), f"{why}: leave it out")
@@ -109,20 +110,21 @@ def _whole_steps(cfg: RLConfig, key: str, why: str) -> Iterator[Problem]:
     if cfg.algorithm.filter_groups.is_on:
         yield Problem(("algorithm.filter_groups", key), why)
     if cfg.algorithm.needs_greedy:
-        message = f"{cfg.algorithm.adv_estimator} compares with a greedy response of the same weights"
+        message = f"{cfg.algorithm.adv_estimator} needs a greedy response of the same weights: use another estimator"
         yield Problem(("algorithm.adv_estimator", key), message)
 
 
 def _segments(cfg: RLConfig, tokens: int) -> Iterator[Problem]:
     rollout, most = cfg.rollout, cfg.rollout.sampling.max_new_tokens
     if most % tokens:
-        message = f"{tokens} does not divide {most}: every segment but the last of a response is as long"
+        message = f"{tokens} does not divide {most}: choose a divisor, since all segments have the same maximum"
         yield Problem((SEGMENT, "rollout.sampling.max_new_tokens"), message)
     if rollout.oversample == 1:
-        message = "required above 1: else a step waits for all of its own groups, and no response goes on in the next"
+        message = "must be above 1: otherwise a step waits for all its groups, and no response continues in the next"
         yield Problem((OVERSAMPLE, SEGMENT), message)
     if rollout.sampling.stop:
-        yield Problem(("rollout.sampling.stop", SEGMENT), "a text could begin in one segment and end in the next")
-    yield from _whole_steps(cfg, SEGMENT, "groups that are carried over are not filtered")
+        message = "a stop text could span two segments: leave it out"
+        yield Problem(("rollout.sampling.stop", SEGMENT), message)
+    yield from _whole_steps(cfg, SEGMENT, "groups that continue in the next step cannot be filtered: leave it out")
     if cfg.agent is not None:
-        yield Problem(("agent", SEGMENT), "an agent's turns are drawn whole")
+        yield Problem(("agent", SEGMENT), "partial rollouts do not support the turns of an agent: leave it out")

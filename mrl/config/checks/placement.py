@@ -19,18 +19,18 @@ def check(cfg: RLConfig, machine: Machine) -> Iterator[Problem]:
     placement, rollout = cfg.placement, cfg.rollout
     if not placement.is_apart:
         others = [name for name in PlacementConfig.model_fields if name not in ("mode", "nodes_per_engine")]
-        because = "engines are on the trainer's nodes, which are all that the run waits for"
+        because = "engines are on the trainer's nodes"
         yield from inert(placement, "placement", others, because, MODE)
         yield from _over_nodes(cfg, -(-machine.world_size // machine.local_world_size), "run.nodes")
         return
     if rollout.urls:
         message = (
-            "engines at given addresses and engines that `mrl serve` starts: leave out one of them. What is behind "
-            "rollout.urls gets weights, but neither comes later nor goes"
+            "disaggregated uses engines of `mrl serve`, not given addresses: leave one of them out. Engines at "
+            "rollout.urls get weights, but cannot join or leave"
         )
         yield Problem((MODE, "rollout.urls"), message)
     for name in changed(rollout, "release"):
-        message = "has no effect: no engine is on a GPU of the trainer, and `mrl serve`'s are needed all the time"
+        message = "has no effect: disaggregated engines share no GPU with the trainer"
         yield Problem((f"rollout.{name}", MODE), message)
     if cfg.sync.transport not in REACHING:
         message = f"{cfg.sync.transport} does not reach engine nodes: use auto, distributed or http"
@@ -39,7 +39,7 @@ def check(cfg: RLConfig, machine: Machine) -> Iterator[Problem]:
         limits = cfg.resilience.timeouts_s
         for name, limit in (("setup", limits.setup), ("rollout", limits.rollout), ("sync", limits.sync)):
             if placement.wait_s >= limit:
-                message = f"{placement.wait_s:g} s are never waited: ft ends ranks after {limit:g} s of {name}"
+                message = f"{placement.wait_s:g} s is never reached: ft ends ranks after {limit:g} s of {name}"
                 yield Problem(("placement.wait_s", f"resilience.timeouts_s.{name}"), message)
     yield from _over_nodes(cfg, placement.nodes, "placement.nodes")
 
@@ -57,11 +57,11 @@ def _over_nodes(cfg: RLConfig, nodes: int, counted_by: str) -> Iterator[Problem]
         yield Problem((key, "rollout.engine"), f"{size}: the {rollout.engine} engine runs on one device; set it to 1")
         return
     if rollout.tensor % size:
-        message = f"tensor {rollout.tensor} cannot be cut evenly over {size} nodes"
+        message = f"{size} nodes do not divide tensor {rollout.tensor}"
         yield Problem((key, "rollout.tensor"), message)
     if nodes % size:
         count = "1 node is" if nodes == 1 else f"{nodes} nodes are"
-        yield Problem((key, counted_by), f"{count} no whole number of groups of {size}")
+        yield Problem((key, counted_by), f"{count} not a multiple of {size}")
     if rollout.servers > 1:
-        message = f"{rollout.servers} engines on each group of {size} nodes: one over several nodes has them alone"
+        message = f"{rollout.servers} engines per group of {size} nodes, which fit only one engine: set 1"
         yield Problem((key, "rollout.servers"), message)

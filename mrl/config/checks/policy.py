@@ -12,7 +12,7 @@ from mrl.config.trainers.rl import updates_per_step
 from mrl.options.losses import OwnLoss
 
 LOSS, VALUE_LOSS, CORRECTION = "algorithm.policy_loss", "algorithm.value_loss", "algorithm.rollout_correction"
-ONE_UPDATE = "a step makes one update, from the trainer's own log-probs, so every ratio is 1"
+ONE_UPDATE = "a step makes one update from the trainer's own log-probs, so all ratios are 1"
 
 
 def check(cfg: RLConfig) -> Iterator[Problem]:
@@ -39,9 +39,9 @@ def _options(cfg: RLConfig) -> Iterator[Problem]:
 def _entropy(cfg: RLConfig) -> Iterator[Problem]:
     loss, end, steps = cfg.algorithm.policy_loss, f"{LOSS}.entropy_coef_end", f"{LOSS}.entropy_coef_steps"
     if loss.entropy_coef_end is None:
-        yield from inert(loss, LOSS, ["entropy_coef_steps"], "entropy_coef stays as it is", end)
+        yield from inert(loss, LOSS, ["entropy_coef_steps"], "entropy_coef is constant", end)
     elif loss.entropy_coef_steps is None:
-        yield Problem((steps, end), "required: the steps until entropy_coef_end is reached")
+        yield Problem((steps, end), "required: set the number of steps until entropy_coef_end is reached")
     elif loss.entropy_coef_end == loss.entropy_coef:
         message = f"has no effect: entropy_coef is {loss.entropy_coef} from the start"
         yield Problem((end, f"{LOSS}.entropy_coef"), message)
@@ -51,12 +51,13 @@ def _aggregation(cfg: RLConfig) -> Iterator[Problem]:
     loss, value_loss, norm = cfg.algorithm.policy_loss, cfg.algorithm.value_loss, "seq-mean-token-sum-norm"
     if loss.is_fixed_aggregate and loss.aggregation != loss.usual_aggregate:
         message = (
-            f"{loss.loss_mode} is a mean over responses of their token means: {loss.aggregation} would change the loss"
+            f"{loss.loss_mode} is defined with {loss.usual_aggregate}, and {loss.aggregation} would change the loss: "
+            "leave it out"
         )
         yield Problem((f"{LOSS}.loss_agg_mode", f"{LOSS}.loss_mode"), message)
     for section, key, mode in ((loss, LOSS, loss.aggregation), (value_loss, VALUE_LOSS, value_loss.loss_agg_mode)):
         if mode != norm:
-            because = f"the aggregate is {mode}"
+            because = f"the aggregation is {mode}"
             yield from inert(section, key, ["loss_scale_factor"], because, f"{key}.loss_agg_mode")
 
 
@@ -71,11 +72,11 @@ def _importance_weights(cfg: RLConfig) -> Iterator[Problem]:
     except ValueError as error:
         yield Problem((f"{where}_threshold",), str(error))
     if cfg.algorithm.old_log_probs == "engine":
-        message = "the loss's ratio is to the engine's policy already: the weights would count it twice"
+        message = "the ratio of the loss is already to the engine's policy: leave rollout_is out, or it counts twice"
         yield Problem((where, "algorithm.old_log_probs"), message)
     elif (loss := cfg.algorithm.policy_loss).uses_whole_ratio:
-        weighs = f"{loss.loss_mode} weighs a response by its whole ratio"
-        message = f"{weighs}: with old_log_probs: engine it counts the engine's policy"
+        weighs = f"{loss.loss_mode} weights a response by its whole ratio"
+        message = f"{weighs}: set old_log_probs: engine instead to correct for the engine's policy"
         yield Problem((where, f"{LOSS}.loss_mode"), message)
 
 
@@ -85,7 +86,7 @@ def _rejection(cfg: RLConfig) -> Iterator[Problem]:
     if not correction.rollout_rs:
         yield from inert(correction, CORRECTION, ["rollout_rs_threshold"], "nothing is rejected", where)
     elif not correction.rollout_rs_threshold:
-        yield Problem((threshold, where), "required: the bound of each criterion")
+        yield Problem((threshold, where), "required: set the bound of each criterion")
     else:
         try:
             correction.criteria()
@@ -102,9 +103,9 @@ def _controls(cfg: RLConfig) -> Iterator[Problem]:
     if one_update and algorithm.policy_loss.needs_moved_policy:
         yield Problem((f"{LOSS}.loss_mode", batch), f"{algorithm.policy_loss.loss_mode} has no effect: {ONE_UPDATE}")
     if cfg.batch.epochs_per_step == 1:
-        because = "a step has one epoch, which nothing follows"
+        because = "a step has only one epoch"
         yield from inert(algorithm, "algorithm", ["target_kl"], because, "batch.epochs_per_step")
     threshold = algorithm.ratio_threshold
     if threshold is not None and threshold <= 1:
-        message = f"must be above 1, the ratio of equal policies; got {threshold}"
+        message = f"must be above 1 (the ratio of equal policies), got {threshold}"
         yield Problem(("algorithm.ratio_threshold",), message)

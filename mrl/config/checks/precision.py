@@ -60,49 +60,50 @@ def _place(cfg: Config, section: str, key: str, fp8: FP8Config, machine: Machine
     chosen = layers or cfg.built()[section].train.layers
     if fp8.emulate:
         if chosen == "transformer_engine":
-            yield Problem((f"{key}.emulate", layers_key), "emulated are mrl's own layers: layers auto or local")
+            message = "only mrl's own layers emulate fp8: set layers: auto or local"
+            yield Problem((f"{key}.emulate", layers_key), message)
         if fp8.params:
-            message = "has no effect: emulated layers round a weight where it is used; its memory is model.dtype's"
+            message = "has no effect: emulated layers store weights in model.dtype"
             yield Problem((f"{key}.params", f"{key}.emulate"), message)
         return
     if machine.gpus == 0:
-        message = f"{fp8.recipe} needs GPUs, this machine has 0: emulate: true rounds the same on any machine"
+        message = f"{fp8.recipe} needs GPUs, and this machine has 0: set emulate: true, which rounds alike anywhere"
         yield Problem((f"{key}.recipe", f"{key}.emulate"), message)
     if chosen == "local":
-        message = f"{fp8.recipe} is computed by transformer-engine's layers, not by local ones: layers auto, or emulate"
+        message = f"{fp8.recipe} needs transformer-engine's layers, not local ones: set layers: auto, or emulate: true"
         yield Problem((f"{key}.recipe", layers_key), message)
     if cfg.model.dtype == "float32":
-        message = f"{fp8.recipe} takes bfloat16 (16 bits) beside its 8, not float32 (32 bits), unless it is emulated"
+        message = f"{fp8.recipe} needs model.dtype bfloat16, not float32: set bfloat16, or emulate: true"
         yield Problem((f"{key}.recipe", "model.dtype"), message)
 
 
 def _family(key: str, fp8: FP8Config, arch: ModelArch) -> Iterator[Problem]:
     lacks = FAMILIES[arch.family].local_only
     if arch.latent is not None and fp8.emulate:
-        message = "emulated layers round the products of queries, keys and values, which this model has none of"
-        yield Problem((f"{key}.emulate", "model.path"), f"{message} ({lacks}): recipe: none")
+        message = "emulated layers do not support this model's attention"
+        yield Problem((f"{key}.emulate", "model.path"), f"{message} ({lacks}): set recipe: none")
     if FAMILIES[arch.family].biases and fp8.emulate:
-        message = f"emulated layers have no experts with biases, as {arch.family} needs: recipe: none"
+        message = f"emulated layers do not support experts with biases, as in {arch.family}: set recipe: none"
         yield Problem((f"{key}.emulate", "model.path"), message)
     if lacks is not None and not fp8.emulate:
-        message = f"{fp8.recipe} is computed by transformer-engine's layers, which lack what {arch.family} needs"
-        yield Problem((f"{key}.recipe", "model.path"), f"{message} ({lacks}): emulate: true, or none")
+        message = f"{fp8.recipe} needs transformer-engine's layers, which do not support {arch.family}"
+        yield Problem((f"{key}.recipe", "model.path"), f"{message} ({lacks}): set emulate: true, or recipe: none")
 
 
 def _settings(key: str, fp8: FP8Config, is_policy: bool) -> Iterator[Problem]:
     recipe = f"{key}.recipe"
     if fp8.recipe != "delayed":
-        yield from inert(fp8, key, list(_OF_DELAYED), f"{fp8.recipe} scales by the present values", recipe)
+        yield from inert(fp8, key, list(_OF_DELAYED), f"{fp8.recipe} scales by current values", recipe)
         if not fp8.wgrad:
-            yield Problem((f"{key}.wgrad", recipe), f"false goes with delayed, not {fp8.recipe}")
+            yield Problem((f"{key}.wgrad", recipe), f"false needs recipe: delayed, not {fp8.recipe}")
     else:
         if fp8.first_last_bf16:
-            message = f"{fp8.first_last_bf16} layers at each end need 0: delayed scaling keeps one state of all layers"
+            message = f"must be 0 with delayed scaling, which keeps one state for all layers; got {fp8.first_last_bf16}"
             yield Problem((f"{key}.first_last_bf16", recipe), message)
         if fp8.params:
-            yield Problem((f"{key}.params", recipe), "weights in fp8 need scales of their own step: not with delayed")
+            yield Problem((f"{key}.params", recipe), "fp8 weights need current scales: use another recipe than delayed")
     if fp8.head and not is_policy:
-        yield Problem((f"{key}.head",), "has no effect: a head with 1 output is not computed in fp8, only a vocabulary")
+        yield Problem((f"{key}.head",), "has no effect: a head with 1 output is not computed in fp8")
 
 
 def _tokens(section: str, key: str, train: TrainConfig) -> Iterator[Problem]:
@@ -110,18 +111,18 @@ def _tokens(section: str, key: str, train: TrainConfig) -> Iterator[Problem]:
     unit, most = token_unit(layout, recipe), train.max_tokens_per_microbatch
     if most % unit:
         would = f"{most // unit * unit} or {(most // unit + 1) * unit}" if most > unit else str(unit)
-        message = f"{most} is no multiple of {unit} tokens = {recipe}'s {BLOCK[recipe]}"
-        message += f" x tensor {layout.tensor} x context {layout.context}, to which micro-batches are padded: {would}"
+        message = f"{most} is not a multiple of {unit} tokens = {recipe}'s {BLOCK[recipe]} x tensor {layout.tensor} x "
+        message += f"context {layout.context}, to which micro-batches are padded: use {would}"
         yield Problem((f"{section}.max_tokens_per_microbatch", f"{key}.recipe"), message)
 
 
 def _ends(key: str, fp8: FP8Config, train: TrainConfig, arch: ModelArch) -> Iterator[Problem]:
     stages = train.parallel.pipeline
     if (both := 2 * fp8.first_last_bf16) >= arch.num_layers:
-        message = f"{fp8.first_last_bf16} layers at each end are {both} of the model's {arch.num_layers}: none is left"
+        message = f"{fp8.first_last_bf16} layers at each end are {both} of the model's {arch.num_layers}: use fewer"
         yield Problem((f"{key}.first_last_bf16",), message)
     elif fp8.first_last_bf16 > arch.num_layers // stages:
-        message = f"{fp8.first_last_bf16} is more than the {arch.num_layers // stages} layers of a pipeline stage"
+        message = f"{fp8.first_last_bf16} exceeds the {arch.num_layers // stages} layers of a pipeline stage: use fewer"
         yield Problem((f"{key}.first_last_bf16",), message)
 
 
@@ -129,7 +130,7 @@ def _recompute(section: str, key: str, train: TrainConfig, arch: ModelArch) -> I
     """Experts' activation, which transformer-engine's layers would compute again beside the products."""
     fp8 = train.precision.fp8
     if fp8.recipe == "delayed" and not fp8.emulate and train.recompute == "selective" and arch.experts is not None:
-        message = f"selective computes the activation of {arch.experts.count} experts again: not with delayed, but full"
+        message = f"selective recomputes activations of {arch.experts.count} experts, which delayed rules out: use full"
         yield Problem((f"{section}.recompute", f"{key}.recipe"), message)
 
 
@@ -142,7 +143,7 @@ def _sizes(section: str, key: str, model: Built, arch: ModelArch) -> Iterator[Pr
     for name, (whole, ranks) in widths(arch, layout).items():
         if whole % ranks == 0 and whole // ranks % block:
             where = f"{whole} / {ranks} ranks = {whole // ranks}" if ranks > 1 else str(whole)
-            message = f"{fp8.recipe} needs multiples of {block} on each rank, but the model's {name} is {where}"
+            message = f"{fp8.recipe} needs multiples of {block} per rank, and the model's {name} is {where}"
             yield Problem((f"{key}.recipe", f"{section}.parallel.tensor"), message)
 
 
@@ -154,9 +155,7 @@ def _states(cfg: Config) -> Iterator[Problem]:
         if (fp8 := model.train.precision.fp8).recipe == "delayed" and not fp8.emulate
     ]
     if len(real) > 1:
-        message = (
-            f"{len(real)} models with delayed scaling in a process, which has room for the state of 1: use current"
-        )
+        message = f"{len(real)} models use delayed scaling, and a process can hold the state of 1: use current"
         yield Problem((*reversed(real),), message)
 
 
@@ -168,10 +167,10 @@ def _weights_in_fp8(cfg: Config) -> Iterator[Problem]:
             continue
         if model.train.offload == "all":
             yield Problem(
-                (f"{_SECTIONS.get(name, name)}.offload", key), "all moves weights of 16 bits, not of 8: optimizer"
+                (f"{_SECTIONS.get(name, name)}.offload", key), "all does not support fp8 weights: use optimizer"
             )
         if name == "actor" and (copies := cfg.copies()):
             message = (
-                f"not with {' and '.join(copies)}, {len(copies)} sets of float32 weights that take the actor's place"
+                f"does not work with {' and '.join(copies)}, which swap float32 weights into the actor: set it to false"
             )
             yield Problem((key,), message)

@@ -28,18 +28,18 @@ def _ema(cfg: RLConfig) -> Iterator[Problem]:
         return
     is_reference = needs_ref(cfg) and cfg.ref.policy == "ema"
     if not (is_reference or cfg.ema.in_validation or cfg.checkpoint.export_hf):
-        message = "has no effect: the average is neither validated, nor exported, nor the reference"
+        message = "has no effect: the average is neither validated, nor exported, nor used as the reference"
         yield Problem(("ema", "ema.in_validation", "checkpoint.export_hf", "ref.policy"), message)
     if cfg.data.validation is None:
-        yield from inert(cfg.ema, "ema", ["in_validation"], "there is no validation file", "data.validation")
+        yield from inert(cfg.ema, "ema", ["in_validation"], "data.validation is not set", "data.validation")
 
 
 def _reference(cfg: RLConfig) -> Iterator[Problem]:
     ref, key = cfg.ref, "ref.policy"
     if ref.policy == "ema" and cfg.ema is None:
-        yield Problem((key, "ema"), "needs the average: add an `ema:` section (`ema: {}` for its defaults)")
+        yield Problem((key, "ema"), "needs a weight average: add an `ema:` section (`ema: {}` for its defaults)")
     if ref.policy != "frozen":
-        because = f"the reference is {ref.policy}: weights beside the actor's, computed with in its place"
+        because = f"the reference is {ref.policy}: it runs in the actor, with other weights"
         yield from inert(
             ref, "ref", ["path", "parallel", "max_tokens_per_microbatch", "precision", "offload"], because, key
         )
@@ -63,17 +63,17 @@ def _replay(cfg: RLConfig) -> Iterator[Problem]:
         return
     key = "replay.prompts_per_step"
     if replay.buffer_prompts < replay.prompts_per_step:
-        message = f"{replay.prompts_per_step} are never there: the buffer keeps {replay.buffer_prompts}"
+        message = f"{replay.prompts_per_step} exceeds the {replay.buffer_prompts} prompts of the buffer"
         yield Problem((key, "replay.buffer_prompts"), message)
     reused, minibatch = reused_samples_per_step(cfg), batch.samples_per_minibatch
     if minibatch is not None and reused % minibatch:
         product = f"{replay.prompts_per_step} prompts x {batch.samples_per_prompt} samples = {reused}"
-        message = f"the {product} re-used samples are no multiple of the {minibatch} of a mini-batch"
+        message = f"the {product} replayed samples are not a multiple of the {minibatch} samples of a mini-batch"
         yield Problem((key, "batch.samples_per_minibatch"), message)
     yield from _age(cfg)
     loss, importance = cfg.algorithm.policy_loss, cfg.algorithm.rollout_correction.rollout_is
     if not loss.uses_ratio and importance is None:
-        message = f"{loss.loss_mode} has no ratio to the policy that drew a sample, so old ones would count as new ones"
+        message = f"{loss.loss_mode} has no ratio to correct for replayed (off-policy) samples: set rollout_is"
         keys = ("replay", "algorithm.policy_loss.loss_mode", "algorithm.rollout_correction.rollout_is")
         yield Problem(keys, message)
 
@@ -84,8 +84,8 @@ def _age(cfg: RLConfig) -> Iterator[Problem]:
         return
     key, kept = "replay.max_age_steps", ceil(replay.buffer_prompts / new)
     if age * new < replay.prompts_per_step:
-        message = f"{age} steps of {new} prompts are fewer than the {replay.prompts_per_step} that are drawn"
+        message = f"{age} steps of {new} prompts are fewer than the {replay.prompts_per_step} replayed prompts"
         yield Problem((key, "replay.prompts_per_step", "batch.prompts_per_step"), message)
     elif age >= kept:
-        message = f"has no effect: {replay.buffer_prompts} prompts are those of the last {kept} steps"
+        message = f"has no effect: the buffer of {replay.buffer_prompts} prompts covers only the last {kept} steps"
         yield Problem((key, "replay.buffer_prompts"), message)

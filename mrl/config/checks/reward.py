@@ -34,7 +34,7 @@ def check(cfg: RLConfig) -> Iterator[Problem]:
     apart."""
     reward = cfg.reward
     if reward.on_error == "leave_out" and cfg.algorithm.needs_greedy:
-        message = f"{cfg.algorithm.adv_estimator} needs the score of the greedy response of every group: stop or zero"
+        message = f"{cfg.algorithm.adv_estimator} needs the score of every greedy response: use stop or zero"
         yield Problem(("reward.on_error", "algorithm.adv_estimator"), message)
     yield from _manager(reward)
     yield from _servers(reward)
@@ -42,7 +42,7 @@ def check(cfg: RLConfig) -> Iterator[Problem]:
     yield from _sections(cfg)
     own = any(":" in spec for _, spec in _functions(reward))
     if not own and not any(server.api == "mrl" for server in reward.servers.values()):
-        because = "neither a file's function nor a server with api mrl scores"
+        because = "only functions of your files and servers with api: mrl read images"
         yield from inert(reward, "reward", ["pictures"], because, "reward.manager")
     if not _functions(reward):
         because = "no function is called"
@@ -88,20 +88,20 @@ def _manager(reward: RewardConfig) -> Iterator[Problem]:
             because = "no recipe names batch" if of_recipe else f"the manager is {manager}"
             yield from inert(reward, "reward", [name], because, where)
     if manager in ("naive", "dapo") and not (reward.function or reward.functions):
-        yield Problem(("reward.function", where), f"required by {manager} (or functions, by data_source)")
+        yield Problem(("reward.function", where), f"required by {manager}: set it, or functions by data_source")
     if calls_batch and not reward.function:
-        yield Problem(("reward.function", where), "required: the function that is called once with all samples")
+        yield Problem(("reward.function", where), "required: name the function that is called once with all samples")
     if manager == "recipe" and not reward.recipe:
-        yield Problem(("reward.recipe", where), "required by recipe: components and weights for each data_source")
+        yield Problem(("reward.recipe", where), "required by recipe: set components and weights for each data_source")
     if manager == "remote" and len(reward.servers) != 1:
-        message = f"remote needs exactly one server, there are {len(reward.servers)} (a recipe can mix several)"
+        message = f"remote needs exactly one server, got {len(reward.servers)}: to mix several, use manager: recipe"
         yield Problem(("reward.servers", where), message)
     models = len(reward.servers) + (reward.model is not None)
     if manager == "model" and models != 1:
-        message = f"model needs one reward model, here or of reward.servers; there are {models}"
+        message = f"model needs exactly one reward model, here or in reward.servers; got {models}"
         yield Problem(("reward.model", where), message)
     if manager == "recipe" and (reward.model is not None) != (MODEL in _named(reward)):
-        message = "has no effect: no recipe names it" if reward.model else "required: the recipe names model"
+        message = "has no effect: no recipe uses it" if reward.model else "required: the recipe uses model"
         yield Problem(("reward.model", "reward.recipe"), message)
 
 
@@ -116,12 +116,12 @@ def _servers(reward: RewardConfig) -> Iterator[Problem]:
         key = f"reward.servers.{name}"
         yield from check_server(key, server)
         if name in (*BUILTIN_REWARDS, *RESERVED, BATCH, MODEL) or ":" in name or "." in name:
-            message = f"{name!r} is not a name for a server: take one without . and : that is no built-in's or metric's"
+            message = f"{name!r} is not allowed: use a name without . and : that is not a built-in or metric"
             yield Problem((key,), message)
         if reward.manager == "model" and server.api != "sglang":
-            yield Problem((f"{key}.api", "reward.manager"), "a reward model is served with api: sglang")
+            yield Problem((f"{key}.api", "reward.manager"), "manager: model needs api: sglang")
         if reward.manager == "recipe" and name not in _named(reward):
-            yield Problem((key, "reward.recipe"), "has no effect: no recipe names it")
+            yield Problem((key, "reward.recipe"), "has no effect: no recipe uses it")
 
 
 def _names(reward: RewardConfig) -> Iterator[Problem]:
@@ -161,11 +161,12 @@ def _limits(cfg: RLConfig, used: set[str]) -> Iterator[Problem]:
         message = f"{reward.overlong.buffer_tokens} is longer than a response of at most {limit} tokens"
         yield Problem(("reward.overlong.buffer_tokens", "rollout.sampling.max_new_tokens"), message)
     if "length" in used and reward.length is not None and reward.length.full_tokens == reward.length.zero_tokens:
-        yield Problem(("reward.length.full_tokens", "reward.length.zero_tokens"), "must differ: 1 there, 0 here")
+        message = "must differ from zero_tokens: the score goes from 1 to 0 between them"
+        yield Problem(("reward.length.full_tokens", "reward.length.zero_tokens"), message)
     if "code" in used and reward.code.wall_s + SANDBOX_START_S > reward.timeout_s:
         message = (
-            f"{reward.code.wall_s:g} s for the tests and up to {SANDBOX_START_S:g} s for the sandbox's start are more "
-            f"than the {reward.timeout_s:g} s that the function has"
+            f"{reward.code.wall_s:g} s for the tests and up to {SANDBOX_START_S:g} s for the sandbox's start exceed "
+            f"the {reward.timeout_s:g} s of the function"
         )
         yield Problem(("reward.code.wall_s", "reward.timeout_s"), message)
     if "format" in used:
@@ -194,7 +195,7 @@ def check_function(
         return
     found = definitions(tree)
     if name not in found:
-        yield Problem((key,), f"{path} does not define {name!r}; it has {', '.join(sorted(found)) or 'nothing'}")
+        yield Problem((key,), f"{path} does not define {name!r}; it defines {', '.join(sorted(found)) or 'nothing'}")
     elif problem := _call_problem(found[name], takes, named):
         yield Problem((key,), f"{spec} {problem}")
 
@@ -216,7 +217,7 @@ def _call_problem(node: ast.stmt, takes: Sequence[str], named: Sequence[str]) ->
     """Why it cannot be called so, as far as its text tells."""
     wanted = f"({', '.join([*takes, *(f'{name}=' for name in named)])})"
     if isinstance(node, ast.AsyncFunctionDef):
-        return "is an async function (async def), which nothing here awaits: write a plain one (def)"
+        return "is an async function, and mrl does not await it: define it with a plain def"
     if isinstance(node, ast.Assign) and isinstance(node.value, PLAIN_VALUES):
         return f"is a value, not a function: expected one that takes {wanted}"
     if not isinstance(node, ast.FunctionDef) or node.decorator_list:
@@ -228,12 +229,12 @@ def _call_problem(node: ast.stmt, takes: Sequence[str], named: Sequence[str]) ->
     missing = set(required) - set(positional[: len(takes)]) - set(named)
     fits = not missing and (has.vararg or len(takes) <= len(positional)) and (has.kwarg or set(named) <= set(by_name))
     only_named = [a.arg for a in has.kwonlyargs if named or a.arg in required]
-    return None if fits else f"takes ({', '.join([*positional, *only_named])}), it is called with {wanted}"
+    return None if fits else f"takes ({', '.join([*positional, *only_named])}), but mrl calls it with {wanted}"
 
 
 def _unknown(spec: str, built_in: bool) -> str:
     if not built_in:
-        return f"{spec!r} is no function of a file: expected path/to/file.py:name"
+        return f"{spec!r} does not name a function in a file: expected path/to/file.py:name"
     close = difflib.get_close_matches(spec, BUILTIN_REWARDS, n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
     return f"unknown function {spec!r}{hint} (known: {', '.join(BUILTIN_REWARDS)}, or path/to/file.py:name)"

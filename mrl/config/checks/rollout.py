@@ -43,7 +43,7 @@ def check_key_file(rollout: RolloutConfig) -> Iterator[Problem]:
 def _lengths(cfg: RLConfig, arch: ModelArch | None) -> Iterator[Problem]:
     context = cfg.rollout.max_context_tokens
     if arch is not None and context is not None and context > arch.max_positions:
-        message = f"{context} is more than the model's {arch.max_positions} positions"
+        message = f"{context} exceeds the model's {arch.max_positions} positions"
         yield Problem(("rollout.max_context_tokens", "model.path"), message)
     limit = context or (arch.max_positions if arch is not None else None)
     prompt, new = cfg.data.max_prompt_tokens, cfg.rollout.sampling.max_new_tokens
@@ -67,7 +67,7 @@ def _engine(cfg: RLConfig, arch: ModelArch | None, machine: Machine) -> Iterator
     for warn, stop in (("warn", "stop"), ("warn_sample", "stop_sample")):
         limits = dict(rollout.mismatch)
         if None not in (limits[warn], limits[stop]) and limits[warn] > limits[stop]:
-            message = f"{limits[warn]:g} is above {limits[stop]:g}, where the run ends without a warning"
+            message = f"{limits[warn]:g} is above {limits[stop]:g}, at which the run stops: lower it"
             yield Problem((f"rollout.mismatch.{warn}", f"rollout.mismatch.{stop}"), message)
     yield from _top_k("rollout.sampling", rollout.sampling)
     yield from _stops(rollout.sampling, arch)
@@ -78,28 +78,28 @@ def _engine(cfg: RLConfig, arch: ModelArch | None, machine: Machine) -> Iterator
         yield from _urls(rollout.urls)
         return
     yield from inert(
-        rollout, "rollout", ["api_key_file"], "engines that mrl starts get a key of the run's", "rollout.urls"
+        rollout, "rollout", ["api_key_file"], "engines that mrl starts get a key from the run", "rollout.urls"
     )
     yield from _server_args(rollout.server_args)
     if rollout.tensor > 1:
-        because = "tensor-parallel engines on CPUs have one thread a process"
+        because = "tensor-parallel engines on CPUs use one thread per process"
         yield from inert(rollout, "rollout", ["threads"], because, "rollout.tensor")
     ignored = ENGINES[rollout.engine].ignores
-    because = f"it is SGLang's, the engine is {rollout.engine}"
+    because = f"it belongs to SGLang, and the engine is {rollout.engine}"
     yield from inert(rollout, "rollout", ignored, because, "rollout.engine")
     if "tensor" not in ignored and arch is not None and not _fits(rollout.tensor, arch):
         heads = f"{arch.num_heads} heads and {arch.num_kv_heads} key-value heads"
         would = [size for size in range(1, min(arch.num_heads, 64) + 1) if _fits(size, arch)]
-        message = f"{rollout.tensor} does not divide the model's {heads}: {either(would)} would"
+        message = f"{rollout.tensor} does not divide the model's {heads}: use {either(would)}"
         yield Problem(("rollout.tensor", "model.path"), message)
     if "tensor" not in ignored and arch is not None:
         yield from _served(rollout, arch, machine)
     if arch is not None and packing(hf_keys(cfg.model.path)) is not None:
-        message = "its weights are packed, and would stay so in an engine, where no push fits: make plain ones of them "
-        message += "first, by mrl convert hf-to-megatron and then megatron-to-hf"
+        message = "its weights are packed, and engines with packed weights cannot be synced: unpack them first with "
+        message += "mrl convert hf-to-megatron and then megatron-to-hf"
         yield Problem(("model.path",), message)
     if "server_args" not in ignored and any(argument.startswith("--trust") for argument in rollout.server_args):
-        message = "--trust-remote-code would run code that comes with a model, which mrl never does: leave it out"
+        message = "--trust-remote-code runs code from the model directory, which mrl does not allow: leave it out"
         yield Problem(("rollout.server_args",), message)
     yield from check_node(cfg, None if cfg.placement.is_apart else machine.gpus or 0)
 
@@ -112,14 +112,14 @@ def check_node(cfg: RLConfig, there: int | None) -> Iterator[Problem]:
     if cfg.placement.nodes_per_engine > 1:
         product += f" / {cfg.placement.nodes_per_engine} nodes"
     if there == 0 and engines > MOST_CPU_ENGINES:
-        message = f"{engines} engine processes on one machine without GPUs: at most {MOST_CPU_ENGINES}"
+        message = f"{engines} engine processes on one machine without GPUs; the maximum is {MOST_CPU_ENGINES}"
         yield Problem(("rollout.servers", "rollout.tensor"), message)
     if rollout.gpus is not None:
         yield from _gpus(rollout, rollout.gpus, f"{product} = {engines} GPUs", engines, there)
     elif there and engines > there:
-        message = f"{product} = {engines} GPUs, this machine has {there}"
+        message = f"{product} = {engines} GPUs, but this machine has {there}"
         if rollout.tensor > there * cfg.placement.nodes_per_engine:
-            message += "; placement.nodes_per_engine spreads an engine over several nodes"
+            message += ": set placement.nodes_per_engine to spread an engine over several nodes"
         yield Problem(("rollout.servers", "rollout.tensor"), message)
 
 
@@ -128,10 +128,10 @@ def _gpus(
 ) -> Iterator[Problem]:
     key = "rollout.gpus"
     if len(gpus) != engines:
-        yield Problem((key, "rollout.servers", "rollout.tensor"), f"names {len(gpus)}; {product}")
+        yield Problem((key, "rollout.servers", "rollout.tensor"), f"names {len(gpus)} GPUs, but {product}")
     twice = sorted({gpu for gpu in gpus if gpus.count(gpu) > 1})
     if twice and "memory_fraction" not in ENGINES[rollout.engine].ignores:
-        message = f"{', '.join(map(str, twice))}: twice, and each engine takes its memory_fraction of what is free"
+        message = f"names {', '.join(map(str, twice))} twice, and each engine takes memory_fraction of the free memory"
         yield Problem((key,), message)
     if there and (absent := sorted({gpu for gpu in gpus if gpu >= there})):
         numbers = f"{there} GPUs, number 0 to {there - 1}" if there > 1 else "1 GPU, number 0"
@@ -146,9 +146,8 @@ def _offload(cfg: RLConfig, machine: Machine) -> Iterator[Problem]:
         return
     if shared := gpus_with_engines(cfg, machine):
         message = (
-            f"{cfg.actor.offload}: the engine on GPU {', '.join(map(str, shared))} would fill at its start what the "
-            "actor gives up, and keep it during the updates, which are the actor's alone: leave it out, or "
-            "rollout.release: all"
+            f"{cfg.actor.offload}: the engine on GPU {', '.join(map(str, shared))} would take the memory that the "
+            "actor frees, and keep it during updates: leave offload out, or set rollout.release: all"
         )
         yield Problem(("actor.offload", "rollout.release"), message)
 
@@ -162,20 +161,20 @@ def _validation(cfg: RLConfig) -> Iterator[Problem]:
     validation = cfg.validation
     if cfg.data.validation is None:
         if validation != ValidationConfig():
-            message = "has no effect: there is no validation file (validation: null drops an inherited section)"
+            message = "has no effect: data.validation is not set (validation: null drops an inherited section)"
             yield Problem(("validation", "data.validation"), message)
         return
     yield from _top_k("validation", validation)
     if validation.temperature == 0:
         names = ["top_p", "top_k", *(["samples_per_prompt"] if cfg.agent is None else [])]
-        because = "at temperature 0 each token is the likeliest one"
+        because = "temperature 0 is greedy"
         yield from inert(validation, "validation", names, because, "validation.temperature")
 
 
 def _stops(sampling: SamplingConfig, arch: ModelArch | None) -> Iterator[Problem]:
     key = "rollout.sampling"
     if "" in sampling.stop:
-        yield Problem((f"{key}.stop",), "'' is in every text: a response would end before its first token")
+        yield Problem((f"{key}.stop",), "'' would end a response before its first token: remove it")
     outside = [token for token in sampling.stop_token_ids if token < 0 or (arch and token >= arch.vocab_size)]
     if outside:
         vocabulary = f"the model's vocabulary of {arch.vocab_size} tokens" if arch else "every vocabulary"
@@ -202,37 +201,37 @@ def _urls(urls: tuple[str, ...]) -> Iterator[Problem]:
     for url in urls:
         parts = urlsplit(url)
         if parts.username is not None or parts.password is not None:
-            message = f"the address of {parts.hostname} holds a password, for every log to show: use api_key_file"
+            message = f"the URL of {parts.hostname} contains a password, which logs would show: use api_key_file"
             yield Problem(("rollout.urls", "rollout.api_key_file"), message)
     if len(set(urls)) < len(urls):
-        yield Problem(("rollout.urls",), "the same engine is named twice")
+        yield Problem(("rollout.urls",), "names an engine twice")
 
 
 def _server_args(arguments: tuple[str, ...]) -> Iterator[Problem]:
     for name in (argument.partition("=")[0] for argument in arguments):
         if name in ("--host", "--port", "--api-key", "--admin-api-key", "--config"):
-            message = f"{name} is mrl's to set: its engines listen on 127.0.0.1 and want a key that only the run knows"
+            message = f"mrl sets {name} itself (engines listen on 127.0.0.1, with a key of the run): leave it out"
             yield Problem(("rollout.server_args",), message)
 
 
 def _sync(cfg: RLConfig, machine: Machine) -> Iterator[Problem]:
     transport = cfg.sync.transport
     if transport == "cuda_ipc" and machine.gpus == 0:
-        yield Problem(("sync.transport",), "cuda_ipc needs GPUs, this machine has none: use shared_memory, or auto")
+        yield Problem(("sync.transport",), "cuda_ipc needs GPUs, and this machine has none: use shared_memory or auto")
     remote = [url for url in cfg.rollout.urls if not _is_local(url)]
     if transport in ("cuda_ipc", "shared_memory", "disk") and remote:
         message = f"{transport} cannot reach {', '.join(remote)} on another machine: use distributed, http or auto"
         yield Problem(("sync.transport", "rollout.urls"), message)
     if transport == "disk" and machine.world_size > machine.local_world_size:
-        message = "disk is a directory of one machine, and the run has several nodes: use distributed, http or auto"
+        message = "disk uses a directory of one machine, and the run has several nodes: use distributed, http or auto"
         yield Problem(("sync.transport", "run.nodes"), message)
     if transport in ("cuda_ipc", "distributed") and ENGINES[cfg.rollout.engine].is_plain:
-        message = f"the {cfg.rollout.engine} engine does not know {transport}: use shared_memory, http, disk or auto"
+        message = f"the {cfg.rollout.engine} engine does not support {transport}: use shared_memory, http, disk or auto"
         yield Problem(("sync.transport", "rollout.engine"), message)
     elif transport == "distributed" and (shared := gpus_with_engines(cfg, machine)):
         message = (
-            f"engines and ranks of the trainer are on GPU {', '.join(map(str, shared))}, and NCCL takes no group with "
-            "two members on one GPU: use cuda_ipc, shared_memory, http, disk or auto, or other rollout.gpus"
+            f"engines and trainer ranks share GPU {', '.join(map(str, shared))}, and an NCCL group cannot have two "
+            "members on one GPU: use cuda_ipc, shared_memory, http, disk or auto, or other rollout.gpus"
         )
         yield Problem(("sync.transport", "rollout.urls"), message)
     if transport == "disk":
@@ -244,21 +243,21 @@ def _quantization(cfg: RLConfig, arch: ModelArch | None, machine: Machine) -> It
     if rollout.quantization == "none" or rollout.urls or ENGINES[rollout.engine].is_plain:
         return
     if machine.gpus == 0:
-        yield Problem((key,), "fp8 needs GPUs, this machine has 0: leave it out")
+        yield Problem((key,), "fp8 needs GPUs, and this machine has 0: leave it out")
     if cfg.sync.verify != "off":
-        message = "checksum compares what engines hold with what the trainer has; of weights in fp8 it knows nothing"
+        message = "checksum cannot compare fp8 weights of engines with the trainer's: set verify: off"
         yield Problem(("sync.verify", key), message)
     if cfg.run.launcher == "ft":
-        yield Problem(("run.launcher", key), "ft proves the engines' weights after a restart: not with weights in fp8")
+        yield Problem(("run.launcher", key), "ft verifies engine weights after a restart, which fp8 does not support")
     if cfg.sync.transport == "disk":
-        yield Problem(("sync.transport", key), "disk writes whole models of the hub, not weights in fp8")
+        yield Problem(("sync.transport", key), "disk does not support fp8 weights: use another transport")
     if arch is not None and arch.latent is not None:
-        message = f"not of {arch.family}, whose projections of latent vectors engines join: leave it out"
+        message = f"does not support {arch.family}, whose latent projections engines fuse: leave it out"
         yield Problem((key, "model.path"), message)
     for name, (whole, _) in widths(arch, ParallelConfig()).items() if arch is not None else ():
         ranks = 1 if name == "hidden size" else rollout.tensor
         if whole % (_BLOCK * ranks):
-            message = f"fp8 has blocks of {_BLOCK}, but the model's {name} is {whole} on {ranks} ranks of an engine"
+            message = f"fp8 needs multiples of {_BLOCK} per engine rank, and {name} {whole} is on {ranks} ranks"
             yield Problem((key, "rollout.tensor"), message)
 
 

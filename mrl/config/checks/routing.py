@@ -17,10 +17,10 @@ def check(cfg: RLConfig, arch: ModelArch | None) -> Iterator[Problem]:
     """arch: the actor's; None where it could not be read."""
     mode = cfg.actor.routing_replay
     if mode != "engine":
-        because = "only the engine's experts make log-probs differ from those without replay"
+        because = "only replay of the engine's routing changes log-probs"
         yield from inert(cfg.actor, "actor", ["routing_compare_steps"], because, KEY)
     if mode != "off" and arch is not None and arch.experts is None:
-        yield Problem((KEY, "model.path"), f"{mode}: the model has no experts to choose from, leave it out")
+        yield Problem((KEY, "model.path"), f"{mode} needs a model with experts, and this one is dense: leave it out")
     elif mode == "engine":
         yield from _engine(cfg)
     elif mode == "trainer":
@@ -29,12 +29,12 @@ def check(cfg: RLConfig, arch: ModelArch | None) -> Iterator[Problem]:
 
 def _trainer(cfg: RLConfig) -> Iterator[Problem]:
     if most_updates_per_step(cfg) == 1:
-        message = "trainer has no effect: the step's only update is of the weights that chose the experts"
+        message = "trainer has no effect: the only update of a step uses the same weights as the forward pass"
         yield Problem((KEY, "batch.samples_per_minibatch", "batch.epochs_per_step"), message)
     elif not needs_forward_pass(cfg.algorithm, single_update=False):
         message = (
-            "trainer notes experts in the pass that computes old log-probs, and there is none with old_log_probs: "
-            "engine: take trainer's there, or engine here"
+            "trainer records routing in the forward pass for old log-probs, which old_log_probs: engine skips: set "
+            "old_log_probs: trainer, or routing_replay: engine"
         )
         yield Problem((KEY, "algorithm.old_log_probs"), message)
 
@@ -43,11 +43,11 @@ def _engine(cfg: RLConfig) -> Iterator[Problem]:
     rollout = cfg.rollout
     if not ENGINES[rollout.engine].returns_experts:
         named = " or ".join(name for name, kind in ENGINES.items() if kind.returns_experts)
-        message = f"{rollout.engine} cannot say which experts it took: {named}, or routing_replay: trainer"
+        message = f"{rollout.engine} does not return routed experts: use {named}, or routing_replay: trainer"
         yield Problem((KEY, "rollout.engine"), message)
     if rollout.overlap == "bounded":
         message = (
-            "after a push the engine reads responses that go on again, by the new weights, and says the experts of "
-            "that, not those by which their tokens were drawn: one_step, segment_tokens, or routing_replay: trainer"
+            "after an in-flight weight update the engine recomputes its cache and returns the routing of the new "
+            "weights: use overlap: one_step, segment_tokens, or routing_replay: trainer"
         )
         yield Problem((KEY, "rollout.overlap"), message)

@@ -24,7 +24,7 @@ def check_directory(run: RunConfig) -> Iterator[Problem]:
         if text != printable(text):
             return  # said by `all.check`
         if len(text.encode()) > longest:
-            yield Problem((key,), f"{len(text.encode())} bytes long, at most {longest} are possible")
+            yield Problem((key,), f"{len(text.encode())} bytes long; the maximum is {longest}")
             return
     root = Path(run.root).absolute()
     try:
@@ -33,14 +33,14 @@ def check_directory(run: RunConfig) -> Iterator[Problem]:
         yield Problem(("run.root",), reason(error))
         return
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        said = "cannot be written to" if there.is_dir() else "is no directory"
-        yield Problem(("run.root",), f"{there} {said}: the run directory is made below run.root")
+        said = "is not writable" if there.is_dir() else "is not a directory"
+        yield Problem(("run.root",), f"{there} {said}, and the run directory is created below run.root")
 
 
 def check_trackers(run: RunConfig) -> Iterator[Problem]:
     """Names that come twice, and keys of a tracker that is not asked for."""
     if len(set(run.trackers)) < len(run.trackers):
-        yield Problem(("run.trackers",), "the same tracker is named twice")
+        yield Problem(("run.trackers",), "names a tracker twice")
     for name in ("wandb", "mlflow"):
         if name not in run.trackers:
             yield from inert(run, "run", [name], f"{name} is not among the trackers", "run.trackers")
@@ -53,11 +53,11 @@ def check_profile(cfg: AnyConfig, machine: Machine) -> Iterator[Problem]:
         return
     late = [step for step in run.profile.steps if step > run.steps and not cfg.steps_follow_data()]
     if late or not run.profile.steps:
-        message = f"there is no step {', '.join(map(str, late))} of {run.steps}" if late else "names no step"
+        message = f"step {', '.join(map(str, late))} is after the last step, {run.steps}" if late else "names no step"
         yield Problem(("run.profile.steps", "run.steps"), message)
     none = [rank for rank in run.profile.ranks if rank >= machine.world_size]
     if none or not run.profile.ranks:
-        message = f"there is no rank {', '.join(map(str, none))} of {machine.world_size}, counted from 0"
+        message = f"rank {', '.join(map(str, none))} does not exist: ranks are 0 to {machine.world_size - 1}"
         yield Problem(("run.profile.ranks",), message if none else "names no rank")
 
 
@@ -69,27 +69,27 @@ def check_checkpoint(cfg: AnyConfig) -> Iterator[Problem]:
         names = ["keep_last", "keep_every_steps", "asynchronous", "writers"]
         yield from inert(checkpoint, "checkpoint", names, "no checkpoints are written", every)
     elif kept is not None and kept % checkpoint.every_steps:
-        message = f"{kept} is no multiple of {checkpoint.every_steps}, so no checkpoint is written at every such step"
+        message = f"{kept} is not a multiple of {checkpoint.every_steps}, the steps at which checkpoints are written"
         yield Problem(("checkpoint.keep_every_steps", every), message)
     for key in checkpoint.accept_changes:
         if not resume.is_key(type(cfg), key):
-            yield Problem(("checkpoint.accept_changes",), f"{key!r} is no key of this configuration")
+            yield Problem(("checkpoint.accept_changes",), f"{key!r} is not a key of this configuration")
 
 
 def check_resilience(cfg: AnyConfig) -> Iterator[Problem]:
     """Limits that nothing watches or that are never reached, and restarts with nothing to go on from."""
     saves, key = cfg.checkpoint.every_steps is not None, "checkpoint.every_steps"
     if cfg.run.launcher != "ft":
-        because = f"launcher {cfg.run.launcher} restarts no ranks, and does not watch them"
+        because = f"launcher {cfg.run.launcher} neither monitors nor restarts ranks"
         yield from inert(cfg.run, "run", ["max_restarts"], because, "run.launcher")
         yield from inert(cfg.resilience, "resilience", ["timeouts_s"], because, "run.launcher")
     elif not saves:
-        message = "ft goes on from the last checkpoint after a restart, and none is written"
+        message = "ft resumes from the last checkpoint after a restart, and none is written: set checkpoint.every_steps"
         yield Problem(("run.launcher", key), message)
     if not saves:
         yield from inert(cfg.resilience, "resilience", ["save_deadline_s"], "no checkpoints are written", key)
     if cfg.resilience.straggler_ratio <= 1:
-        message = f"must be greater than 1, got {cfg.resilience.straggler_ratio:g}: a rank is always as slow as itself"
+        message = f"must be greater than 1, got {cfg.resilience.straggler_ratio:g}"
         yield Problem(("resilience.straggler_ratio",), message)
     yield from _timeouts(cfg)
 
@@ -97,7 +97,8 @@ def check_resilience(cfg: AnyConfig) -> Iterator[Problem]:
 def _timeouts(cfg: AnyConfig) -> Iterator[Problem]:
     timeouts, key = cfg.resilience.timeouts_s, "resilience.timeouts_s"
     if not cfg.is_sampling:
-        yield from inert(timeouts, key, ["rollout", "reward", "sync"], f"{cfg.trainer} does not sample", "trainer")
+        because = f"trainer {cfg.trainer} does not generate"
+        yield from inert(timeouts, key, ["rollout", "reward", "sync"], because, "trainer")
     elif timeouts.reward > timeouts.rollout:
-        message = f"{timeouts.reward:g} s is never reached: the rollout, of which rewards are a part, has less"
+        message = f"{timeouts.reward:g} s is never reached: the rollout includes rewards and has {timeouts.rollout:g} s"
         yield Problem((f"{key}.reward", f"{key}.rollout"), message)

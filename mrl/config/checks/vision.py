@@ -21,7 +21,7 @@ def check(cfg: Config, archs: Archs) -> Iterator[Problem]:
     if not seeing:
         return
     if not cfg.sees_pictures:
-        message = f"{cfg.trainer} does not train models that see pictures; rl, reward_model and dpo do"
+        message = f"{cfg.trainer} does not support vision models: use rl, reward_model or dpo"
         yield Problem(("trainer", "model.path"), message)
         return
     yield from _alike(cfg, archs, seeing)
@@ -32,9 +32,9 @@ def check(cfg: Config, archs: Archs) -> Iterator[Problem]:
         if section not in seeing:
             continue
         if model.train.lora is not None and model.is_trained:
-            yield Problem((f"{section}.lora", "model.path"), "not with a model that sees pictures")
+            yield Problem((f"{section}.lora", "model.path"), "is not supported for vision models")
         if model.train.precision.fp8.recipe != "none":
-            yield Problem((f"{section}.precision.fp8.recipe", "model.path"), "not with a model that sees pictures")
+            yield Problem((f"{section}.precision.fp8.recipe", "model.path"), "is not supported for vision models")
     if "actor" in seeing:
         yield from _prompts_alone(cfg)
         yield from _data(cfg)
@@ -43,7 +43,7 @@ def check(cfg: Config, archs: Archs) -> Iterator[Problem]:
 
 def _unseen(cfg: Config) -> Iterator[Problem]:
     """Of models of text: what has no effect."""
-    because, other = "the model sees no pictures", "model.path"
+    because, other = "the model reads no images", "model.path"
     yield from inert(cfg.model.vision, "model.vision", ["train"], because, other)
     for key, use in cfg.data_uses().items():
         yield from inert(use.cfg, key, ["images_key", "max_images", "max_image_tokens"], because, other)
@@ -55,23 +55,21 @@ def _prompts_alone(cfg: Config) -> Iterator[Problem]:
     """Pictures go to an engine with a whole prompt of the data's, and nothing behind it."""
     engines = cfg.engines()
     if cfg.has_turns:
-        yield Problem(("agent", "model.path"), "not with a model that sees pictures: later turns would be without them")
+        yield Problem(("agent", "model.path"), "is not supported for vision models: later turns would lack the images")
     if engines is not None and engines[0].segment_tokens is not None:
-        message = "not with a model that sees pictures: later segments would be without them"
+        message = "is not supported for vision models: later segments would lack the images"
         yield Problem(("rollout.segment_tokens", "model.path"), message)
     if engines is not None and engines[0].overlap == "bounded":
-        message = (
-            "not with a model that sees pictures: responses that go on by other weights are tested without: one_step"
-        )
+        message = "in-flight weight updates are not tested with vision models: use one_step"
         yield Problem(("rollout.overlap", "model.path"), message)
 
 
 def _data(cfg: Config) -> Iterator[Problem]:
     for key, use in cfg.data_uses().items():
         if not use.is_sampled and use.preferences is None:
-            yield Problem((key, "model.path"), "demonstrations have no pictures here, and the model sees some")
+            yield Problem((key, "model.path"), "demonstrations with images are not supported: use a text model")
         elif use.cfg.truncation not in ("drop", "error"):
-            message = f"{use.cfg.truncation} might cut through a picture: drop, or error"
+            message = f"{use.cfg.truncation} could truncate inside an image: use drop or error"
             yield Problem((f"{key}.truncation", "model.path"), message)
 
 
@@ -88,7 +86,7 @@ def _alike(cfg: Config, archs: Archs, seeing: dict[str, ModelArch]) -> Iterator[
         else:
             differs = _sight(mine) != _sight(theirs)
         if differs:
-            yield Problem((f"{name}.path", "model.path"), "sees pictures in another way than the actor, or not at all")
+            yield Problem((f"{name}.path", "model.path"), "processes images differently from the actor, or not at all")
 
 
 def _sight(vision: VisionArch) -> tuple[int, ...]:
@@ -104,7 +102,7 @@ def _deep(cfg: Config, name: str, arch: ModelArch) -> Iterator[Problem]:
     deep, first = len(arch.vision.deep), first_chunk_layers(layout, arch.num_layers)
     if first < deep:
         chunk = "chunk of the first stage" if layout.virtual_pipeline else "stage"
-        message = f"the first {chunk} has {first} layers, {deep} take deep features of pictures: they need to be there"
+        message = f"the first {chunk} has {first} layers, and must have the {deep} that take deep image features"
         yield Problem((f"{name}.parallel.first_stage_layers", f"{name}.parallel.pipeline"), message)
 
 
@@ -116,13 +114,13 @@ def _engine(cfg: Config, arch: ModelArch | None) -> Iterator[Problem]:
     if rollout.engine == "sglang" and arch is not None and arch.vision is not None:
         values = arch.vision.patch_values
         if arch.family == "qwen2_5_vl" and values != SGLANG_PATCH_VALUES:
-            message = f"patches of {values} numbers: SGLang's Qwen2.5-VL takes all but {SGLANG_PATCH_VALUES} (14 x 14 "
-            yield Problem(("rollout.engine", "model.path"), message + "pixels) for features that are finished")
+            message = f"patches of {values} values: SGLang's Qwen2.5-VL supports only {SGLANG_PATCH_VALUES} (14 x 14 "
+            yield Problem(("rollout.engine", "model.path"), message + "pixels): set rollout.engine: transformers")
     if rollout.quantization != "none":
-        yield Problem(("rollout.quantization", "model.path"), "not with a model that sees pictures")
+        yield Problem(("rollout.quantization", "model.path"), "is not supported for vision models")
     if rollout.urls and cfg.model.vision.train:
         message = (
-            "false with servers that mrl does not start: SGLang keeps pictures' features of older weights unless it "
-            "was started with SGLANG_VLM_CACHE_SIZE_MB=0"
+            "must be false with servers that mrl does not start: SGLang caches image features of older weights unless "
+            "it is started with SGLANG_VLM_CACHE_SIZE_MB=0"
         )
         yield Problem(("model.vision.train", "rollout.urls"), message)

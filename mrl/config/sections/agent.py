@@ -11,28 +11,28 @@ from mrl.config.sections.reward import SandboxConfig
 
 
 class AgentConfig(Section):
-    """Responses of several turns. Between two of them an environment, a program of yours, says something, which the
-    model reads and never learns. `reward.function: environment` is the score that it gives."""
+    """Multi-turn rollouts. Between turns your environment adds text, which the model reads and is never trained on.
+    `reward.function: environment` uses the environment's score."""
 
     # path/to/file.py:name, `async def rollout(ctx, prompt)` or a class with reset(row, rng) and step(turn)
     rollout: FilePath
-    # the format of the tool calls that are read from a turn: hermes (Qwen 2.5 and 3), qwen3_coder, glm45 (GLM 4.5 to
-    # 4.7), deepseek_v3, deepseek_v31, kimi_k2, gpt_oss (harmony), fenced (blocks of code), or path/to/file.py:name of a
-    # function of the text and the tools' declarations; null: none are read
+    # parser of tool calls in a turn: hermes (Qwen 2.5 and 3), qwen3_coder, glm45 (GLM 4.5 to 4.7), deepseek_v3,
+    # deepseek_v31, kimi_k2, gpt_oss (harmony), fenced (blocks of code), or path/to/file.py:name of a function of the
+    # text and the tools' declarations; null: none
     parser: FilePath | None = None
-    sandbox: SandboxConfig = SandboxConfig()  # of programs that the model wrote, which `ctx.sandbox` runs
-    max_turns: PositiveInt = 8  # of the model's, each of rollout.sampling.max_new_tokens at most
-    max_tokens: PositiveInt = 8192  # prompt, turns and what the environment says, at most
-    workers: Annotated[int, Field(gt=0, le=256)] = 2  # processes that environments run in
-    step_timeout_s: PositiveFloat = 30.0  # seconds of an environment between two turns; its process is ended then
-    # seconds of a trajectory from its beginning: set-up, turns, and what it waits for others in its wave; one that
-    # takes longer is begun again as one that hangs. null: as long as its turns and steps may take
+    sandbox: SandboxConfig = SandboxConfig()  # limits of programs that the model wrote and `ctx.sandbox` runs
+    max_turns: PositiveInt = 8  # maximum turns of the model, each of at most rollout.sampling.max_new_tokens
+    max_tokens: PositiveInt = 8192  # maximum tokens of prompt, turns and environment text
+    workers: Annotated[int, Field(gt=0, le=256)] = 2  # processes that run environments
+    step_timeout_s: PositiveFloat = 30.0  # maximum seconds of an environment between two turns; then its process ends
+    # maximum seconds of a trajectory: set-up, turns, and waiting for others in its turn batch; a longer one is retried.
+    # null: as long as its turns and steps may take
     trajectory_timeout_s: PositiveFloat | None = None
-    retries: NonNegativeInt = 1  # of a trajectory whose program raised, ended or hung
-    # of one that has failed more often: the run ends, or it is left out of its group, of baselines and of the loss
+    retries: NonNegativeInt = 1  # retries of a trajectory whose program raised, ended or hung
+    # after the last retry: end the run, or leave the trajectory out of its group, of baselines and of the loss
     on_error: Literal["stop", "leave_out"] = "stop"
-    # of chat templates that show earlier turns without them after a new user message. keep: nothing is taken back, and
-    # such a message is refused; strip: each user message begins a new sequence, as the template shows it all
+    # for chat templates that drop the reasoning of earlier turns after a new user message. keep: reasoning stays, and
+    # such a message is refused; strip: each user message starts a new sequence, formatted by the template
     thoughts: Literal["keep", "strip"] = "keep"
-    # programs get an address and a key (`ctx.endpoint`) for clients of OpenAI's chat completions, and no `ctx.generate`
+    # programs get a URL and a key (`ctx.endpoint`) for OpenAI chat completions clients, instead of `ctx.generate`
     endpoint: bool = False

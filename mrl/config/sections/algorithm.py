@@ -16,28 +16,28 @@ from mrl.options.losses import AggMode
 class KLConfig(Section):
     """A penalty for moving away from the reference policy."""
 
-    use_in_reward: bool = False  # the reward of every token loses coef * KL of the policy that drew it
-    use_in_loss: bool = False  # the actor's loss gains coef * KL
+    use_in_reward: bool = False  # subtract coef * KL of the rollout policy from the reward of every token
+    use_in_loss: bool = False  # add coef * KL to the actor's loss
     # estimator of a token's KL (nats); "+": with k2's gradient, in the loss only
     penalty: Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"] = "k3"
-    bias_correction: bool = False  # in the loss: times the ratio to the policy that drew the token (DeepSeek-V3.2)
+    bias_correction: bool = False  # in the loss: multiply by the ratio to the rollout policy (DeepSeek-V3.2)
     coef: NonNegativeFloat = 0.0  # weight of the KL; the adaptive controller starts from it
-    controller: Literal["fixed", "adaptive"] = "fixed"  # adaptive: coef is steered towards `target`, for use_in_reward
-    target: PositiveFloat | None = None  # nats a token, the mean over responses; adaptive only
+    controller: Literal["fixed", "adaptive"] = "fixed"  # adaptive: adjusts coef to reach `target`, with use_in_reward
+    target: PositiveFloat | None = None  # target KL in nats per token, mean over responses; adaptive only
     horizon_samples: PositiveInt | None = None  # samples over which coef moves by at most 20%; adaptive only
 
 
 class ValueLossConfig(Section):
     """The critic's loss: clipped squared error to the returns."""
 
-    cliprange_value: PositiveFloat = 0.5  # a new value counts as at most this far from the old one
-    loss_agg_mode: AggMode = "token-mean"  # how the losses of tokens become one number
-    # tokens that a response's sum is divided by; of seq-mean-token-sum-norm; null: rollout.sampling.max_new_tokens
+    cliprange_value: PositiveFloat = 0.5  # clip range of a new value around the old one
+    loss_agg_mode: AggMode = "token-mean"  # aggregation of token losses
+    # divisor of a response's sum, in tokens, for seq-mean-token-sum-norm; null: rollout.sampling.max_new_tokens
     loss_scale_factor: PositiveFloat | None = None
 
 
 class PFPPOConfig(Section):
-    """The updates of a step take samples drawn from its own by their scores (PF-PPO): see mrl.algo.resampling."""
+    """PF-PPO: updates use samples of the step, resampled by their scores; see mrl.algo.resampling."""
 
     # pow: by |score| ** weight_pow; max_min: the best and the worst; max_random: 0.4 for the best, 0.1 for the others
     reweight_method: Literal["pow", "max_min", "max_random"] = "pow"
@@ -51,15 +51,15 @@ else:
 
 
 class FilterGroupsConfig(Section):
-    """Dynamic sampling (DAPO, arXiv 2503.14476): groups that teach nothing are dropped, and others sampled for them."""
+    """Dynamic sampling (DAPO, arXiv 2503.14476): groups without a learning signal are dropped and replaced."""
 
     enable: bool = False  # drop the groups in which every response has the same `metric`
-    # what `enable` compares: the score or a component of the reward; must be given where length is a part of the score
+    # metric for `enable`: the score or a component of the reward; required if the score includes the length
     metric: str = "score"
-    function: FilePath | None = None  # path/to/file.py:name, f(responses of a group) -> bool: keep it?
-    prompts_per_round: PositiveInt | None = None  # prompts sampled at once; null: batch.prompts_per_step
-    max_num_gen_batches: PositiveInt = 10  # rounds a step, at most
-    on_shortage: Literal["stop", "fill"] = "stop"  # when they were too few: end the run, or take dropped groups too
+    function: FilePath | None = None  # path/to/file.py:name, f(responses of a group) -> bool: keep the group?
+    prompts_per_round: PositiveInt | None = None  # prompts per round; null: batch.prompts_per_step
+    max_num_gen_batches: PositiveInt = 10  # maximum rounds per step
+    on_shortage: Literal["stop", "fill"] = "stop"  # if groups are still missing: end the run, or use dropped groups
 
     @property
     def is_on(self) -> bool:
@@ -67,22 +67,22 @@ class FilterGroupsConfig(Section):
 
 
 class AlgorithmConfig(EstimatorOptions):
-    """From scores to advantages, and from these to the actor's and the critic's loss. `adv_estimator` brings the keys
-    that it alone reads."""
+    """Advantages from scores, and the losses of actor and critic. `adv_estimator` selects the estimator and adds its
+    own keys."""
 
-    # gae has a critic; all but gae, remax and reinforce_plus_plus compare the samples of one prompt
+    # gae needs a critic; all but gae, remax and reinforce_plus_plus compare the samples of one prompt
     adv_estimator: AdvEstimator
-    use_score_scaling: bool = False  # scores divided by the running standard deviation of all so far
-    use_score_norm: bool = False  # scores minus their running mean as well; with use_score_scaling
-    score_clip: PositiveFloat | None = None  # scores, scaled if they are, clipped to +- this
+    use_score_scaling: bool = False  # divide scores by their running standard deviation
+    use_score_norm: bool = False  # also subtract their running mean; with use_score_scaling
+    score_clip: PositiveFloat | None = None  # clip scores, after scaling, to +- this
     filter_groups: FilterGroupsConfig = FilterGroupsConfig()
-    # the loss's ratios are to these: computed before the updates, or as the engine gave them
+    # old log-probs of the loss's ratios: recomputed by the trainer before the updates, or returned by the engine
     old_log_probs: Literal["trainer", "engine"] = "trainer"
     kl: KLConfig = KLConfig()
     policy_loss: PolicyLoss = policy_loss()
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
-    ratio_threshold: PositiveFloat | None = None  # a mini-batch whose mean ratio is above has its actor loss times 0
-    target_kl: PositiveFloat | None = None  # no further epoch after one whose last ppo_kl is above 1.5 x this
+    ratio_threshold: PositiveFloat | None = None  # set the actor loss to 0 if a mini-batch's mean ratio is above this
+    target_kl: PositiveFloat | None = None  # stop the epochs of a step once ppo_kl is above 1.5 x this
     value_loss: ValueLossConfig = ValueLossConfig()
     pf_ppo: PFPPOConfig | None = None
 

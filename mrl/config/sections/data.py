@@ -11,13 +11,13 @@ from mrl.config.sections.base import FilePath, PositiveFloat, PositiveInt, Secti
 
 
 class SourceConfig(Section):
-    """Rows in one place: FILE.jsonl, FILE.json (a list of objects), FILE.parquet, or a directory that the `datasets`
-    library has saved (`save_to_disk`) or would load (data files as on the Hugging Face hub)."""
+    """A source of rows: FILE.jsonl, FILE.json (a list of objects), FILE.parquet, or a directory that the `datasets`
+    library has saved (`save_to_disk`) or can load (data files as on the Hugging Face hub)."""
 
     path: FilePath  # file or directory
-    split: str | None = None  # of a directory; needed where it has several
-    name: str | None = None  # what data_source_key holds, in rows that have none of their own
-    weight: PositiveFloat | None = None  # share of the prompts, by weight; null for all: each row once an epoch
+    split: str | None = None  # split of a directory; required if it has several
+    name: str | None = None  # value of data_source_key for rows without one
+    weight: PositiveFloat | None = None  # relative share of the prompts; null for all sources: each row once per epoch
 
 
 def _listed(value: Any) -> Any:
@@ -46,39 +46,39 @@ Sources = Annotated[
 
 
 class DataConfig(Section):
-    """Where prompts come from. Sources are a path, a section that has one, or a list of either.
+    """Sources of prompts: a path, a section with a path, or a list of either.
 
-    `prompt_key` holds text, or with `chat_template` also a list of chat messages (text is then one user message). A key
-    with dots that a row lacks reaches into it: `reward_model.ground_truth`.
+    `prompt_key` names text, or with `chat_template` also a list of chat messages (text is then one user message). A
+    dotted key that a row lacks reaches into nested objects: `reward_model.ground_truth`.
 
-    With `chat_template` a row may also have a system message, tools and further variables of the template: every
-    trainer reads them alike. Without, such columns are left alone, and named at the start.
+    With `chat_template` a row may also have a system message, tools and further variables of the template; all trainers
+    read them alike. Without it, such columns have no effect, which a note at the start reports.
 
-    With `chat_template` the names of control tokens in a row ("<|im_start|>") are text to the model; without, a row is
-    the whole prompt, and they are the tokens.
+    With `chat_template`, names of control tokens in a row ("<|im_start|>") are tokenized as text; without it, a row is
+    the whole prompt, and they become the control tokens.
     """
 
-    train: Sources  # what is learnt from
+    train: Sources  # training rows
     validation: Sources | None = None  # held-out rows; null: no validation
-    prompt_key: str = "prompt"  # where a row has its prompt
-    answer_key: str = "answer"  # where a row has what the reward, or sft, takes as the answer
-    system_key: str | None = "system"  # where a row has the system's message of its conversation; null: nowhere
-    tools_key: str | None = "tools"  # where a row has the tools that the chat template is told of; null: nowhere
-    # where a row has further variables of the chat template, such as enable_thinking; null: nowhere
+    prompt_key: str = "prompt"  # column of the prompt
+    answer_key: str = "answer"  # column of the answer, for the reward or for sft
+    system_key: str | None = "system"  # column of the system message; null: none
+    tools_key: str | None = "tools"  # column of the tools for the chat template; null: none
+    # column of further variables of the chat template, such as enable_thinking; null: none
     chat_template_kwargs_key: str | None = "chat_template_kwargs"
-    # where a row says its kind, by which reward.functions and reward.recipe choose
+    # column of the data source, by which reward.functions and reward.recipe choose
     data_source_key: str = "data_source"
-    chat_template: bool = False  # put prompts into the tokenizer's chat template
-    # tokens of a prompt, chat template included; half of data.max_tokens where that is 1024 or less
+    chat_template: bool = False  # apply the tokenizer's chat template to prompts
+    # maximum tokens of a prompt, including the chat template; half of data.max_tokens where that is 1024 or less
     max_prompt_tokens: PositiveInt = 1024
-    # longer prompts: left out, cut there, or the run ends
+    # longer prompts: leave them out, truncate them on that side, or end the run
     truncation: Literal["drop", "left", "right", "middle", "error"] = "drop"
-    shuffle: bool = True  # every epoch in an order of its own, by run.seed
-    # where a row has its pictures, for a model that sees them: a path below the folder of the data, bytes, a data: text
-    # or a list of these; the prompt says <image> where each one is
+    shuffle: bool = True  # shuffle every epoch differently, by run.seed
+    # column of the images, for vision models: a path below the data's folder, bytes, a data: URL, or a list of these;
+    # the prompt has <image> where each one belongs
     images_key: str = "images"
-    max_images: PositiveInt = 8  # pictures of a row; one with more is refused
-    max_image_tokens: PositiveInt = 1280  # of a picture; a larger one is made smaller
+    max_images: PositiveInt = 8  # maximum images of a row; a row with more is refused
+    max_image_tokens: PositiveInt = 1280  # maximum tokens of an image; a larger one is downscaled
 
 
 def halve_prompts(data: DataConfig, max_tokens: int) -> None:
@@ -88,23 +88,23 @@ def halve_prompts(data: DataConfig, max_tokens: int) -> None:
 
 
 class PreferenceDataConfig(DataConfig):
-    """Where preferences come from: pairs, ranked lists, or responses with a label.
+    """Sources of preferences: pairs, ranked lists, or labeled responses.
 
     A pair has `chosen_key` and `rejected_key`, a ranked list `completions_key`; without `prompt_key` these are whole
-    texts or conversations, whose common beginning is the prompt. A response with a label has `prompt_key`,
-    `completion_key` and `label_key`; where labels are asked for and there are pairs, their halves are good and bad
-    ones. Text gets one EOS at its end, a conversation what the chat template ends its last turn with.
+    texts or conversations, whose common beginning is the prompt. A labeled response has `prompt_key`, `completion_key`
+    and `label_key`; if the loss needs labels and the data has pairs, chosen responses are good and rejected ones bad.
+    Text gets one EOS at its end; a conversation ends as the chat template ends its last turn.
     """
 
     chosen_key: str = "chosen"  # the better response: text, or with chat_template messages too
     rejected_key: str = "rejected"  # the worse response
     completions_key: str = "completions"  # a ranked list: [{rank: 1, completion: ...}, ...]; the lower, the better
-    # the pairs of a ranked list: its best and its worst, or any two of different ranks
+    # pairs of a ranked list: best and worst, or any two of different ranks
     ranked_pairs: Literal["extremes", "all"] = "extremes"
-    completion_key: str = "completion"  # the only response
-    label_key: str = "label"  # whether that is a good one: true or false
-    margin_key: str = "margin"  # a number: by how much the chosen response is to lead
-    max_tokens: PositiveInt = 2048  # tokens of prompt and response; longer responses are cut at their end
+    completion_key: str = "completion"  # the labeled response
+    label_key: str = "label"  # its label: true (good) or false
+    margin_key: str = "margin"  # a number: the required margin of the chosen response
+    max_tokens: PositiveInt = 2048  # maximum tokens of prompt and response; longer responses are truncated at the end
 
     @model_validator(mode="after")
     def _prompts_leave_room(self) -> Self:
@@ -126,15 +126,15 @@ class PreferenceDataConfig(DataConfig):
 
 
 class RewardDataConfig(PreferenceDataConfig):
-    """Where pairs or ranked lists come from, as for `trainer: dpo`, or responses with a score, or solutions in steps.
+    """Sources of pairs or ranked lists, as for `trainer: dpo`, or of scored responses, or of solutions in steps.
 
-    What is scored has its end: rows with a response that `max_tokens` would cut are left out, and a conversation ends
-    with the EOS of its last turn, as sampled answers do. A solution is text, tokenised step by step.
+    A scored text has its end: rows whose response exceeds `max_tokens` are left out, and a conversation ends with the
+    EOS of its last turn, as generated responses do. A solution is text, tokenized step by step.
     """
 
-    score_key: str = "score"  # of a response: a number
-    labels_key: str = "labels"  # of a solution, whose steps are the list under `completions_key`: true or false of each
-    step_separator: str = "\n"  # what follows each step, and belongs to it
+    score_key: str = "score"  # column of a response's score, a number
+    labels_key: str = "labels"  # column of a solution's labels: true or false for each step in `completions_key`
+    step_separator: str = "\n"  # text after each step, and part of it
 
     def needed(self, form: Form, columns: Container[str], margins: bool) -> dict[str, str]:
         """The settings that name what a row must have that has these columns -> the names."""
@@ -150,21 +150,21 @@ class RewardDataConfig(PreferenceDataConfig):
 
 
 class SFTDataConfig(DataConfig):
-    """Where rows to imitate come from. Each is a prompt with its answer, a conversation, or a text.
+    """Sources of rows for supervised fine-tuning: prompts with answers, conversations, or texts.
 
-    An answer is text, which gets one EOS at its end, or with `chat_template` a list of messages that follow the
-    prompt's. A conversation goes through the chat template as a whole, and the assistant's turns are learnt, each up to
-    the token that ends it; a message may have a `weight` (0: not learnt). A text gets one EOS at its end.
+    An answer is text, which gets one EOS at its end, or with `chat_template` a list of messages that follow those of
+    the prompt. A conversation is formatted by the chat template as a whole, and the assistant's turns are trained, each
+    up to its end token; a message may have a `weight` (0: not trained). A text gets one EOS at its end.
     """
 
-    form: Literal["answers", "messages", "text"] = "answers"  # what a row is: prompt and answer, a conversation, a text
-    messages_key: str = "messages"  # where a row has its conversation
-    text_key: str = "text"  # where a row has its text
-    weight_key: str | None = None  # where a row says how much each of its tokens counts; null: all rows count alike
-    # what is learnt besides the answer, or the assistant's turns: nothing, or (false) everything but the first token
+    form: Literal["answers", "messages", "text"] = "answers"  # kind of rows: prompt and answer, conversation, text
+    messages_key: str = "messages"  # column of the conversation
+    text_key: str = "text"  # column of the text
+    weight_key: str | None = None  # column of the loss weight of a row's tokens; null: equal weights
+    # train only on the answer, or the assistant's turns; false: on all tokens but the first
     completion_only: bool = True
-    train_on: Literal["all", "last"] = "all"  # which of the assistant's turns
-    max_tokens: PositiveInt | None = None  # tokens of a whole row; longer ones are cut at their end; null: none are
+    train_on: Literal["all", "last"] = "all"  # which turns of the assistant to train on
+    max_tokens: PositiveInt | None = None  # maximum tokens of a row; longer rows are truncated at the end; null: none
 
     @model_validator(mode="after")
     def _prompts_leave_room(self) -> Self:
@@ -183,25 +183,25 @@ class SFTDataConfig(DataConfig):
 
 
 class BatchConfig(Section):
-    """How much a step samples, and in how many updates it learns from that."""
+    """Batch sizes: samples per step, and the updates made from them."""
 
-    prompts_per_step: PositiveInt  # prompts that a step samples for
-    samples_per_prompt: PositiveInt = 1  # responses to each: the size of a group
-    samples_per_minibatch: PositiveInt | None = None  # samples an update; null: all of the step
-    epochs_per_step: PositiveInt = 1  # passes over a step's samples
-    # each pass has other mini-batches, drawn by run.seed, step and pass alone; false: in the order of the prompts, the
-    # same in each pass, which keeps the samples of a prompt together
+    prompts_per_step: PositiveInt  # prompts per step
+    samples_per_prompt: PositiveInt = 1  # responses per prompt: the group size
+    samples_per_minibatch: PositiveInt | None = None  # samples per update; null: all samples of the step
+    epochs_per_step: PositiveInt = 1  # passes over the samples of a step
+    # shuffle the mini-batches of each pass, by run.seed, step and pass; false: the order of the prompts in each pass,
+    # which keeps the samples of a prompt together
     shuffle_minibatches: bool = False
 
 
 class PreferenceBatchConfig(Section):
-    """How much a step learns from; a step is one update, and the batch of every loss."""
+    """Batch size; a step is one update, and its rows are the batch of every loss."""
 
-    rows_per_step: PositiveInt  # pairs, or responses with a label, of one update
+    rows_per_step: PositiveInt  # pairs, or labeled responses, per update
 
 
 class SFTBatchConfig(Section):
-    """How much a step learns from; a step is one update."""
+    """Batch size; a step is one update."""
 
-    samples_per_step: PositiveInt  # rows of one update
-    epochs: PositiveFloat | None = None  # passes over data.train, in place of run.steps; null: as many as run.steps are
+    samples_per_step: PositiveInt  # rows per update
+    epochs: PositiveFloat | None = None  # passes over data.train, instead of run.steps; null: run.steps decides

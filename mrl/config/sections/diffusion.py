@@ -13,20 +13,20 @@ from mrl.config.sections.reward import ServerConfig
 
 
 class DiffusionModelConfig(Section):
-    """A diffusers directory: `transformer` or `unet`, `scheduler`, and where the net has them `vae`, text encoders and
-    tokenizers. Nets are DiTTransformer2DModel, UNet2DModel, UNet2DConditionModel (Stable Diffusion 1 and 2),
+    """A diffusers directory: `transformer` or `unet`, `scheduler`, and if the network has them `vae`, text encoders and
+    tokenizers. Supported: DiTTransformer2DModel, UNet2DModel, UNet2DConditionModel (Stable Diffusion 1 and 2),
     SD3Transformer2DModel and FluxTransformer2DModel."""
 
     path: FilePath  # diffusers directory
-    from_scratch: bool = False  # random weights of the net, from its config.json alone
-    image_size: PositiveInt | None = None  # pixels of a side of an image; null: what the net was made for
-    # what the net computes in, when sampling and when training, and what frozen weights are kept in; trained weights,
-    # the optimizer and all that log-probs are made of are float32
+    from_scratch: bool = False  # start from random weights of the network, with its config.json only
+    image_size: PositiveInt | None = None  # side of an image in pixels; null: the network's own
+    # dtype of the network's computation in sampling and training, and of frozen weights; trained weights, the optimizer
+    # and the computation of log-probs are float32
     dtype: Literal["float32", "bfloat16"] = "float32"
 
 
 class DiffusionLoRAConfig(Section):
-    """Low-rank adapters (LoRA, arXiv 2106.09685) by peft in linear layers of the net, which itself is frozen."""
+    """Low-rank adapters (LoRA, arXiv 2106.09685) by peft in linear layers of the frozen network."""
 
     rank: PositiveInt = 4  # rows of A, columns of B
     alpha: PositiveFloat = 4.0  # W + alpha / rank * B A
@@ -34,108 +34,108 @@ class DiffusionLoRAConfig(Section):
 
 
 class DiffusionTrainConfig(Section):
-    """How the net is trained. Every rank has all of it, or with `sharded` its part of every block (FSDP2)."""
+    """Training of the network. It is replicated on every rank, or with `sharded` sharded over all ranks (FSDP2)."""
 
     optimizer: OptimizerConfig = OptimizerConfig()
-    lora: DiffusionLoRAConfig | None = None  # adapters alone are trained; null: all weights
-    sharded: bool = False  # ranks share weights, gradients and optimizer; a block's weights are whole while it computes
-    recompute: bool = False  # compute a block's activations again in the backward pass, in place of keeping them
-    micro_batch: PositiveInt = 64  # steps of images in one pass, at most (guidance doubles it): bounds memory
+    lora: DiffusionLoRAConfig | None = None  # train LoRA adapters only; null: all weights
+    sharded: bool = False  # shard weights, gradients and optimizer; a block's weights are gathered while it computes
+    recompute: bool = False  # recompute activations of a block in the backward pass instead of keeping them
+    micro_batch: PositiveInt = 64  # maximum denoising steps of images per pass (guidance doubles it); bounds memory
 
 
 class DiffusionDataConfig(Section):
-    """Where prompts come from; a row has text, a class, or both, and `diffusion_sft` also has its image."""
+    """Sources of prompts; a row has text, a class, or both, and for `diffusion_sft` also an image."""
 
-    train: Sources  # what is learnt from
-    prompt_key: str = "prompt"  # where a row has its text
-    label_key: str = "label"  # where a row has its class, a number from 0, for nets that are told one
-    image_key: str = "image"  # where a row has the path of its image, below the source's folder; diffusion_sft
-    shuffle: bool = True  # every epoch in an order of its own, by run.seed
+    train: Sources  # training rows
+    prompt_key: str = "prompt"  # column of the text
+    label_key: str = "label"  # column of the class, an integer from 0, for class-conditional networks
+    image_key: str = "image"  # column of the image's path, below the source's folder; diffusion_sft
+    shuffle: bool = True  # shuffle every epoch differently, by run.seed
 
 
 class SamplerConfig(Section):
-    """How images are drawn, and which Gaussian a step is.
+    """Sampling of images, and the Gaussian of each denoising step.
 
-    ddim: arXiv 2010.02502, of schedulers with alphas. flow_sde: arXiv 2505.05470, of rectified flows. A step whose
-    deviation is 0 has no probability, and takes no part in training.
+    ddim: arXiv 2010.02502, for schedulers with alphas. flow_sde: arXiv 2505.05470, for rectified flows. A step with
+    deviation 0 has no probability and is not trained.
     """
 
-    kind: Literal["ddim", "flow_sde"] = "ddim"  # the family of steps
-    steps: PositiveInt = 50  # from noise to image
-    eta: NonNegativeFloat = 1.0  # ddim: 1 is as random as DDPM, 0 deterministic, which nothing can be learnt from
-    noise_level: PositiveFloat = 0.7  # flow_sde: how random
-    guidance: PositiveFloat = 5.0  # weight of the prompt, in sampling and in training; 1: no guidance, half the work
-    negative_prompt: str = ""  # what guidance leads away from, for nets that are told text
-    batch: PositiveInt = 64  # images that are drawn at once, at most
+    kind: Literal["ddim", "flow_sde"] = "ddim"  # kind of sampler
+    steps: PositiveInt = 50  # denoising steps from noise to image
+    eta: NonNegativeFloat = 1.0  # ddim: 1 is as random as DDPM; 0 is deterministic and cannot be trained
+    noise_level: PositiveFloat = 0.7  # flow_sde: scale of the noise
+    guidance: PositiveFloat = 5.0  # classifier-free guidance scale, in sampling and training; 1: none, half the work
+    negative_prompt: str = ""  # negative prompt of guidance, for text-conditional networks
+    batch: PositiveInt = 64  # maximum images generated at once
 
 
 class DiffusionBatchConfig(Section):
-    """How much a step samples, and in how many updates it learns from that."""
+    """Batch sizes: images per step, and the updates made from them."""
 
-    prompts_per_step: PositiveInt  # prompts that a step samples for
-    images_per_prompt: PositiveInt = 1  # images of each: the size of a group
-    images_per_update: PositiveInt | None = None  # images of one update, with all their steps; null: all of the step
-    inner_epochs: PositiveInt = 1  # passes over a step's images
-    # share of an image's steps that are learnt from, in an order of its own
+    prompts_per_step: PositiveInt  # prompts per step
+    images_per_prompt: PositiveInt = 1  # images per prompt: the group size
+    images_per_update: PositiveInt | None = None  # images per update, with all their denoising steps; null: all
+    inner_epochs: PositiveInt = 1  # passes over the images of a step
+    # share of an image's denoising steps to train on, in random order
     timestep_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
 
 
 class DiffusionSFTBatchConfig(Section):
-    """How much a step learns from; a step is one update."""
+    """Batch size; a step is one update."""
 
-    images_per_step: PositiveInt  # images of one update, each at one random time
-    drop_prompt: Annotated[float, Field(ge=0, lt=1)] = 0.1  # share that is told no prompt, so that guidance is possible
+    images_per_step: PositiveInt  # images per update, each at one random time
+    drop_prompt: Annotated[float, Field(ge=0, lt=1)] = 0.1  # share trained without a prompt, to enable guidance
 
 
 class DiffusionAdvantageConfig(Section):
-    """What an image's score is held against.
+    """The statistics that an image's score is normalized by.
 
-    batch: all scores of the step. prompt: the last `buffer_size` of its prompt, and of a prompt with fewer than
-    `min_count` those of the step. group: the images of its prompt in this step.
+    batch: all scores of the step. prompt: the last `buffer_size` scores of its prompt, or of the step for a prompt with
+    fewer than `min_count`. group: the images of its prompt in this step.
     """
 
     against: Literal["batch", "prompt", "group"] = "batch"  # see the section
-    buffer_size: PositiveInt = 16  # scores that are kept of a prompt
-    min_count: PositiveInt = 16  # scores from which a prompt has its own statistics
-    clip: PositiveFloat = 5.0  # largest advantage, either way
+    buffer_size: PositiveInt = 16  # scores kept per prompt
+    min_count: PositiveInt = 16  # minimum scores for a prompt's own statistics
+    clip: PositiveFloat = 5.0  # clip advantages to +- this
 
 
 class DiffusionLossConfig(Section):
-    """PPO's clipped loss, of every step's log-prob (the mean over a latent's elements)."""
+    """PPO's clipped loss on the log-prob of every denoising step (the mean over a latent's elements)."""
 
-    clip_range: PositiveFloat = 1e-4  # how far a ratio may go from 1
-    kl_coef: NonNegativeFloat = 0.0  # weight of the KL divergence from the run's first weights; over 0: a second net
+    clip_range: PositiveFloat = 1e-4  # clip range of the ratio around 1
+    kl_coef: NonNegativeFloat = 0.0  # weight of the KL divergence from the initial weights; above 0: a second network
 
 
 class ScorerConfig(Section):
     """The built-in `scorer`: the cosine of an image's and its prompt's embeddings by a model that transformers loads
     (CLIP, SigLIP, PickScore), on the CPU."""
 
-    path: FilePath  # its directory: config.json, safetensors, processor and tokenizer
-    threads: PositiveInt = 1  # that each of the workers computes with
+    path: FilePath  # model directory: config.json, safetensors, processor and tokenizer
+    threads: PositiveInt = 1  # threads per worker
 
 
 class ImageRewardConfig(Section):
-    """What scores an image: a function or a server.
+    """The reward of an image: a function or a server.
 
-    FILE.py:NAME is a function (images, prompts, rows) -> one score an image, or a dict with "score" and further
+    FILE.py:NAME is a function (images, prompts, rows) -> one score per image, or a dict with "score" and further
     numbers. `images` is a float32 array [n, channels, height, width] in 0..1. A call has some of a step's images, in no
     particular grouping. The built-ins are brightness, jpeg_compressibility (minus the kilobytes of a JPEG of quality
-    95), jpeg_incompressibility and scorer. A server is asked as `reward.servers` of trainer rl with `api: mrl`, each
-    sample having "image", a PNG in base64, in place of "response". An image whose score fails ends the run: there is no
+    95), jpeg_incompressibility and scorer. A server has the protocol of `reward.servers` of trainer rl with `api: mrl`;
+    samples have "image", a PNG in base64, instead of "response". If scoring an image fails, the run ends: there is no
     `on_error`.
     """
 
     function: FilePath | None = None  # FILE.py:NAME or a built-in
-    server: ServerConfig | None = None  # in place of a function
+    server: ServerConfig | None = None  # server, instead of a function
     scorer: ScorerConfig | None = None  # for `function: scorer`
-    workers: PositiveInt = 1  # processes of each rank that score while the next images are drawn
-    timeout_s: PositiveFloat = 60.0  # seconds of one call
+    workers: PositiveInt = 1  # processes per rank that score while the next images are generated
+    timeout_s: PositiveFloat = 60.0  # maximum seconds of one call
 
 
 class ImagesConfig(Section):
-    """Grids of images of the same noise and prompts (the first of the data), before the first step and as the run goes
-    on, in RUN_DIR/images and in the report."""
+    """Grids of images from the same noise and prompts (the first of the data), before the first step and during the
+    run, in RUN_DIR/images and in the report."""
 
-    every_steps: PositiveInt = 10  # steps between two of them; there is always one after the last step
-    count: PositiveInt = 16  # images of a grid
+    every_steps: PositiveInt = 10  # steps between grids; there is always one after the last step
+    count: PositiveInt = 16  # images per grid

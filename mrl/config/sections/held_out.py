@@ -8,27 +8,26 @@ from mrl.config.sections.base import NonNegativeFloat, PositiveInt, Section
 
 
 class HeldOutConfig(Section):
-    """What rows that are not learnt say of the model, where data.validation has some."""
+    """Validation on the held-out rows of data.validation."""
 
-    every_steps: PositiveInt = 100  # steps between two of them; the last step has one too
-    rows: PositiveInt | None = None  # the first of data.validation; null: all
-    at_start: bool = True  # also before the first step
-    metric: str = "loss"  # what says which one is better
-    min_delta: NonNegativeFloat = 0.0  # a change of the metric up to this much is no progress
-    patience: PositiveInt | None = None  # so many in a row without progress end the run; null: none do
-    # the best one's checkpoint is written and stays, as checkpoints/best; export_hf then also writes RUN_DIR/hf_best
+    every_steps: PositiveInt = 100  # steps between validations; the last step has one too
+    rows: PositiveInt | None = None  # use the first N rows of data.validation; null: all
+    at_start: bool = True  # also validate before the first step
+    metric: str = "loss"  # metric that decides which validation is better
+    min_delta: NonNegativeFloat = 0.0  # smallest change of the metric that counts as an improvement
+    patience: PositiveInt | None = None  # end the run after this many validations without improvement; null: never
+    # keep the checkpoint of the best validation as checkpoints/best; export_hf then also writes RUN_DIR/hf_best
     keep_best: bool = False
 
 
 class LikelihoodConfig(HeldOutConfig):
-    """The negative log-likelihood of held-out rows, where data.validation has some: the mean over all their tokens, and
-    its exponential (perplexity), also by source; the share of tokens that are the likeliest."""
+    """Validation on the held-out rows of data.validation: mean negative log-likelihood per token and perplexity, also
+    by source, and the share of tokens that the model ranks first."""
 
-    metric: Literal["loss", "token_accuracy"] = "loss"  # what says which one is better
+    metric: Literal["loss", "token_accuracy"] = "loss"  # metric that decides which validation is better
 
 
 class ComparisonConfig(HeldOutConfig):
-    """What held-out rows say of the model as one batch, where data.validation has some: the loss, and all else that a
-    step reports of its rows."""
+    """Validation on the held-out rows of data.validation as one batch: the loss, and all other metrics of a step."""
 
-    metric: Literal["loss", "rewards/accuracies", "rewards/margins"] = "loss"  # what says which one is better
+    metric: Literal["loss", "rewards/accuracies", "rewards/margins"] = "loss"  # decides which validation is better

@@ -11,18 +11,18 @@ from mrl.families.adapters import LoRA
 
 
 class LoRAConfig(Section):
-    """Low-rank adapters (LoRA, arXiv 2106.09685): a frozen weight W becomes W + scale * B A, and A and B alone are
-    trained. A critic's score head is trained whole beside them."""
+    """Low-rank adapters (LoRA, arXiv 2106.09685): a frozen weight W becomes W + scale * B A, and only A and B are
+    trained. A critic's score head is trained in full."""
 
     rank: PositiveInt = 16  # rows of A, columns of B
     alpha: PositiveFloat = 32.0  # scale = alpha / rank
-    # linear layers by the hub's names, [q_proj, v_proj]; all-linear: each of the decoder's, experts included
+    # linear layers by their Hugging Face names, such as [q_proj, v_proj]; all-linear: all of the decoder, with experts
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
     rslora: bool = False  # scale = alpha / sqrt(rank) (arXiv 2312.03732)
-    dora: bool = False  # train the length of every row of the sum too (DoRA, arXiv 2402.09353)
-    # share of what adapters get that is 0 in a step of training, each token's and dimension's by itself; sft only
+    dora: bool = False  # also train the magnitude of every row (DoRA, arXiv 2402.09353)
+    # dropout of the adapters' inputs in training; sft only
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    # A at first, B is 0. kaiming: uniform within 1 / sqrt(in); gaussian: normal, 1 / rank
+    # initial A; B is 0. kaiming: uniform within 1 / sqrt(in); gaussian: normal with deviation 1 / rank
     init: Literal["kaiming", "gaussian"] = "kaiming"
 
     @property

@@ -8,17 +8,17 @@ from mrl.config.sections.base import PositiveFloat, PositiveInt, Section
 
 
 class PlacementConfig(Section):
-    """Where the engines are. colocated: every node of the trainer starts rollout.servers of its own. disaggregated:
-    they have nodes of their own, on each of which `mrl serve` starts rollout.servers; the trainer's GPUs are its alone.
+    """Placement of the engines. colocated: every trainer node starts rollout.servers engines. disaggregated: engines
+    have separate nodes, on each of which `mrl serve` starts rollout.servers; no GPU is shared with the trainer.
     """
 
-    mode: Literal["colocated", "disaggregated"] = "colocated"  # on the trainer's nodes, or on others
-    # engine nodes that the run waits for before its first step; others may come later, and go while one is left
+    mode: Literal["colocated", "disaggregated"] = "colocated"  # on the trainer's nodes, or on separate nodes
+    # engine nodes that the run waits for before its first step; more may join later, and leave as long as one remains
     nodes: PositiveInt = 1
-    # consecutive nodes over which each engine is spread, tensor / nodes_per_engine GPUs on each; sglang only
+    # nodes that each engine spans, with tensor / nodes_per_engine GPUs on each; sglang only
     nodes_per_engine: PositiveInt = 1
-    wait_s: PositiveFloat = 900.0  # seconds that the run waits for these nodes, and for one when none is left
-    silence_s: PositiveFloat = 30.0  # without a sign of life that long, a node, or the run, counts as gone
+    wait_s: PositiveFloat = 900.0  # maximum seconds to wait for these nodes, and for one if none is left
+    silence_s: PositiveFloat = 30.0  # seconds without a heartbeat after which a node, or the run, counts as gone
     away_s: PositiveFloat = 3600.0  # seconds without a run after which `mrl serve` ends
 
     @property

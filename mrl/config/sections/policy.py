@@ -17,18 +17,18 @@ else:
 
 
 class PolicyLossConfig(LossOptions):
-    """The actor's loss. `loss_mode` names it, and brings the keys that it alone reads."""
+    """The actor's loss. `loss_mode` selects it and adds its own keys."""
 
     loss_mode: LossMode = "vanilla"  # the loss of a token or response; see mrl.algo
-    # nats a token: responses of negative advantage further than this from the policy that drew them teach nothing;
+    # mask responses with a negative advantage that are further than this from the rollout policy, in nats per token;
     # TRL: 0.5
     off_policy_mask_threshold: PositiveFloat | None = None
-    high_entropy_token_ratio: TokenShare = 1.0  # only this share of a mini-batch's tokens, of highest entropy, learns
-    loss_agg_mode: AggMode | None = None  # how the losses of tokens become one number; null: as the loss says, below
-    # tokens that a response's sum is divided by; of seq-mean-token-sum-norm; null: rollout.sampling.max_new_tokens
+    high_entropy_token_ratio: TokenShare = 1.0  # train only on this share of a mini-batch's tokens, by highest entropy
+    loss_agg_mode: AggMode | None = None  # aggregation of token losses; null: that of the loss, below
+    # divisor of a response's sum, in tokens, for seq-mean-token-sum-norm; null: rollout.sampling.max_new_tokens
     loss_scale_factor: PositiveFloat | None = None
-    entropy_coef: NonNegativeFloat = 0.0  # the loss loses this times the entropy (nats a token)
-    entropy_coef_end: NonNegativeFloat | None = None  # what `entropy_coef` moves to in a straight line; null: it stays
+    entropy_coef: NonNegativeFloat = 0.0  # entropy bonus: subtract this times the entropy (nats per token)
+    entropy_coef_end: NonNegativeFloat | None = None  # final value of `entropy_coef`, reached linearly; null: constant
     entropy_coef_steps: PositiveInt | None = None  # steps until `entropy_coef_end` is reached
 
     def at_step(self, step: int) -> Self:
@@ -77,24 +77,24 @@ Criterion = Literal[
 
 
 class RolloutCorrectionConfig(Section):
-    """Correction for the engine, whose policy is not quite the trainer's: by w = exp(trainer's - engine's log-prob).
-    See mrl.algo.rollout_correction."""
+    """Correction of the train / rollout mismatch by importance weights w = exp(trainer log-prob - engine log-prob) or
+    rejection. See mrl.algo.rollout_correction."""
 
-    # the loss times w, of each token or of its whole response; null: not
+    # multiply the loss by w of each token, or of its whole response; null: no importance weights
     rollout_is: Literal["token", "sequence"] | None = None
-    rollout_is_threshold: Bounds = "2.0"  # "2.0": no more than 2 (TIS); "0.5_2.0": 0 outside (IcePop); "inf": any w
-    rollout_is_batch_normalize: bool = False  # weights divided by their mean
-    # criteria that reject: single tokens (token_*) or whole responses
+    rollout_is_threshold: Bounds = "2.0"  # "2.0": truncate at 2 (TIS); "0.5_2.0": 0 outside (IcePop); "inf": no bound
+    rollout_is_batch_normalize: bool = False  # divide weights by their mean
+    # rejection criteria, for single tokens (token_*) or whole responses
     rollout_rs: Annotated[tuple[Criterion, ...], BeforeValidator(_listed)] = ()
-    # one bound for all criteria, or one each. Of the ratio for a k1: "0.5_2.0", or "2.0", which means the same; of the
-    # statistic for the others: "0.01"
+    # one bound for all criteria, or one each. For k1 it bounds the ratio: "0.5_2.0", or equally "2.0"; for the others,
+    # the statistic: "0.01"
     rollout_rs_threshold: Annotated[tuple[Bounds, ...], BeforeValidator(_listed)] = ()
 
     def importance_bounds(self) -> tuple[float | None, float]:
         """(lower or None, upper) of the weights. ValueError for what is no such pair."""
         lower, upper = _bounds(self.rollout_is_threshold)
         if not upper >= 1 or (lower is not None and not 0 <= lower <= 1):
-            raise ValueError(f"{self.rollout_is_threshold!r} cuts the weight 1, that of equal policies")
+            raise ValueError(f"{self.rollout_is_threshold!r} excludes the weight 1 of equal policies: include 1")
         return lower, upper
 
     def criteria(self) -> list[tuple[str, float, float]]:
@@ -109,11 +109,11 @@ def _criterion(name: str, text: str) -> tuple[str, float, float]:
     lower, upper = _bounds(text)
     if not name.endswith("k1"):
         if lower is not None or not upper > 0:
-            raise ValueError(f"{text!r} for {name}: it takes one positive upper bound")
+            raise ValueError(f"{text!r} for {name}: expected one positive upper bound")
         return name, 0.0, upper
     lower = 1 / upper if lower is None and upper else lower
     if lower is None or not 0 < lower <= 1 <= upper:
-        raise ValueError(f"{text!r} for {name}: it takes positive bounds of a ratio, with 1 between them")
+        raise ValueError(f"{text!r} for {name}: expected positive bounds of a ratio, with 1 between them")
     return name, lower, upper
 
 
@@ -123,4 +123,4 @@ def _bounds(text: str) -> tuple[float | None, float]:
     try:
         return (float(lower) if has_two else None), float(upper)
     except ValueError:
-        raise ValueError(f'{text!r} is neither a number nor two like "0.5_2.0"') from None
+        raise ValueError(f'{text!r} is neither a number nor a pair such as "0.5_2.0"') from None

@@ -11,23 +11,24 @@ FP8Format = Literal["hybrid", "e4m3"]
 
 
 class FP8Config(Section):
-    """The products of the layers' matrices in fp8, by transformer-engine or emulated; see docs/fp8.md. Embedding,
-    norms, attention's core, routers and value heads stay as they are, and so do gradients' sums and the optimizer."""
+    """Matrix products of the layers in fp8, by transformer-engine or emulated; see docs/fp8.md. Embedding, norms,
+    attention core, routers and value heads are not affected, nor are gradient sums and the optimizer."""
 
-    # what has a scale. current: a tensor, by its largest value; delayed: a tensor, by its largest value in earlier
-    # updates; blockwise: 1 x 128 of inputs and gradients, 128 x 128 of weights; mxfp8: 1 x 32, on Blackwell
+    # granularity of the scales. current: per tensor, from its largest value; delayed: per tensor, from its largest
+    # values in earlier updates; blockwise: 1 x 128 of inputs and gradients, 128 x 128 of weights; mxfp8: 1 x 32, on
+    # Blackwell
     recipe: FP8Recipe = "none"
     # hybrid: e4m3 for inputs and weights, e5m2 for gradients; e4m3: for all; null: hybrid for current and delayed,
     # e4m3 for blockwise and mxfp8
     format: FP8Format | None = None
-    emulate: bool = False  # mrl's own layers round as the recipe does, on any machine and not faster
-    head: bool = False  # the loss head's products too, hidden states x vocabulary and both gradients; policies only
-    params: bool = False  # weights are held in fp8, not in bfloat16; the optimizer's stay float32
-    wgrad: bool = True  # products for weight gradients too; false: with delayed only
+    emulate: bool = False  # mrl's own layers round as the recipe does, on any machine, without a speedup
+    head: bool = False  # also the loss head: hidden states x vocabulary and both gradients; policies only
+    params: bool = False  # store weights in fp8 instead of bfloat16; the optimizer keeps float32
+    wgrad: bool = True  # also the products for weight gradients; false: with delayed only
     first_last_bf16: NonNegativeInt = 0  # layers at each end of the model that stay in model.dtype
-    history: PositiveInt = 1024  # largest values that a scale follows from: delayed only
-    history_use: Literal["max", "most_recent"] = "max"  # which of them it follows from: delayed only
-    margin: NonNegativeInt = 0  # powers of 2 that scales stay away from the format's end: delayed only
+    history: PositiveInt = 1024  # number of largest values that a scale is based on: delayed only
+    history_use: Literal["max", "most_recent"] = "max"  # which of them sets the scale: delayed only
+    margin: NonNegativeInt = 0  # distance of scales from the format's maximum, in powers of 2: delayed only
 
     @property
     def is_real(self) -> bool:
@@ -46,6 +47,6 @@ class FP8Config(Section):
 
 
 class PrecisionConfig(Section):
-    """What products are computed in, where it is not model.dtype."""
+    """Precision of matrix products, if it differs from model.dtype."""
 
     fp8: FP8Config = FP8Config()

@@ -12,8 +12,8 @@ from mrl.options.preference import PreferenceOptions
 
 
 class LossesConfig(Section):
-    """The losses that are added up; one at least, each with its keys: {sigmoid: {beta: 0.1}, sft: {weight: 0.2}}. A
-    name alone is that loss with its defaults. All are of pairs, or all of responses with a label."""
+    """The losses, which are summed: at least one, each with its keys: {sigmoid: {beta: 0.1}, sft: {weight: 0.2}}. A
+    name alone is that loss with its defaults. All use pairs, or all use labeled responses."""
 
     sigmoid: losses.Sigmoid | None = None
     robust: losses.Robust | None = None
@@ -52,13 +52,13 @@ Losses = Annotated[
 
 
 class PreferenceConfig(Section):
-    """What is minimised: sums of log-probs of whole responses, at temperature 1, in the losses."""
+    """The preference losses, on summed log-probs of whole responses at temperature 1."""
 
     loss: Losses = LossesConfig(sigmoid=losses.Sigmoid())
-    reference_free: bool = False  # the reference gives every response a log-prob of 0, and is not built
-    # LD-DPO (arXiv 2409.06411): tokens of a response behind the length of the other one count this much; null: 1
+    reference_free: bool = False  # use 0 as the reference's log-probs, and build no reference
+    # LD-DPO (arXiv 2409.06411): weight of a response's tokens beyond the length of the other response; null: 1
     ld_alpha: Annotated[float, Field(ge=0, le=1)] | None = None
-    # WPO (arXiv 2406.11827): a pair counts the more, the likelier its responses are to be drawn from the policy
+    # WPO (arXiv 2406.11827): weight pairs by the probability of their responses under the policy
     use_weighting: bool = False
 
     @property
@@ -85,13 +85,13 @@ class PreferenceConfig(Section):
 
 
 class PreferenceRefConfig(Section):
-    """The reference policy; built only if a loss asks for it. Layout as the actor's when null.
+    """The reference policy; built only if a loss needs it, with the actor's layout.
 
-    frozen: a model of its own. cached: it computes the sums of all rows before the first step, which are kept in the
-    run directory, and is let go. refreshed: the actor as it was, see `trainer: rl`; TR-DPO (arXiv 2404.09656).
+    frozen: a separate model. cached: the log-probs of all rows are computed before the first step and stored in the run
+    directory; the model is then freed. refreshed: an earlier actor, see `trainer: rl`; TR-DPO (arXiv 2404.09656).
     """
 
-    policy: Literal["frozen", "cached", "refreshed"] = "frozen"  # whether it is kept, and moves; see the section
-    refresh_every_steps: PositiveInt | None = None  # steps from one refresh to the next; refreshed only
+    policy: Literal["frozen", "cached", "refreshed"] = "frozen"  # whether it is kept, and changes; see the section
+    refresh_every_steps: PositiveInt | None = None  # steps between refreshes; refreshed only
     refresh_share: Annotated[float, Field(gt=0, le=1)] = 1.0  # share of the way to the actor; refreshed only
-    path: FilePath | None = None  # Hugging Face directory; the actor's initial weights when null
+    path: FilePath | None = None  # Hugging Face directory; null: the actor's initial weights

@@ -17,13 +17,13 @@ else:
 
 
 class RewardModelTrainingConfig(RewardLossOptions):
-    """The loss, which brings the keys that it alone reads, and the score head, which takes the place of the output
-    layer. The score is that of a text's last token."""
+    """The loss, which adds its own keys, and the score head, which replaces the output layer. The score of a text is
+    that of its last token."""
 
-    # of pairs; of ranked lists: plackett_luce, pairwise; of responses with a score; of steps with labels: process
+    # bradley_terry: pairs; plackett_luce, pairwise: ranked lists; process: labeled steps; others: scored responses
     loss: RewardLossName = "bradley_terry"
-    heads: PositiveInt | None = None  # an ensemble on one body; null: as many as the checkpoint's head has, else 1
-    # null: the checkpoint's where model.path has one, else zero; normal: of deviation 1 / sqrt(hidden size + 1)
+    heads: PositiveInt | None = None  # ensemble of heads on one body; null: those of the checkpoint's head, else 1
+    # initial head. null: the checkpoint's if model.path has one, else zero; normal: deviation 1 / sqrt(hidden size + 1)
     head_start: Literal["zero", "normal", "checkpoint"] | None = None
 
     @property

@@ -20,77 +20,79 @@ from mrl.config.sections.base import (
 
 
 class SamplingConfig(Section):
-    """How responses are drawn."""
+    """Sampling parameters of generation."""
 
     temperature: PositiveFloat = 1.0  # logits are divided by it
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # only the likeliest tokens that together have this probability
-    top_k: int = -1  # only the k likeliest tokens; -1: all
-    max_new_tokens: PositiveInt = 1024  # tokens of a response, at most
-    stop: tuple[str, ...] = ()  # texts that end a response, besides the end token; they stay in it
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # nucleus sampling: most likely tokens of this total probability
+    top_k: int = -1  # sample from the k most likely tokens; -1: all
+    max_new_tokens: PositiveInt = 1024  # maximum tokens of a response
+    stop: tuple[str, ...] = ()  # texts that end a response, besides the end token; they remain part of it
     stop_token_ids: tuple[int, ...] = ()  # tokens that end a response
 
 
 class MismatchConfig(Section):
-    """How far the engine's log-probs of sampled tokens may be from the trainer's: mean |difference| in nats a token.
-    Beyond `stop` nothing is learnt from the samples and the run ends. bf16 gives about 0.03. null: no limit.
+    """Limits of the train / rollout mismatch: the mean |log-prob difference| between engine and trainer, in nats per
+    token. Above a `stop` limit the samples are not trained on and the run ends. bf16 gives about 0.03. null: no limit.
 
-    `exact` is for tokens of the very weights that are trained, where engines and trainer compute in float32 on CPUs:
-    what is left then is the order of sums, about 1e-5."""
+    `exact` applies to on-policy tokens when engines and trainer both compute in float32 on CPUs: they then differ only
+    by the order of sums, about 1e-5."""
 
-    warn: PositiveFloat | None = 0.2  # in the mean of a step's tokens: a warning
-    stop: PositiveFloat | None = 1.0  # in the mean of a step's tokens: the run ends
-    warn_sample: PositiveFloat | None = 1.0  # in the mean of one response's tokens: a warning
-    stop_sample: PositiveFloat | None = 3.0  # in the mean of one response's tokens: the run ends
-    exact: PositiveFloat | None = 1e-3  # in the mean of a step's tokens of the weights of now: the run ends
-    exact_sample: PositiveFloat | None = 0.1  # in the mean of one response's such tokens: the run ends
+    warn: PositiveFloat | None = 0.2  # mean over the tokens of a step: a warning
+    stop: PositiveFloat | None = 1.0  # mean over the tokens of a step: the run ends
+    warn_sample: PositiveFloat | None = 1.0  # mean over the tokens of one response: a warning
+    stop_sample: PositiveFloat | None = 3.0  # mean over the tokens of one response: the run ends
+    exact: PositiveFloat | None = 1e-3  # mean over the on-policy tokens of a step: the run ends
+    exact_sample: PositiveFloat | None = 0.1  # mean over the on-policy tokens of one response: the run ends
 
 
 class RolloutConfig(Section):
-    """The engines that sample."""
+    """The engines that generate responses."""
 
     engine: EngineName = "sglang"  # SGLang, or mrl's small server around transformers' generate
-    urls: tuple[Url, ...] = ()  # running engines; mrl starts its own when empty
-    api_key_file: FilePath | None = None  # the key that the engines at urls want: a file that its owner alone can read
+    urls: tuple[Url, ...] = ()  # addresses of running engines; mrl starts its own when empty
+    api_key_file: FilePath | None = None  # file with the API key of the engines at urls, readable by its owner only
     servers: PositiveInt = 1  # engines that mrl starts on each node
-    tensor: PositiveInt = 1  # tensor parallelism of each; sglang only
-    # GPUs of this machine, by number, tensor for each server; null: from 0 on, which ranks of the trainer have too
+    tensor: PositiveInt = 1  # tensor parallelism of each engine; sglang only
+    # GPU numbers on each machine, `tensor` for each server; null: from 0 on, shared with trainer ranks
     gpus: tuple[NonNegativeInt, ...] | None = None
-    # what the engines give up while the models compute. cache: KV cache and CUDA graphs; all: their weights too,
-    # which the next push brings back. For engines on the trainer's GPUs
+    # what colocated engines release while the models compute (sleep mode). cache: KV cache and CUDA graphs; all: also
+    # the weights, which the next weight sync restores
     release: Literal["none", "cache", "all"] = "none"
-    # one_step: the samples of the next step are drawn while this one is learnt, by weights that are one step old.
-    # bounded: responses go on over pushes of weights, and are learnt at most max_staleness steps after their beginning
+    # asynchronous training. one_step: generates the next batch while training on the current one, with weights that are
+    # one step old. bounded: fully asynchronous rollout with in-flight weight updates; a response is trained on at most
+    # max_staleness steps after its start
     overlap: Literal["none", "one_step", "bounded"] = "none"
-    max_staleness: NonNegativeInt | None = None  # of a token, in steps; with overlap: bounded
-    # log-probs and values are computed in so many parts of a step, each as soon as all of its samples are there, while
-    # engines draw the others; null: of all together, when all are there
+    max_staleness: NonNegativeInt | None = None  # maximum staleness of a token, in steps; with overlap: bounded
+    # number of parts in which log-probs and values of a step are computed, each as soon as its samples are complete,
+    # while engines generate the others; null: one pass over all samples
     early_passes: Annotated[int, Field(ge=2, le=64)] | None = None
-    # a response is drawn so many tokens at a time, and may go on in the next step, by the next weights; null: at once
+    # partial rollouts: tokens generated at a time; a response may continue in the next step, with the next weights;
+    # null: whole responses
     segment_tokens: PositiveInt | None = None
-    # groups under way, times those that a step learns from; with segment_tokens
+    # in-flight groups as a multiple of the groups that a step trains on; with segment_tokens
     oversample: Annotated[float, Field(ge=1, le=16)] = 1.0
     sampling: SamplingConfig = SamplingConfig()
     concurrent_requests: PositiveInt = 256  # responses in flight at once, over all engines
-    # same (seed, step, sample) -> same tokens, whatever else is in the batch; on GPUs it costs speed
+    # same (seed, step, sample) -> same tokens, whatever else is in the batch; slower on GPUs
     deterministic: bool = True
-    # prompt and response together; null: the longest that the run can ask for (data.max_prompt_tokens and
-    # rollout.sampling.max_new_tokens, or agent.max_tokens)
+    # context length: prompt and response together; null: the longest that the run can request (data.max_prompt_tokens
+    # and rollout.sampling.max_new_tokens, or agent.max_tokens)
     max_context_tokens: PositiveInt | None = None
-    # requests in the engine's own batch, at most; by the machine when null
+    # maximum requests in an engine's running batch; null: chosen for the machine
     max_running_requests: PositiveInt | None = None
-    # OpenMP threads of each engine on a CPU; null: the cores that the ranks leave, shared among the engines, or 1 for
+    # OpenMP threads of each engine on a CPU; null: the cores that ranks leave free, divided among the engines, or 1 for
     # models under 20M parameters and with tensor > 1
     threads: PositiveInt | None = None
-    # of the GPU memory that is free when the engine starts, for its weights and KV cache; sglang only
+    # share of the GPU memory that is free at the engine's start, for its weights and KV cache; sglang only
     memory_fraction: Fraction = 0.7
-    # fp8: pushes round the layers' matrices to e4m3 in blocks of 128 x 128, and engines multiply in it; sglang only, on
-    # GPUs. See algorithm.rollout_correction for what corrects it
+    # fp8: weight syncs round the layers' matrices to e4m3 in blocks of 128 x 128, and engines compute in fp8; sglang on
+    # GPUs only. algorithm.rollout_correction corrects for the difference
     quantization: Literal["none", "fp8"] = "none"
-    startup_timeout_s: PositiveFloat = 300.0  # seconds until an engine must answer
-    request_timeout_s: PositiveFloat = 600.0  # seconds of one request
-    max_restarts: NonNegativeInt = 3  # of mrl's own engines in a run, when one dies or lets a request time out
+    startup_timeout_s: PositiveFloat = 300.0  # maximum seconds until an engine responds
+    request_timeout_s: PositiveFloat = 600.0  # maximum seconds of one request
+    max_restarts: NonNegativeInt = 3  # restarts of mrl's own engines per run, after a crash or a request timeout
     mismatch: MismatchConfig = MismatchConfig()
-    server_args: tuple[str, ...] = ()  # words for the end of SGLang's command line
+    server_args: tuple[str, ...] = ()  # further arguments for SGLang's command line
 
     @property
     def is_behind(self) -> bool:
@@ -99,7 +101,7 @@ class RolloutConfig(Section):
 
 
 class SyncConfig(Section):
-    """How the actor's weights get to the engines."""
+    """Weight sync (refit): how the engines receive the actor's weights."""
 
     # auto: cuda_ipc or shared_memory on this machine, distributed beyond it; with the transformers engine
     # shared_memory and http
@@ -111,23 +113,23 @@ class SyncConfig(Section):
         "disk",
         "cuda_ipc",
     ] = "auto"
-    bucket_mib: PositiveInt = 512  # MiB of weights sent at once, at most
-    # checksum: hash every tensor on both sides after a push; a difference ends the run
+    bucket_mib: PositiveInt = 512  # maximum MiB of weights sent at once
+    # checksum: hash every tensor on both sides after a weight sync; a difference ends the run
     verify: Literal["off", "checksum"] = "off"
-    # with actor.lora. merge: engines get whole weights, the adapters in them; adapter: SGLang gets the adapters, and
-    # computes with them beside the model that the run began with
+    # with actor.lora. merge: engines get whole weights with merged adapters; adapter: SGLang gets the adapters only and
+    # applies them to the base model
     lora: Literal["merge", "adapter"] = "merge"
-    timeout_s: PositiveFloat = 300.0  # seconds of one push
+    timeout_s: PositiveFloat = 300.0  # maximum seconds of one weight sync
 
 
 class ValidationConfig(Section):
-    """Mean scores of held-out prompts, where data.validation has some: of all and of each data.data_source_key. The
-    temperature, top_p and top_k of rollout.sampling have no effect on them."""
+    """Validation on the prompts of data.validation: mean scores of all prompts and of each data.data_source_key. The
+    temperature, top_p and top_k of rollout.sampling do not apply."""
 
-    every_steps: PositiveInt = 10  # steps between two of them
-    prompts: PositiveInt | None = None  # the first of data.validation, at most; null: all
-    samples_per_prompt: PositiveInt = 1  # responses to each prompt
-    temperature: NonNegativeFloat = 0.0  # logits are divided by it; 0: the likeliest token each time
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # only the likeliest tokens that together have this probability
-    top_k: int = -1  # only the k likeliest tokens; -1: all
-    at_start: bool = True  # also before the first step
+    every_steps: PositiveInt = 10  # steps between validations
+    prompts: PositiveInt | None = None  # use the first N prompts of data.validation; null: all
+    samples_per_prompt: PositiveInt = 1  # responses per prompt
+    temperature: NonNegativeFloat = 0.0  # logits are divided by it; 0: greedy
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # nucleus sampling: most likely tokens of this total probability
+    top_k: int = -1  # sample from the k most likely tokens; -1: all
+    at_start: bool = True  # also validate before the first step

@@ -14,56 +14,56 @@ TrackerName = Literal[
 
 
 class WandbConfig(Section):
-    """What Weights & Biases is told. The key is WANDB_API_KEY's, or that of `wandb login`."""
+    """Weights & Biases. The API key is read from WANDB_API_KEY or `wandb login`."""
 
-    project: str = "mrl"  # that the run is listed in
-    entity: str | None = None  # team or user; the key's own when null
-    name: str | None = None  # of the run there; run.name when null
-    group: str | None = None  # of runs that belong together
-    tags: tuple[str, ...] = ()  # words to find it by
-    mode: Literal["online", "offline"] = "online"  # offline: files in RUN_DIR/wandb, which `wandb sync` sends
+    project: str = "mrl"  # project of the run
+    entity: str | None = None  # team or user; null: that of the API key
+    name: str | None = None  # name of the run in wandb; null: run.name
+    group: str | None = None  # group of runs
+    tags: tuple[str, ...] = ()  # tags of the run
+    mode: Literal["online", "offline"] = "online"  # offline: files in RUN_DIR/wandb, to upload with `wandb sync`
 
 
 class MlflowConfig(Section):
-    """What MLflow is told. User and password are MLFLOW_TRACKING_USERNAME's and MLFLOW_TRACKING_PASSWORD's."""
+    """MLflow. User and password are read from MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."""
 
-    uri: FilePath | None = None  # server or local store; when null MLFLOW_TRACKING_URI, else the folder ROOT/mlruns
-    experiment: str = "mrl"  # that the run is listed in, made where it is not there
-    name: str | None = None  # of the run there; run.name when null
-    tags: dict[str, str] = {}  # name -> value, to find it by
+    uri: FilePath | None = None  # server or local store; null: MLFLOW_TRACKING_URI if set, else the folder ROOT/mlruns
+    experiment: str = "mrl"  # experiment of the run, created if it does not exist
+    name: str | None = None  # name of the run in MLflow; null: run.name
+    tags: dict[str, str] = {}  # tags of the run: name -> value
 
 
 class ProfileConfig(Section):
-    """Steps that torch's profiler looks at, which take longer then. For each and each rank, RUN_DIR/profile gets a
-    trace (for chrome://tracing or Perfetto) and a table of the ten largest operations."""
+    """Steps to run under torch's profiler, which slows them down. For each step and rank, RUN_DIR/profile gets a trace
+    (for chrome://tracing or Perfetto) and a table of the ten largest operations."""
 
-    steps: tuple[PositiveInt, ...]  # numbers of steps, from 1; the first ones are slower than the others
-    ranks: tuple[NonNegativeInt, ...] = (0,)  # whose
-    alone: bool = False  # the run ends after the last of these steps, and leaves neither checkpoints nor weights
+    steps: tuple[PositiveInt, ...]  # steps to profile, counted from 1; the first steps are slower than the others
+    ranks: tuple[NonNegativeInt, ...] = (0,)  # ranks to profile
+    alone: bool = False  # end the run after the last of these steps, and write neither checkpoints nor weights
 
 
 class RunConfig(Section):
-    """The run itself: where it is written, how long it is, its processes."""
+    """The run: its directory, length and processes."""
 
-    name: str  # of the run directory, ROOT/NAME
+    name: str  # name of the run directory, ROOT/NAME
     root: FilePath = "runs"  # directory of run directories
-    existing: Literal["refuse", "move_aside"] = "refuse"  # what a run left there that has no checkpoint to go on from
-    seed: Seed = 1  # of weights from scratch, prompts and samples
-    # on GPUs: the same bits from the same run again, where a fixed order of sums can be had; slower. CPUs: always so
+    existing: Literal["refuse", "move_aside"] = "refuse"  # files of an earlier run there without a checkpoint
+    seed: Seed = 1  # seed of weights from scratch, prompts and samples
+    # bit-for-bit reproducible on GPUs, where operations with a fixed order of sums exist; slower. CPUs always are
     deterministic: bool = False
-    steps: PositiveInt = 100  # of the whole run, those before a resume included
-    # processes on each machine; when null, the smallest world of the layout, and of several machines one a GPU
+    steps: PositiveInt = 100  # steps of the whole run, including those before a resume
+    # processes on each machine; null: the fewest that the layout needs, or with several machines one per GPU
     nproc: PositiveInt | None = None
-    # machines that the run is made for, nproc processes on each; null: as many as it is started on
+    # number of machines, with nproc processes on each; null: those that it is started on
     nodes: PositiveInt | None = None
     trackers: tuple[TrackerName, ...] = ("tensorboard",)  # where metrics go besides RUN_DIR/metrics.jsonl
     wandb: WandbConfig = WandbConfig()
     mlflow: MlflowConfig = MlflowConfig()
     profile: ProfileConfig | None = None
-    timeout_s: PositiveFloat = 600.0  # seconds of every collective
-    launcher: Literal["mrl", "torchrun", "ft"] = "mrl"  # who starts this machine's processes; ft restarts failed ones
-    max_restarts: NonNegativeInt = 3  # of all ranks, each after a failure; launcher ft only
-    max_nonfinite_steps: PositiveInt = 3  # steps in a row with an update skipped for a NaN or infinity: the run stops
+    timeout_s: PositiveFloat = 600.0  # timeout of collectives, in seconds
+    launcher: Literal["mrl", "torchrun", "ft"] = "mrl"  # starts the processes of this machine; ft restarts failed ranks
+    max_restarts: NonNegativeInt = 3  # restarts of all ranks after failures; launcher ft only
+    max_nonfinite_steps: PositiveInt = 3  # consecutive steps with skipped (NaN, inf) updates that end the run
 
     @property
     def is_for_profile(self) -> bool:
@@ -78,44 +78,43 @@ class RunConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """What is kept on disk, to go on from or to use."""
+    """Checkpoints to resume from, and exports to use."""
 
-    every_steps: PositiveInt | None = None  # steps between two of them; null: none are written
-    keep_last: PositiveInt = 2  # newest ones that stay
-    keep_every_steps: PositiveInt | None = None  # those of steps n, 2n, ... stay for good, besides the last ones
-    asynchronous: bool = True  # written while training goes on, from a copy in host memory; false: waited for, no copy
-    # when a checkpoint, metrics or samples cannot be written: end the run, or go on
+    every_steps: PositiveInt | None = None  # steps between checkpoints; null: none are written
+    keep_last: PositiveInt = 2  # newest checkpoints to keep
+    keep_every_steps: PositiveInt | None = None  # also keep those of steps n, 2n, ... forever
+    asynchronous: bool = True  # write in the background from a copy in host memory; false: wait, without a copy
+    # if a checkpoint, metrics or samples cannot be written: end the run, or continue
     on_error: Literal["stop", "warn"] = "stop"
-    writers: Literal["every_rank", "one_node", "one_rank"] = "every_rank"  # who writes at once; the others take turns
-    timeout_s: PositiveFloat = 1800.0  # seconds to write one; the next one waits as long
-    # steps between two exports of the actor alone, never removed: RUN_DIR/hf_step_N, or adapter_step_N where it has
-    # adapters
+    writers: Literal["every_rank", "one_node", "one_rank"] = "every_rank"  # concurrent writers; the others take turns
+    timeout_s: PositiveFloat = 1800.0  # maximum seconds to write a checkpoint; the next one waits as long
+    # steps between exports of the actor, which are never removed: RUN_DIR/hf_step_N, or adapter_step_N with LoRA
     weights_every_steps: PositiveInt | None = None
-    # write RUN_DIR/hf, a complete Hugging Face directory, at the end; an actor's adapters are merged into it, and are
-    # alone in RUN_DIR/adapter
+    # write RUN_DIR/hf, a complete Hugging Face directory, at the end; with LoRA, the adapters are merged into it and
+    # also written to RUN_DIR/adapter
     export_hf: bool = False
-    accept_changes: tuple[str, ...] = ()  # keys that may differ from those a checkpoint was made with (resume)
+    accept_changes: tuple[str, ...] = ()  # keys that may differ from the checkpoint's configuration on resume
 
 
 class SectionTimeouts(Section):
-    """Seconds a rank may stay in one part of the run, with launcher ft. After them it counts as hung, and all ranks are
-    restarted."""
+    """Maximum seconds of a rank in one part of the run, with launcher ft. After that it counts as hung, and all ranks
+    are restarted."""
 
     setup: PositiveFloat = 1800.0  # everything before the first step
-    rollout: PositiveFloat = 3600.0  # sampling and validation, rewards included
-    reward: PositiveFloat = 1200.0  # what is still to be scored when sampling has ended
-    update: PositiveFloat = 1800.0  # log-probs, advantages and the optimizer's steps
-    sync: PositiveFloat = 900.0  # a push of weights to the engines
+    rollout: PositiveFloat = 3600.0  # generation and validation, including rewards
+    reward: PositiveFloat = 1200.0  # scoring that remains after generation
+    update: PositiveFloat = 1800.0  # log-probs, advantages and optimizer steps
+    sync: PositiveFloat = 900.0  # a weight sync to the engines
     checkpoint: PositiveFloat = 1800.0  # saving, as far as training waits for it
     out_of_section: PositiveFloat = 900.0  # between these parts
 
 
 class ResilienceConfig(Section):
-    """What a run does about hung and slow ranks, and about a scheduler's warning."""
+    """Fault tolerance: hung ranks, slow ranks, and signals of a scheduler."""
 
     timeouts_s: SectionTimeouts = SectionTimeouts()
-    # seconds to end the step and save, after SIGTERM or SIGUSR1; less than the scheduler gives, and no less than a step
-    # takes (mrl plan says so)
+    # seconds to end the step and save after SIGTERM or SIGUSR1; set it below the scheduler's notice, and above the time
+    # of a step (mrl plan warns)
     save_deadline_s: PositiveFloat = 60.0
-    straggler_every_steps: PositiveInt = 10  # steps between two comparisons of the ranks' times
-    straggler_ratio: PositiveFloat = 2.0  # a rank that needs this many times its peers' median is named
+    straggler_every_steps: PositiveInt = 10  # steps between comparisons of the ranks' times
+    straggler_ratio: PositiveFloat = 2.0  # report a rank that takes this many times its peers' median

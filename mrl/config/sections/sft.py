@@ -10,23 +10,23 @@ from mrl.config.sections.base import PositiveFloat, PositiveInt, Section
 
 
 class ImitationConfig(Section):
-    """What is minimised, of the tokens that are learnt."""
+    """The loss of the trained tokens."""
 
-    # of a token of probability p -log p (nll), or -p log p whose first p has no gradient (dft, arXiv 2508.05629)
+    # for a token of probability p: -log p (nll), or -p log p without gradient of the first p (dft, arXiv 2508.05629)
     type: Literal["nll", "dft"] = "nll"
-    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0  # share of its probability that all tokens alike get
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0  # share of the target spread evenly over all tokens
     # alpha of NEFTune's noise on the embeddings, U(-1, 1) alpha / sqrt(tokens of the row * hidden size); null: none
     neftune_noise_alpha: PositiveFloat | None = None
 
 
 class PackingConfig(Section):
-    """How rows come into micro-batches. By the planner, rows stay apart in attention and are as long as they are, and
-    micro-batches are filled and balanced for every step. With bfd (best fit decreasing) a step learns from packs of
-    rows, which stay apart too; longer rows are cut, and with bfd_split go on in another pack. Wrapped is for continued
-    pre-training on texts: they are joined, each with its EOS, and cut into rows of one length; attention goes over the
-    joints."""
+    """Packing of rows into micro-batches. planner: micro-batches are filled and balanced for every step; rows keep
+    their length and do not attend to each other. bfd (best fit decreasing): a step trains on packs of rows, which do
+    not attend to each other; longer rows are truncated, or with bfd_split continue in another pack. wrapped: for
+    continued pre-training, texts are joined, each with its EOS, and split into rows of one length; attention crosses
+    the borders of texts."""
 
     strategy: Literal["planner", "bfd", "bfd_split", "wrapped"] = "planner"  # what batch.samples_per_step counts
-    seq_length: PositiveInt = 1024  # tokens of a pack, at most, or of a wrapped row; a buffer's rest is dropped
-    num_of_sequences: PositiveInt = 1024  # rows that a buffer is filled with, and then shuffled
-    infinite: bool = True  # after all texts they come again, in another order; false: a longer run is refused
+    seq_length: PositiveInt = 1024  # maximum tokens of a pack, or tokens of a wrapped row; a buffer's rest is dropped
+    num_of_sequences: PositiveInt = 1024  # rows of a buffer, which is then shuffled
+    infinite: bool = True  # repeat the texts, in another order; false: refuse a longer run

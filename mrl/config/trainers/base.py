@@ -235,7 +235,7 @@ class Config(AnyConfig):
     """The keys of every trainer of language models, which layouts, plans, tokenizers and engines are about."""
 
     model: ModelConfig
-    actor: TrainConfig = TrainConfig()  # The model that is trained: its layout and optimizer
+    actor: TrainConfig = TrainConfig()  # the trained model: its layout and optimizer
     data: DataConfig
 
     def models(self) -> dict[str, ModelUse]:

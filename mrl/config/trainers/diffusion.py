@@ -52,7 +52,7 @@ class DiffusionConfig(AnyConfig):
     """What both trainers of diffusion models have. They share the sections of a run with the others, and no model."""
 
     model: DiffusionModelConfig
-    actor: DiffusionTrainConfig = DiffusionTrainConfig()  # The net that is trained, and its optimizer
+    actor: DiffusionTrainConfig = DiffusionTrainConfig()  # the trained network and its optimizer
     data: DiffusionDataConfig
 
     def data_uses(self) -> dict[str, DataUse]:
@@ -66,9 +66,9 @@ class DiffusionConfig(AnyConfig):
 
 
 class DDPOConfig(DiffusionConfig):
-    """`trainer: ddpo`: a reward of images, by policy gradients over denoising steps (DDPO, Flow-GRPO)."""
+    """`trainer: ddpo`: RL of diffusion models by policy gradients over denoising steps (DDPO, Flow-GRPO)."""
 
-    trainer: Literal["ddpo"]  # diffusion models by a reward: DDPO, Flow-GRPO
+    trainer: Literal["ddpo"]  # RL of diffusion models: DDPO, Flow-GRPO
     sampler: SamplerConfig = SamplerConfig()
     batch: DiffusionBatchConfig
     advantage: DiffusionAdvantageConfig = DiffusionAdvantageConfig()
@@ -114,9 +114,9 @@ class DDPOConfig(DiffusionConfig):
 
 
 class DiffusionSFTConfig(DiffusionConfig):
-    """`trainer: diffusion_sft`: denoising of given images."""
+    """`trainer: diffusion_sft`: fine-tuning of diffusion models on images."""
 
-    trainer: Literal["diffusion_sft"]  # diffusion models by images
+    trainer: Literal["diffusion_sft"]  # fine-tuning of diffusion models on images
     batch: DiffusionSFTBatchConfig
 
     def summary(self) -> list[tuple[str, str]]:
@@ -134,13 +134,13 @@ def check_ddpo(cfg: DDPOConfig, archs: Archs, machine: Machine) -> Iterator[Prob
     yield from _advantage(cfg)
     yield from _reward(cfg.reward)
     if cfg.sampler.kind == "ddim":
-        yield from inert(cfg.sampler, "sampler", ["noise_level"], "ddim takes eta", KIND)
+        yield from inert(cfg.sampler, "sampler", ["noise_level"], "ddim uses eta", KIND)
         if cfg.sampler.eta == 0:
-            yield Problem(("sampler.eta",), "at 0 every step is deterministic: there is no ratio to learn from")
+            yield Problem(("sampler.eta",), "must be above 0: at 0 every step is deterministic and has no ratio")
     else:
-        yield from inert(cfg.sampler, "sampler", ["eta"], "flow_sde takes noise_level", KIND)
+        yield from inert(cfg.sampler, "sampler", ["eta"], "flow_sde uses noise_level", KIND)
     if cfg.loss.kl_coef and cfg.model.from_scratch:
-        yield Problem(("loss.kl_coef", "model.from_scratch"), "the reference would be random weights")
+        yield Problem(("loss.kl_coef", "model.from_scratch"), "has a random reference with from_scratch: set it to 0")
 
 
 def check_files(cfg: DiffusionConfig) -> Iterator[Problem]:
@@ -152,7 +152,7 @@ def check_files(cfg: DiffusionConfig) -> Iterator[Problem]:
     yield from check_shapes(cfg)
     scorer = cfg.reward.scorer if isinstance(cfg, DDPOConfig) else None
     if scorer is not None and not (Path(scorer.path) / "config.json").is_file():
-        yield Problem(("reward.scorer.path",), f"{scorer.path} has no config.json: it is no model's directory")
+        yield Problem(("reward.scorer.path",), f"{scorer.path} has no config.json: expected a model directory")
 
 
 def check_shapes(cfg: DiffusionConfig) -> Iterator[Problem]:
@@ -174,7 +174,7 @@ def check_shapes(cfg: DiffusionConfig) -> Iterator[Problem]:
     if isinstance(cfg, DDPOConfig):
         yield from _sampler(cfg, name, config, scheduler, settings)
     elif all(scheduler not in names for names in SCHEDULERS.values()):
-        yield Problem(("model.path",), f"mrl knows no noise of a {scheduler} to learn from")
+        yield Problem(("model.path",), f"mrl cannot train with the noise of a {scheduler}")
 
 
 def _weights(cfg: DiffusionConfig) -> Iterator[Problem]:
@@ -184,12 +184,12 @@ def _weights(cfg: DiffusionConfig) -> Iterator[Problem]:
     except ValueError:
         return  # `check_shapes` says so
     if not cfg.model.from_scratch and not any(folder.glob("*.safetensors")):
-        message = f"{folder} has no safetensors; from_scratch: true would start at random"
+        message = f"{folder} has no safetensors: set from_scratch: true to start from random weights"
         yield Problem(("model.path", "model.from_scratch"), message)
     count = NETS[name].encoders
     for part in (*numbered("tokenizer", count), *numbered("text_encoder", count)):
         if not (path / part).is_dir():
-            yield Problem(("model.path",), f"{path} has no {part}, which a {name} is told prompts by")
+            yield Problem(("model.path",), f"{path} has no {part}, which a {name} needs for prompts")
 
 
 def _sampler(cfg: DDPOConfig, name: str, config: dict, scheduler: str, settings: dict) -> Iterator[Problem]:
@@ -197,15 +197,15 @@ def _sampler(cfg: DDPOConfig, name: str, config: dict, scheduler: str, settings:
         yield Problem((KIND, "model.path"), f"{cfg.model.path}/scheduler: {why}")
     times = settings.get("num_train_timesteps", 1000)
     if cfg.sampler.steps > times:
-        message = f"{cfg.sampler.steps} steps, the scheduler was made for {times} times"
+        message = f"{cfg.sampler.steps} steps exceed the scheduler's {times} timesteps"
         yield Problem(("sampler.steps", "model.path"), message)
     if not has_random_step(cfg.sampler.kind, settings, cfg.sampler.steps):
-        message = "the scheduler has a single step at time 0, where it is deterministic: there is no ratio"
+        message = "the only step is at time 0, where it is deterministic and has no ratio: use more steps"
         yield Problem(("sampler.steps", "model.path"), message)
     if NETS[name].told == "labels":
         if cfg.sampler.guidance != 1 and blank_label(name, config) is None:
-            yield Problem((GUIDANCE, "model.path"), f"must be 1: this {name} is told nothing that guidance could weigh")
-        yield from inert(cfg.sampler, "sampler", ["negative_prompt"], f"a {name} is told classes", "model.path")
+            yield Problem((GUIDANCE, "model.path"), f"must be 1: this {name} has no unconditional class for guidance")
+        yield from inert(cfg.sampler, "sampler", ["negative_prompt"], f"a {name} takes classes", "model.path")
     elif cfg.sampler.guidance == 1:
         yield from inert(cfg.sampler, "sampler", ["negative_prompt"], "there is no guidance", GUIDANCE)
 
@@ -215,7 +215,7 @@ def _common(cfg: DiffusionConfig, machine: Machine) -> Iterator[Problem]:
         yield from check_shapes(cfg)
     yield from check_optimizer("actor.optimizer", cfg.actor.optimizer, cfg.least_updates("actor"))
     if cfg.actor.lora is not None and cfg.model.from_scratch:
-        yield Problem(("actor.lora", "model.from_scratch"), "adapters of random weights, which nobody keeps")
+        yield Problem(("actor.lora", "model.from_scratch"), "adapters need trained weights: set from_scratch: false")
 
 
 def _batch(cfg: DDPOConfig, machine: Machine) -> Iterator[Problem]:
@@ -231,29 +231,29 @@ def _shares(cfg: DiffusionConfig, machine: Machine, key: str, count: int) -> Ite
     if count < world:
         yield Problem((key, "run.nproc"), f"{count} images are fewer than the {world} ranks that share them")
     elif cfg.actor.sharded and count % world:
-        message = f"{world} ranks do not divide the {count} images of a step: all must call the net equally often"
+        message = f"{world} ranks do not divide the {count} images of a step, as sharded: true requires"
         yield Problem(("actor.sharded", key, "run.nproc"), message)
 
 
 def _reward(reward: ImageRewardConfig) -> Iterator[Problem]:
     if (reward.function is None) == (reward.server is None):
-        yield Problem(("reward.function", "reward.server"), "one of them scores the images: give one, not both")
+        yield Problem(("reward.function", "reward.server"), "give exactly one of them to score the images")
     if reward.server is not None:
         yield from check_server("reward.server", reward.server)
-        yield from inert(reward.server, "reward.server", ["api"], "images are sent as mrl sends them", "reward.server")
-        yield from inert(reward, "reward", ["workers", "timeout_s"], "a server scores", "reward.server")
+        yield from inert(reward.server, "reward.server", ["api"], "images use api: mrl", "reward.server")
+        yield from inert(reward, "reward", ["workers", "timeout_s"], "a server scores the images", "reward.server")
     if (reward.function == IMAGE_SCORER) != (reward.scorer is not None):
-        yield Problem(("reward.function", "reward.scorer"), f"`function: {IMAGE_SCORER}` and its section go together")
+        yield Problem(("reward.function", "reward.scorer"), f"`function: {IMAGE_SCORER}` and `scorer:` need each other")
 
 
 def _advantage(cfg: DDPOConfig) -> Iterator[Problem]:
     advantage = cfg.advantage
     if advantage.against != "prompt":
-        because = f"scores are held against {advantage.against}"
+        because = f"scores are compared with {advantage.against}"
         yield from inert(advantage, "advantage", ["buffer_size", "min_count"], because, AGAINST)
     elif advantage.min_count > advantage.buffer_size:
-        message = f"{advantage.min_count} scores are never kept of a prompt, at most {advantage.buffer_size} are"
+        message = f"{advantage.min_count} exceeds the {advantage.buffer_size} scores that are kept per prompt"
         yield Problem(("advantage.min_count", "advantage.buffer_size"), message)
     if advantage.against == "group" and cfg.batch.images_per_prompt < 2:
-        message = "1 image a prompt is a group without others: its advantage would always be 0"
+        message = "1 image per prompt has no group to be compared with: use at least 2"
         yield Problem(("batch.images_per_prompt", AGAINST), message)

@@ -16,9 +16,9 @@ LOSS, REF = "preference.loss", "ref.policy"
 
 
 class DPOConfig(PreferencesConfig):
-    """`trainer: dpo`: preference learning, from pairs or from responses with a label."""
+    """`trainer: dpo`: preference learning from pairs or labeled responses."""
 
-    trainer: Literal["dpo"]  # preference learning: DPO, IPO, SimPO, ORPO, KTO and their kin
+    trainer: Literal["dpo"]  # preference learning: DPO, IPO, SimPO, ORPO, KTO and related losses
     preference: PreferenceConfig = PreferenceConfig()
     ref: PreferenceRefConfig = PreferenceRefConfig()
 
@@ -82,34 +82,35 @@ def check(cfg: DPOConfig, archs: Archs, machine: Machine) -> Iterator[Problem]:
     yield from _losses(cfg)
     yield from _reference(cfg)
     yield from _pictures(cfg, archs)
-    yield from inert(cfg.data, "data", ["answer_key"], "dpo learns from chosen_key and rejected_key", "trainer")
+    yield from inert(cfg.data, "data", ["answer_key"], "dpo uses chosen_key and rejected_key", "trainer")
     kind, others = "pairs", ["completion_key", "label_key"]
     if cfg.preference.is_unpaired:
         kind, others = "responses with a label", ["completions_key", "ranked_pairs"]
-    yield from inert(cfg.data, "data", others, f"the losses are of {kind}", LOSS)
-    yield from inert(cfg.data, "data", ["margin_key"], "no loss has a margin", LOSS)
+    yield from inert(cfg.data, "data", others, f"the losses use {kind}", LOSS)
+    yield from inert(cfg.data, "data", ["margin_key"], "no loss uses a margin", LOSS)
 
 
 def _losses(cfg: DPOConfig) -> Iterator[Problem]:
     preference, chosen = cfg.preference, cfg.preference.loss.chosen
     if not chosen:
-        yield Problem((LOSS,), "names no loss")
+        yield Problem((LOSS,), "names no loss: set at least one")
     for name, loss in chosen.items():
         yield from (Problem((f"{LOSS}.{name}.{key}",), message) for key, message in loss.wrong())
     paired = [name for name, loss in chosen.items() if not loss.is_unpaired]
     unpaired = [name for name, loss in chosen.items() if loss.is_unpaired]
     if paired and unpaired:
-        message = f"{', '.join(unpaired)} are of responses with a label, {', '.join(paired)} of pairs: choose one kind"
+        message = f"{', '.join(unpaired)} need labeled responses, and {', '.join(paired)} pairs: choose one kind"
         yield Problem((LOSS,), message)
     if unpaired and cfg.batch.rows_per_step < 2 and preference.needs_kl:
-        yield Problem(("batch.rows_per_step", LOSS), "kto needs two rows a step: each prompt with another's response")
+        message = "kto pairs each prompt with another row's response: use at least 2 rows per step"
+        yield Problem(("batch.rows_per_step", LOSS), message)
     whole = [name for name, loss in chosen.items() if loss.sums_whole]
     if preference.ld_alpha is not None and ({*whole} - {"sft"} or len(whole) == len(chosen)):
-        message = f"is of log-ratios of pairs, {', '.join(whole)} take all tokens alike"
+        message = f"applies to log-ratios of pairs, but {', '.join(whole)} weight all tokens equally: leave it out"
         yield Problem(("preference.ld_alpha", LOSS), message)
     sorting = [name for name in chosen if name in ("aot", "aot_unpaired", *unpaired)]
     if preference.use_weighting and sorting:
-        message = f"weighs pairs, and {', '.join(sorting)} {'have' if unpaired else 'compares the batch, and has'} none"
+        message = f"weights pairs, but {', '.join(sorting)} {'have' if unpaired else 'compares the batch and has'} none"
         yield Problem(("preference.use_weighting", LOSS), message)
     if preference.reference_free and not any(loss.uses_reference for loss in chosen.values()):
         message = f"has no effect: {', '.join(chosen)} use no reference"
@@ -122,10 +123,10 @@ def _pictures(cfg: DPOConfig, archs: Archs) -> Iterator[Problem]:
     if actor is None or actor.vision is None:
         return
     if cfg.preference.learns_prompts:
-        message = "learns whole prompts, in which a model that sees pictures would learn to say image tokens"
+        message = "trains on whole prompts, and with them on image tokens: not supported for vision models"
         yield Problem((LOSS, "model.path"), message)
     if cfg.preference.needs_reference and cfg.ref.policy == "cached":
-        message = "not with a model that sees pictures: nothing would tell that one has changed: frozen, or refreshed"
+        message = "cached does not detect changed images of vision models: use frozen or refreshed"
         yield Problem((REF, "model.path"), message)
 
 
@@ -138,7 +139,7 @@ def _reference(cfg: DPOConfig) -> Iterator[Problem]:
     if ref.policy != "refreshed":
         yield from inert(ref, "ref", moving, f"the reference is {ref.policy}", REF)
     else:
-        because = "the reference is refreshed: weights beside the actor's, computed with in its place"
+        because = "the reference is refreshed: it runs in the actor, with other weights"
         yield from inert(ref, "ref", ["path"], because, REF)
         if ref.refresh_every_steps is None:
             yield Problem(("ref.refresh_every_steps", REF), "required by refreshed")
@@ -146,5 +147,5 @@ def _reference(cfg: DPOConfig) -> Iterator[Problem]:
             message = f"{ref.refresh_every_steps} steps of {cfg.run.steps}: the reference would never be refreshed"
             yield Problem(("ref.refresh_every_steps", "run.steps"), message)
     if ref.policy == "cached" and cfg.preference.needs_kl:
-        message = "kto needs the reference in every step, for responses to other prompts: frozen or refreshed"
+        message = "kto needs the reference in every step, for responses to other prompts: use frozen or refreshed"
         yield Problem((REF, LOSS), message)

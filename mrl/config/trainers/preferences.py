@@ -62,4 +62,4 @@ def check_common(cfg: PreferencesConfig, archs: Archs, machine: Machine) -> Iter
     yield from check_held_out(cfg)
     known, metric = cfg.validated_metrics(), cfg.validation.metric
     if metric not in known:
-        yield Problem(("validation.metric",), f"these rows and losses have no {metric}, but {' and '.join(known)}")
+        yield Problem(("validation.metric",), f"{metric} is not a metric of these losses: use {' or '.join(known)}")

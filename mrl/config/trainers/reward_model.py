@@ -64,16 +64,16 @@ class RewardModelTrainerConfig(PreferencesConfig):
 
 def check(cfg: RewardModelTrainerConfig, archs: Archs, machine: Machine) -> Iterator[Problem]:
     yield from check_common(cfg, archs, machine)
-    yield from inert(cfg.data, "data", ["answer_key"], "a reward model learns from whole responses", "trainer")
+    yield from inert(cfg.data, "data", ["answer_key"], "a reward model trains on whole responses", "trainer")
     yield from _data_keys(cfg)
     own = cfg.reward_model
     if own.heads is not None and own.heads > 1:
         if own.form == "steps":
-            yield Problem((HEADS, "reward_model.loss"), "process scores steps with one head")
+            yield Problem((HEADS, "reward_model.loss"), "process uses one head: set 1")
         if own.head_start == "zero":
-            yield Problem((HEADS, START), "heads that all start at zero stay the same: head_start: normal")
+            yield Problem((HEADS, START), "heads that all start at zero stay equal: set head_start: normal")
     if own.head_start == "checkpoint" and cfg.model.from_scratch:
-        yield Problem((START, "model.from_scratch"), "from_scratch reads no checkpoint: zero or normal")
+        yield Problem((START, "model.from_scratch"), "from_scratch reads no checkpoint: use zero or normal")
 
 
 def _data_keys(cfg: RewardModelTrainerConfig) -> Iterator[Problem]:
@@ -98,8 +98,8 @@ def check_files(cfg: RewardModelTrainerConfig) -> Iterator[Problem]:
     except (UnsupportedModel, OSError, ValueError, KeyError):
         return  # of which others complain
     if found is None and own.head_start == "checkpoint":
-        yield Problem((START, "model.path"), f"{path} has no score head: zero or normal")
+        yield Problem((START, "model.path"), f"{path} has no score head: use zero or normal")
     if found is None and own.heads is not None and own.heads > 1 and own.head_start is None:
-        yield Problem((HEADS, START), "heads that all start at zero stay the same: head_start: normal")
+        yield Problem((HEADS, START), "heads that all start at zero stay equal: set head_start: normal")
     if found is not None and own.heads is not None and own.heads != found:
-        yield Problem((HEADS, "model.path"), f"{own.heads}, but the head of {path} has {found}")
+        yield Problem((HEADS, "model.path"), f"{own.heads} heads, but the head of {path} has {found}")

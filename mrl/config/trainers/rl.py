@@ -21,10 +21,10 @@ from mrl.options.losses import OwnLoss
 
 
 class RLConfig(Config):
-    """`trainer: rl`: PPO, GRPO and their kin."""
+    """`trainer: rl`: PPO, GRPO and related algorithms."""
 
-    trainer: Literal["rl"]  # PPO, GRPO and their kin
-    actor: ActorConfig = ActorConfig()  # The model that is trained: its layout and optimizer
+    trainer: Literal["rl"]  # PPO, GRPO and related algorithms
+    actor: ActorConfig = ActorConfig()  # the trained model: its layout and optimizer
     critic: CriticConfig | None = None
     ref: RefConfig = RefConfig()
     ema: EMAConfig | None = None
@@ -151,21 +151,21 @@ class RLConfig(Config):
         updates = f"{batch.epochs_per_step} x {(new + reused) // minibatch} mini-batches of {minibatch} samples"
         rows = [("step", f"{batch.prompts_per_step} prompts x {batch.samples_per_prompt} = {new} samples")]
         if (groups := self.algorithm.filter_groups).is_on:
-            bound = f"at most {groups.max_num_gen_batches} rounds of {prompts_per_round(self)} prompts a step"
+            bound = f"at most {groups.max_num_gen_batches} rounds of {prompts_per_round(self)} prompts per step"
             rows.append(("dynamic sampling", bound))
         if self.replay is not None:
-            kept = f"at most {self.replay.buffer_prompts} prompts are kept"
-            rows.append(("replay", f"{reused} samples of earlier steps beside them; {kept}"))
-        rows.append(("updates", f"{most_updates_per_step(self)} a step: {updates}"))
+            kept = f"the buffer keeps at most {self.replay.buffer_prompts} prompts"
+            rows.append(("replay", f"plus {reused} samples of earlier steps; {kept}"))
+        rows.append(("updates", f"{most_updates_per_step(self)} per step: {updates}"))
         own = f"{self.rollout.servers} x tensor {self.rollout.tensor}"
-        where = own if not self.rollout.urls else "at given addresses"
+        where = own if not self.rollout.urls else "at rollout.urls"
         if (placement := self.engine_nodes()) is not None:
             each = f"on each of {placement.nodes} nodes"
             if placement.nodes_per_engine > 1:
-                each = f"on every {placement.nodes_per_engine} of {placement.nodes} nodes together"
-            where = f"{own} {each} that mrl serve serves"
+                each = f"on each group of {placement.nodes_per_engine} of {placement.nodes} nodes"
+            where = f"{own} {each} (mrl serve)"
         elif (size := self.placement.nodes_per_engine) > 1:
-            where = f"{own} on every {size} nodes together"
+            where = f"{own} on each group of {size} nodes"
         return [*rows, ("engine", f"{self.rollout.engine}, {where}")]
 
 

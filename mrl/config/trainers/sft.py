@@ -17,8 +17,8 @@ from mrl.config.trainers.base import Config, DataUse, StepSize
 
 
 class SFTConfig(Config):
-    """`trainer: sft`: supervised fine-tuning on answers, conversations or texts; the loss is the mean over the tokens
-    that are learnt."""
+    """`trainer: sft`: supervised fine-tuning on answers, conversations or texts; the loss is the mean over the trained
+    tokens."""
 
     trainer: Literal["sft"]  # supervised fine-tuning
     data: SFTDataConfig
@@ -66,16 +66,16 @@ class SFTConfig(Config):
 def check(cfg: SFTConfig, archs: Archs, machine: Machine) -> Iterator[Problem]:
     yield from check_shares(cfg, machine, "batch.samples_per_step", cfg.batch.samples_per_step)
     if cfg.batch.epochs is not None:
-        because = "batch.epochs says how long the run is"
+        because = "batch.epochs sets the length of the run"
         yield from inert(cfg.run, "run", ["steps"], because, "batch.epochs")
     yield from check_held_out(cfg)
     yield from _rows(cfg)
     yield from _packing(cfg, archs)
     if cfg.loss.type == "dft" and cfg.loss.label_smoothing:
-        yield Problem(("loss.label_smoothing", "loss.type"), "dft has no smoothed labels")
+        yield Problem(("loss.label_smoothing", "loss.type"), "dft does not support label smoothing: set 0")
     arch, limit = archs["actor"], cfg.data.max_tokens
     if arch is not None and limit is not None and limit > arch.max_positions:
-        message = f"{limit} are more than the model's {arch.max_positions} positions"
+        message = f"{limit} exceeds the model's {arch.max_positions} positions"
         yield Problem(("data.max_tokens", "model.path"), message)
 
 
@@ -84,20 +84,20 @@ def _rows(cfg: SFTConfig) -> Iterator[Problem]:
     of_form = {"answers": ["prompt_key", "answer_key"], "messages": ["messages_key"], "text": ["text_key"]}
     for other, names in of_form.items():
         if other != data.form:
-            yield from inert(data, "data", names, f"a row is of the form {data.form}", form)
+            yield from inert(data, "data", names, f"data.form is {data.form}", form)
     if data.form != "answers":
-        because = f"of the form {data.form} rows have no prompt"
+        because = f"rows of the form {data.form} have no prompt"
         yield from inert(data, "data", ["max_prompt_tokens", "truncation"], because, form)
     if data.form == "messages" and not data.chat_template:
         yield Problem(("data.chat_template", form), "conversations need the chat template: set it to true")
     if data.form == "text":
-        because = "a text has no turns, and is learnt as a whole"
+        because = "a text has no turns and is trained on as a whole"
         yield from inert(data, "data", ["chat_template", "completion_only"], because, form)
     if data.form == "text" or not data.completion_only:
-        because = "a text has no turns" if data.form == "text" else "everything is learnt"
+        because = "a text has no turns" if data.form == "text" else "all tokens are trained"
         yield from inert(data, "data", ["train_on"], because, form if data.form == "text" else "data.completion_only")
     if data.form == "answers" and data.max_tokens is not None and data.max_prompt_tokens >= data.max_tokens:
-        message = f"{data.max_prompt_tokens} leave no room for an answer in {data.max_tokens} tokens"
+        message = f"{data.max_prompt_tokens} prompt tokens leave no room for an answer in {data.max_tokens} tokens"
         yield Problem(("data.max_prompt_tokens", "data.max_tokens"), message)
 
 
@@ -105,19 +105,19 @@ def _packing(cfg: SFTConfig, archs: Archs) -> Iterator[Problem]:
     packing, strategy = cfg.packing, "packing.strategy"
     arch = archs["actor"]
     if cfg.is_packed and arch is not None and packing.seq_length > arch.max_positions and cfg.is_wrapped:
-        message = f"{packing.seq_length} are more than the model's {arch.max_positions} positions"
+        message = f"{packing.seq_length} exceeds the model's {arch.max_positions} positions"
         yield Problem(("packing.seq_length", "model.path"), message)
     if cfg.is_packed and packing.seq_length < 2:
-        yield Problem(("packing.seq_length",), "must be at least 2: the first token of a row is not learnt")
+        yield Problem(("packing.seq_length",), "must be at least 2: the first token of a row is not trained")
     if not cfg.is_wrapped:
         names = ["num_of_sequences", "infinite"] + ["seq_length"] * (not cfg.is_packed)
-        because = "rows are put into packs" if cfg.is_packed else "rows are as long as they are"
+        because = "rows are packed" if cfg.is_packed else "rows are not packed"
         yield from inert(packing, "packing", names, because, strategy)
         return
     if cfg.data.form != "text":
-        yield Problem((strategy, "data.form"), f"wrapped joins texts, a row is of the form {cfg.data.form}")
-    yield from inert(cfg.data, "data", ["max_tokens"], "texts are wrapped, not cut", strategy)
-    yield from inert(cfg.data, "data", ["weight_key"], "wrapped texts count alike", strategy)
+        yield Problem((strategy, "data.form"), f"wrapped needs form: text, and data.form is {cfg.data.form}")
+    yield from inert(cfg.data, "data", ["max_tokens"], "texts are wrapped, not truncated", strategy)
+    yield from inert(cfg.data, "data", ["weight_key"], "wrapped texts have equal weights", strategy)
     if not packing.infinite and (cfg.batch.epochs or 0) > 1:
-        message = f"{cfg.batch.epochs:g} epochs of texts that come once: packing.infinite must be true"
+        message = f"{cfg.batch.epochs:g} epochs need repeated texts: set packing.infinite: true"
         yield Problem(("packing.infinite", "batch.epochs"), message)

@@ -62,7 +62,7 @@ def _check_owner(folder: Path) -> None:
     """Raises CannotBuild if another account may write to the folder, as its files are executed."""
     found = folder.stat()
     if found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise CannotBuild(f"{folder} belongs to another account, or another may write there")
+        raise CannotBuild(f"{folder} belongs to another user, or other users may write to it")
 
 
 def _compile(command: list[str], file: Path) -> None:

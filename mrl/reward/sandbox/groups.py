@@ -75,7 +75,7 @@ def _limit(folders: list[Path], memory: int, processes: int) -> None:
     for name, file in there.items():
         file.write_text(str(limits[name]))
     if "pids.max" not in there or there.keys().isdisjoint(("memory.limit_in_bytes", "memory.max")):
-        raise OSError(f"{folders[0]} has no limits of memory and processes")
+        raise OSError(f"{folders[0]} does not support limits of memory and processes")
 
 
 def _remove(folder: Path) -> None:
@@ -99,13 +99,13 @@ def _parents(proc: Path = Path("/proc/self")) -> list[Path]:
     if "memory" in of and "pids" in of:
         return list(dict.fromkeys(_folder(mounts, name, of[name][1]) for name in ("memory", "pids")))
     if "" not in of or "" not in mounts:
-        raise ValueError("no control groups are mounted")
+        raise ValueError("no control groups (cgroups) are mounted")
     here = _folder(mounts, "", of[""][1])
     for folder in (here, here.parent):
         with suppress(OSError):
             if {"memory", "pids"} <= set((folder / "cgroup.subtree_control").read_text().split()):
                 return [folder]
-    raise ValueError(f"neither {here} nor the group above it hands memory and pids to groups of its own")
+    raise ValueError(f"neither {here} nor its parent delegates the memory and pids controllers to subgroups")
 
 
 def _mounts(mountinfo: str) -> dict[str, tuple[str, str]]:

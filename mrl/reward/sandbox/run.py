@@ -97,7 +97,7 @@ def check_isolation(isolation: Isolation) -> None:
         return
     ended = run_python("print(6 * 7)", limits=Limits())
     if ended.stdout != "42\n":
-        raise SandboxError(_cannot(isolation, f"a first program ended with {ended.how}: {ended.stderr.strip()}"))
+        raise SandboxError(_cannot(isolation, f"a test program ended with {ended.how}: {ended.stderr.strip()}"))
 
 
 def found() -> tuple[str | None, str | None]:
@@ -119,9 +119,9 @@ def _cannot(isolation: Isolation, why: str) -> str:
     if isolation == "none":
         return f"cannot start a program: {why}"
     return (
-        f"cannot shut in untrusted programs: {why}. Install bubblewrap (the command bwrap, 0.8 or later) and allow it "
-        "namespaces (a container needs that from its runtime), or set reward.code.isolation: none, which gives the "
-        "model's programs everything that this user may do"
+        f"cannot sandbox untrusted programs: {why}. Install bubblewrap (the command bwrap, 0.8 or later) and allow it "
+        "to create namespaces (in a container, by its runtime's options), or set reward.code.isolation: none, which "
+        "runs the model's programs with all rights of this user"
     )
 
 
@@ -159,14 +159,14 @@ def _started(program: str, limits: Limits, isolation: Isolation, ready_fd: int) 
 def _bwrap() -> str:
     bwrap = isolate.find_bwrap()
     if bwrap is None:
-        raise SandboxError(_cannot("bubblewrap", "there is no bwrap on the PATH"))
+        raise SandboxError(_cannot("bubblewrap", "bwrap is not on the PATH"))
     return bwrap
 
 
 def _filter() -> bytes:
     program = filter_program()
     if program is None:
-        raise SandboxError(f"no system call filter is known for the processor {os.uname().machine}")
+        raise SandboxError(f"mrl has no system call filter for the processor {os.uname().machine}")
     return program
 
 

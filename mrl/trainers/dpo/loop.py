@@ -110,8 +110,8 @@ def first_gap(run: DPORun, ratios: Tensor, tokens: Tensor) -> dict[str, float]:
     """
     if run.cfg.ref.path is None and float((ratios / tokens).abs().max()) > MOST_GAP:
         run.recorder.note(
-            f"policy and reference differ by more than {MOST_GAP:g} nats a token before the first update, though they "
-            "are one model: see dpo/first_gap"
+            f"policy and reference differ by more than {MOST_GAP:g} nats per token before the first update, although "
+            "they start from the same weights: see dpo/first_gap"
         )
     return {"dpo/first_gap": float(ratios.abs().max())}
 
@@ -222,6 +222,7 @@ def balance_notes(cfg: DPOConfig, data: PreferenceDataset) -> Iterator[str]:
     weighed = good * kto.desirable_weight, (len(data) - good) * kto.undesirable_weight
     if not weighed[1] <= weighed[0] <= 4 / 3 * weighed[1]:
         yield (
-            f"kto: {good} good and {len(data) - good} bad rows count {weighed[0]:g} to {weighed[1]:g} by "
-            "preference.loss.kto.desirable_weight and undesirable_weight; advised is 1 to 4/3 as much for the good"
+            f"kto: {good} desirable and {len(data) - good} undesirable rows have total weights {weighed[0]:g} and "
+            f"{weighed[1]:g}: set preference.loss.kto.desirable_weight and undesirable_weight so that their ratio is "
+            "between 1 and 4/3"
         )

@@ -66,20 +66,20 @@ def _cached(
         found, stored = _read(file)
         is_whole = found is not None and found.shape == (len(data), data.per_row) and found.dtype == torch.float64
         if file.is_file() and not (is_whole and stored == key):
-            what = "of other tokens or weights" if is_whole else "not as a run writes it"
-            note(f"reference: {file} is {what}, and is made again")
+            what = "was computed from other tokens or weights" if is_whole else "is damaged"
+            note(f"reference: {file} {what}: computing it again")
         return key, found if is_whole and stored == key else None
 
-    key, sums = start.world.from_main("reading the reference's sums", find)
+    key, sums = start.world.from_main("reading the reference's log-probs", find)
     if sums is not None:
-        note(f"reference: its log-probs of {len(rows)} rows are those of {file}")
+        note(f"reference: using the log-probs of {len(rows)} rows from {file}")
         return Cached(sums)
     made = torch.zeros(len(data), data.per_row, dtype=torch.float64)
     for first in range(0, len(rows), ROWS_AT_ONCE):
         numbers = list(rows[first : first + ROWS_AT_ONCE])
         made[numbers] = sums_of(cfg, model(), data.batch(0, numbers)).view(-1, data.per_row)
-    start.world.from_main("writing the reference's sums", lambda: _write(file, key, made))
-    note(f"reference: its log-probs of {len(rows)} rows are in {file}, its weights are let go")
+    start.world.from_main("writing the reference's log-probs", lambda: _write(file, key, made))
+    note(f"reference: wrote the log-probs of {len(rows)} rows to {file}; its weights are freed")
     return Cached(made)
 
 

@@ -86,7 +86,7 @@ def open_run_dir(cfg: AnyConfig, run_dir: Path, stack: ExitStack) -> Recorder:
         elif not (attempt() and is_of_this_launch(run_dir)):  # an earlier attempt may have failed before this line
             refuse_existing(cfg)
             if written(run_dir):
-                notes.append(f"what an earlier run without a checkpoint had written is now in {move_aside(run_dir)}")
+                notes.append(f"moved the files of an earlier run without a checkpoint to {move_aside(run_dir)}")
 
     stack.enter_context(RunDir.open(cfg, check))
     if started_by_torchelastic():
@@ -125,7 +125,7 @@ class Saving:
         self._parts, self._updates, self._kept, self._best = parts, updates, kept, best
         self._states = {**states, **({"best": best} if best is not None else {})}
         self._saver = Saver(self._run_dir, cfg.checkpoint, self._note_written)
-        self._config = self._from_main("reading what the run is made of", lambda: resume.snapshot(cfg))
+        self._config = self._from_main("reading the run's configuration and inputs", lambda: resume.snapshot(cfg))
         self._exports = exports or self._of_actor(ends)
         self._since_row = StepStats(0)
         self._step = 0  # steps done by the learners
@@ -146,16 +146,16 @@ class Saving:
             self._updates.load_state_dict(state)
             self._recorder.go_on_with(state.get("trackers", {}))
             self._load_states(state)
-        dropped = self._from_main("dropping what is to be made again", lambda: rewind(self._run_dir, self._step))
-        after = f"; dropped of what was written down after it: {dropped}" if dropped else ""
+        dropped = self._from_main("dropping later metrics and samples", lambda: rewind(self._run_dir, self._step))
+        after = f"; dropped what was written after it: {dropped}" if dropped else ""
         if path is not None:
             left = max(0, self._cfg.run.last_step - self._step)
             more = "run.profile.steps" if self._cfg.run.is_for_profile else "run.steps"
-            to_do = f"{left} steps are left" if left else f"none is left: raise {more} to train on"
-            to_do = "it has ended early: raise validation.patience to train on" if self.is_over else to_do
-            self._recorder.note(f"continuing from {path} (step {self._step}), {to_do}{after}")
+            to_do = f"{left} steps left" if left else f"no steps left: raise {more} to continue training"
+            to_do = "stopped early: raise validation.patience to continue training" if self.is_over else to_do
+            self._recorder.note(f"resuming from {path} (step {self._step}), {to_do}{after}")
         elif dropped:
-            self._recorder.note(f"no complete checkpoint: beginning again; dropped: {dropped}")
+            self._recorder.note(f"no complete checkpoint: starting from step 0; dropped: {dropped}")
         return self._step
 
     def new_stats(self, step: int) -> StepStats:
@@ -227,12 +227,12 @@ class Saving:
 
     def _save_best(self, step: int) -> None:
         """Exports the best weights, which are the run's last ones or a checkpoint's."""
-        said, kept = f"the best validation, {self._best}", step if step == self._step else self._load_best(step)
+        said, kept = f"best validation: {self._best}", step if step == self._step else self._load_best(step)
         if kept is None:
-            self._recorder.note(f"{said}: neither its checkpoint nor one of a best before it could be written")
+            self._recorder.note(f"{said}; no weights saved: its checkpoint, or an earlier best one, was not written")
             return
-        whose = "its weights" if kept == step else f"its checkpoint could not be written; the weights of step {kept}"
-        self._recorder.note(f"{said}: {whose} are in {self._run_dir / 'hf_best'}")
+        whose = "its weights" if kept == step else f"its checkpoint was not written; the weights of step {kept}"
+        self._recorder.note(f"{said}; {whose} are in {self._run_dir / 'hf_best'}")
         self._exports.whole("hf_best", kept)
         self._exports.adapter("adapter_best", kept)
 
@@ -250,7 +250,7 @@ class Saving:
             if name in state:
                 each.load_state_dict(state[name])
             else:
-                self._recorder.note(f"the checkpoint has no state of {name!r}, which begins anew")
+                self._recorder.note(f"the checkpoint has no state of {name!r}: it starts from its initial state")
         if self._best is not None and self._best.kept_step is not None:
             self._name_best(self._best.kept_step)
 
@@ -276,7 +276,7 @@ class Saving:
         elif problem := self._try(action):
             failed = self._since_row.metrics.get("checkpoint/failed", 0.0)
             self._since_row.metrics["checkpoint/failed"] = failed + 1
-            self._recorder.note(f"not saved, training goes on (checkpoint.on_error: warn): {problem}")
+            self._recorder.note(f"not saved, training continues (checkpoint.on_error: warn): {problem}")
 
     def _try(self, action: Callable[[], None]) -> str | None:
         try:
@@ -287,7 +287,7 @@ class Saving:
 
     def _note_written(self, done: Written) -> None:
         self._since_row.metrics |= {"checkpoint/copy_s": done.copy_s, "checkpoint/write_s": done.write_s}
-        size, meanwhile = f"{done.nbytes / MIB:.1f} MiB", " beside the training" * self._cfg.checkpoint.asynchronous
+        size, meanwhile = f"{done.nbytes / MIB:.1f} MiB", " in the background" * self._cfg.checkpoint.asynchronous
         self._recorder.note(f"{done.path} is complete: {size} written in {done.write_s:.2f} s{meanwhile}")
         if self._best_saved == checkpoint.step_of(done.path):
             self._name_best(self._best_saved)

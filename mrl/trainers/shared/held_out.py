@@ -38,7 +38,7 @@ class JudgedRun(Run):
 
     def finish(self) -> None:
         if self.best is not None and self.saving.is_over:
-            self.recorder.note(f"no progress in {self.best.stalled} validations: the run ends early ({self.best})")
+            self.recorder.note(f"early stop: no improvement in {self.best.stalled} validations (best: {self.best})")
         super().finish()
 
     def _validate(self, stats: StepStats) -> None:

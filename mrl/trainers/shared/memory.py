@@ -91,11 +91,11 @@ class MemoryOrder:
         here = {name: level for name, level in needs.models.items() if name in self._learners}
         moving = {name: level for name, level in here.items() if self._learners[name].memory.moves(level)}
         if moving:
-            self._settle("giving up memory", lambda: self._give_up(moving))
+            self._settle("offloading", lambda: self._give_up(moving))
         if self._engines is not None and needs.engine is not None:
             self._move_engines(self._engines, needs.engine)
         if moving:
-            self._settle("taking memory back", lambda: self._bring(moving))
+            self._settle("reloading", lambda: self._bring(moving))
         self._seconds += time.monotonic() - began
         self._has_peak = platform.reset_peak_memory()
 
@@ -161,7 +161,7 @@ def put_away(name: str, learner: Learner) -> None:
         platform.release_cached_memory()
 
     if learner.memory.moves("nothing"):
-        _TOGETHER.each("giving up memory after the building", give_up)
+        _TOGETHER.each("offloading after construction", give_up)
 
 
 @contextlib.contextmanager

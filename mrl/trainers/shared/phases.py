@@ -83,5 +83,5 @@ class Phases:
             return
         saved = leave(preemption.left_s(self.save_deadline_s))
         kept = f"step {saved} is saved" if saved else "no step is saved"
-        self.recorder.note(f"told to stop after step {step}: {kept}, leaving")
+        self.recorder.note(f"stopping after step {step} on a signal: {kept}")
         preemption.leave(self.run_dir, saved)

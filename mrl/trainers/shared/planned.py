@@ -66,11 +66,11 @@ def planned(cfg: Config, run_dir: Path, recorder: Recorder | SilentRecorder) -> 
         plan = make(cfg, cluster, shapes, Assumptions(), fused=fused) if cluster is not None else None
         data = text.data(plan) if plan is not None else {"gpu": None, "why": why}
     except Exception as error:  # a run works without a plan
-        recorder.note(f"no plan beside this run: {type(error).__name__}: {error}")
+        recorder.note(f"no predicted step times: the plan failed: {type(error).__name__}: {error}")
         return None
     recorder.write_down("plan.json", lambda: _write(run_dir, data | places.data(), places))
     if plan is None:
-        recorder.note(f"no MFU and no prediction of the steps: {why}")
+        recorder.note(f"no MFU and no predicted step times: {why}")
         return None
     recorder.note(" ".join(filter(None, ("the plan:", text.bottleneck(plan), text.too_late(plan)))))
     return Planned(plan)
@@ -82,9 +82,9 @@ def _chip(cfg: Config) -> tuple[Chip | None, str]:
     if not names:
         return None, "both need a GPU"
     if cfg.model.dtype != "bfloat16":
-        return None, f"both are made of bfloat16's speed, model.dtype is {cfg.model.dtype}"
+        return None, f"both are based on bfloat16 peaks, and model.dtype is {cfg.model.dtype}"
     known = ", ".join(chip.device for chip in CHIPS.values())
-    return chip_named(names[0]), f"the plan knows {known}, and not this {names[0]}"
+    return chip_named(names[0]), f"the plan knows {known}, but not this GPU ({names[0]})"
 
 
 def _write(run_dir: Path, data: dict[str, Any], places: Places) -> None:

@@ -55,7 +55,7 @@ def table(largest: list[Any], total: float, on_gpu: bool) -> str:
     total: microseconds of all operations
     """
     where = "GPU" if on_gpu else "CPU"
-    what = f"operation, by its own time on the {where} ({total / 1000:,.1f} ms in all operations)"
+    what = f"operation, by self time on the {where} ({total / 1000:,.1f} ms in all operations)"
     lines = [f"{'share':>6} {'ms':>12} {'calls':>9}  {what}"]
     for event in largest:
         own = _self_us(event, on_gpu)

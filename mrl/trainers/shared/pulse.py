@@ -105,7 +105,7 @@ class Pulse:
                 if self._activity.left_s(began) < 0:
                     most_s = self._activity.most_s
                     raise LostRank(
-                        f"{what}: rank 0 has got nothing done for {most_s:.0f} s, longer than any part takes"
+                        f"{what}: rank 0 has made no progress for {most_s:.0f} s, longer than any part of it takes"
                     )
                 self.tell(_Beat())
         except Exception as error:
@@ -122,5 +122,5 @@ class Pulse:
                 raise  # the rank that closed the connection reports the reason
             silent = re.findall(r"\d+", str(error).partition(" failed to pass")[0].rpartition("]: ")[2])
             who = "rank 0" if rank() else " and ".join(f"rank {number}" for number in silent)
-            said = f"no sign of life from {who} for {limit_s:g} s (run.timeout_s = {self._timeout_s:g})"
-            raise LostRank(f"{said}: stopped, or stuck where its log ends") from None
+            said = f"no heartbeat from {who} for {limit_s:g} s (run.timeout_s = {self._timeout_s:g})"
+            raise LostRank(f"{said}: it has stopped or hangs; see the end of its log") from None

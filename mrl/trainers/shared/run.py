@@ -70,10 +70,9 @@ class Loop:
             return
         self._is_deadline_told = True
         self.recorder.note(
-            f"step {step} took {seconds:.0f} s, longer than resilience.save_deadline_s = {deadline:g}: a run told to "
-            "stop (SIGTERM) in such a step loses all steps since its last checkpoint. Set resilience.save_deadline_s "
-            f"to {math.ceil(1.5 * seconds)} if the scheduler waits that long before it kills, and "
-            "checkpoint.every_steps to fewer steps"
+            f"step {step} took {seconds:.0f} s, longer than resilience.save_deadline_s = {deadline:g}: SIGTERM during "
+            "such a step loses all steps since the last checkpoint. Lower checkpoint.every_steps, and set "
+            f"resilience.save_deadline_s to {math.ceil(1.5 * seconds)} if the scheduler waits that long before SIGKILL"
         )
 
     def leave_if_warned(self, step: int) -> None:

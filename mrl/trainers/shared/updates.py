@@ -30,7 +30,7 @@ def require_gradient(learner: Learner, metrics: Mapping[str, float]) -> None:
     """Raises NoGradientError if `metrics` of a backward and optimizer step show a loss but no gradient in the
     adapters."""
     if learner.adapters is not None and metrics["loss"] and metrics["grad_norm"] == 0:
-        raise NoGradientError(f"an update with a loss of {metrics['loss']:.4g} has no gradient in any of the adapters")
+        raise NoGradientError(f"an update with loss {metrics['loss']:.4g} has a gradient of 0 in all LoRA adapters")
 
 
 class Updates:
@@ -101,11 +101,14 @@ class Updates:
         if not skipped:
             return
         why = "loss or gradient was not finite"
-        self._recorder.note(f"step {step}: {skipped} of {made} updates skipped, the {why}; the samples: {self.file}")
+        self._recorder.note(
+            f"step {step}: {skipped} of {made} updates skipped because the {why}; their samples: {self.file}"
+        )
         if self.in_a_row >= self._limit:
             raise NonFiniteError(
-                f"{self.in_a_row} steps in a row, to step {step}, had an update whose {why} (run.max_nonfinite_steps). "
-                f"None of these updates was applied. {self.file} names their samples and data rows"
+                f"{self.in_a_row} consecutive steps up to step {step} had an update whose {why} "
+                f"(run.max_nonfinite_steps). These updates were not applied: look at their samples and data rows in "
+                f"{self.file}"
             )
 
     def end_of_run(self) -> None:
@@ -113,8 +116,8 @@ class Updates:
         last step, with everything saved."""
         if self.unlearned:
             raise NonFiniteError(
-                f"the run's last step applied no update of the {' and the '.join(self.unlearned)}: loss or gradient "
-                f"was not finite. What is saved are the weights before it. {self.file} names the samples and data rows"
+                f"the last step applied no update of the {' and the '.join(self.unlearned)}: loss or gradient was not "
+                f"finite. The saved weights are those before it: look at its samples and data rows in {self.file}"
             )
 
     def _write_down(

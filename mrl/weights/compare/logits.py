@@ -84,7 +84,7 @@ def require_memory(arch: ModelArch, role: Role) -> None:
     needed, free = 5 * values, platform.free_host_memory()  # four bytes each, and room to load them
     if needed > free:
         raise WeightError(
-            f"comparing logits needs {size_text(needed)} of memory, {size_text(free)} are free: use --skip-logits"
+            f"comparing logits needs {size_text(needed)} of memory, and {size_text(free)} are free: use --skip-logits"
         )
 
 

@@ -73,7 +73,7 @@ class Verdict:
         if self.logits is not None:
             how = "within" if self.logits.close else "[red]beyond[/red]"
             scale, error = self.logits.scale, self.logits.error
-            logits = f"logits differ by {error:.1e}, {how} {BOUND:g} of their scale {scale:.3g}"
+            logits = f"logits differ by {error:.1e}, {how} {BOUND:g} x their scale {scale:.3g}"
         head = "[green]the same model[/green]" if self.same else "[red]NOT the same model[/red]"
         return f"{head}: {count} tensors, {size_text(nbytes)}; {logits}"
 

@@ -70,9 +70,7 @@ class Crew:
                     raise found
                 items += found
         except queue.Empty:
-            raise WeightError(
-                f"waited {self.timeout_s:g} s for {len(shares)} worker(s) that move the weights"
-            ) from None
+            raise WeightError(f"{len(shares)} worker thread(s) did not finish within {self.timeout_s:g} s") from None
         finally:
             stop.set()
             ended = time.monotonic() + END_TIMEOUT_S

@@ -93,7 +93,8 @@ def _dtypes(
         return {key: torch.float32 if key in kept else chosen for key in by_key}
     mixed = [f"{key} ({', '.join(sorted(map(str, kinds)))})" for key, kinds in by_key.items() if len(kinds) > 1]
     if mixed:
-        raise WeightError(f"{source.path}: tensors that become one have several dtypes, choose one: {'; '.join(mixed)}")
+        what = "tensors to be fused have several dtypes: choose one with --dtype"
+        raise WeightError(f"{source.path}: {what}: {'; '.join(mixed)}")
     common = next(iter(set().union(*by_key.values())))
     return {key: next(iter(kinds), common) for key, kinds in by_key.items()}
 

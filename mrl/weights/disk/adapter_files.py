@@ -75,7 +75,7 @@ def read_config(directory: Path) -> Found:
     init = config.get("init_lora_weights")
     if isinstance(init, str) and init.lower().startswith(_CHANGES_THE_BASE):
         wrong.append(
-            f"init_lora_weights is {json.dumps(init)}, by which PEFT changes the base's own weights: merge with PEFT's "
+            f"init_lora_weights is {json.dumps(init)}, with which PEFT changes the base weights: merge with PEFT's "
             "merge_and_unload, or write plain adapters with save_pretrained's path_initial_model_for_weight_conversion"
         )
     if wrong:
@@ -92,9 +92,9 @@ def _object(file: Path) -> Mapping[str, Any]:
     try:
         content = read_json(file)
     except FileNotFoundError:
-        raise WeightError(f"{file} does not exist: expected a directory of adapters as PEFT writes it") from None
+        raise WeightError(f"{file} does not exist: expected a directory of adapters in the PEFT format") from None
     except (OSError, ValueError) as error:
         raise WeightError(str(error)) from error
     if not isinstance(content, dict):
-        raise WeightError(f"{file} holds a {type(content).__name__}, not an object with keys")
+        raise WeightError(f"{file} contains a {type(content).__name__} instead of a JSON object")
     return content

@@ -35,7 +35,7 @@ def given_back(stored: Any, name: str) -> Tensor | None:
     try:
         _State(io.BytesIO(content)).load()
     except Exception as error:  # a damaged pickle can raise anything
-        raise WeightError(f"{name} is not what a layer keeps of fp8: {error}") from error
+        raise WeightError(f"{name} is not the fp8 state of a layer: {error}") from error
     return value
 
 

@@ -22,7 +22,7 @@ from mrl.weights.errors import WeightError
 
 RUN_STATE, RUN_CONFIG = "state.json", "config.yaml"
 UNNAMED = Names({}, ())
-_ADAPTERS_ALONE = "adapters alone: `mrl convert megatron-to-hf --adapter` writes them as PEFT does, then `mrl merge`"
+_ADAPTERS_ALONE = "only adapters: run `mrl convert megatron-to-hf --adapter`, then `mrl merge`"
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def open_megatron(
             found = _find(path, part, model_files, role)
             if adapters != (found.adapters is not None):
                 there = "no adapters: leave --adapter out" if adapters else _ADAPTERS_ALONE
-                raise WeightError(f"{path} holds {there}")
+                raise WeightError(f"{path} has {there}")
             yield found
         except ValueError as error:
             raise WeightError(str(error)) from error
@@ -75,12 +75,12 @@ def _find(path: Path, part: str | None, model_files: Path | None, role: Role | N
     if (path / RUN_STATE).is_file():
         return _of_run(path, part or "actor", model_files)
     if part is not None:
-        raise WeightError(f"{path} is not a run's checkpoint (step_N): it holds one model, not {part!r} among others")
+        raise WeightError(f"{path} is not a run's checkpoint (step_N) and has only one model: leave --model {part} out")
     if (path / RELEASE).is_dir() and _is_ours(path):
         return converted(path)
     weights = path if (path / METADATA).is_file() else _tracked(path)
     if model_files is None:
-        raise WeightError(f"{path} has no config.json of its own: name the model's directory with --model-files")
+        raise WeightError(f"{path} has no config.json: name the model's directory with --model-files")
     return MegatronModel(weights, model_files, role or role_of(model_files), load_arch(model_files), UNNAMED)
 
 
@@ -101,7 +101,7 @@ def _of_run(path: Path, part: str, model_files: Path | None) -> MegatronModel:
     if not isinstance(learners, dict) or not all(isinstance(one, dict) and "role" in one for one in learners.values()):
         raise WeightError(f"{path / MANIFEST} does not list the checkpoint's models")
     if part not in learners:
-        raise WeightError(f"{path} has no {part}, but {', '.join(learners) or 'nothing'}")
+        raise WeightError(f"{path} has no {part}, only {', '.join(learners) or 'nothing'}")
     files = model_files or _model_of_run(path.parent.parent / RUN_CONFIG, part)
     if not (files / "config.json").is_file():
         raise WeightError(f"{files} has no config.json: name the model's directory with --model-files")
@@ -113,21 +113,21 @@ def _of_run(path: Path, part: str, model_files: Path | None) -> MegatronModel:
 
 def _model_of_run(config: Path, part: str) -> Path:
     if not config.is_file():
-        raise WeightError(f"{config} is not there to say which model this is: name its directory with --model-files")
+        raise WeightError(f"{config}, which names the model, is missing: name its directory with --model-files")
     try:
         content: dict[str, Any] = yaml.safe_load(config.read_text())
         own = (content.get("critic") or {}).get("path") if part == "critic" else None
         return Path(own or content["model"]["path"])
     except (yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise WeightError(f"{config} does not say which model this is ({' '.join(str(error).split())})") from error
+        raise WeightError(f"{config} does not name the model ({' '.join(str(error).split())})") from error
 
 
 def _tracked(path: Path) -> Path:
     """Returns the weights in Megatron-LM's layout: a file with the iteration, and a directory for it."""
     tracker = path / TRACKER
     if not tracker.is_file():
-        raise WeightError(f"{path} holds no Megatron checkpoint: neither {METADATA} nor {TRACKER} nor {RUN_STATE}")
+        raise WeightError(f"{path} is not a Megatron checkpoint: neither {METADATA} nor {TRACKER} nor {RUN_STATE}")
     iteration = tracker.read_text().strip()
     if iteration != RELEASE and not (iteration.isdecimal() and len(iteration) < 10):
-        raise WeightError(f"{tracker} holds {iteration[:40]!r}, not the number of an iteration")
+        raise WeightError(f"{tracker} contains {iteration[:40]!r} instead of an iteration number")
     return path / (RELEASE if iteration == RELEASE else f"iter_{int(iteration):07d}")

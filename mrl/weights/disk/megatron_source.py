@@ -94,11 +94,11 @@ class MegatronCheckpoint:
         fits = len(stored.shape) == len(lead) + len(row.shapes[0]) and found[1] == wanted[1]
         fits &= found[0] >= wanted[0] if row.kind == "vocab" else found[0] == wanted[0]
         if not fits or any(at >= size for at, size in zip(lead, stored.shape, strict=False)):
-            message = f"{self.path}: {key} has shape {list(stored.shape)}, config.json asks for {list(wanted)}"
+            message = f"{self.path}: {key} has shape {list(stored.shape)}, and config.json requires {list(wanted)}"
             raise WeightError(f"{message} at {list(lead)}" if lead else message)
         pieces = tuple(self._pieces(key, stored, lead))
         if not covers(pieces, found):
-            raise WeightError(f"{self.path}: parts of {key} at {list(lead)} are missing or there twice")
+            raise WeightError(f"{self.path}: parts of {key} at {list(lead)} are missing or duplicated")
         return Mosaic(pieces, wanted, stored.dtype)
 
     def _pieces(self, key: str, stored: StoredTensor, lead: tuple[int, ...]) -> Iterator[Piece]:

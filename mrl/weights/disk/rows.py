@@ -226,8 +226,8 @@ def require_finite(rows: Rows, start: int, values: Tensor) -> None:
             part = torch.empty(last - first, piece.source.shape[1], dtype=piece.source.dtype)
             piece.source.read(piece.row + first - piece.at_row, part)
             if not all_finite(part):
-                raise WeightError(f"{piece.source.label} holds NaN or infinity")
-    raise WeightError(f"{rows.label} holds values that {values.dtype} cannot: they would become infinite")
+                raise WeightError(f"{piece.source.label} contains NaN or infinity")
+    raise WeightError(f"{rows.label} has values beyond the range of {values.dtype}: they would become infinite")
 
 
 def flat_shape(shape: Sequence[int]) -> tuple[int, int]:
@@ -245,7 +245,7 @@ def read_at(file: Path, offset: int, out: Tensor) -> None:
         while done < len(view):
             count = os.preadv(descriptor, [view[done:]], offset + done)
             if count == 0:
-                raise WeightError(f"{file} ends at byte {offset + done}: it was cut off")
+                raise WeightError(f"{file} ends at byte {offset + done}: it is truncated")
             done += count
     finally:
         os.close(descriptor)

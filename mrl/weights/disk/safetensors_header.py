@@ -39,7 +39,7 @@ def read_header(file: Path) -> dict[str, Entry]:
                 raise ValueError(f"a header of {length} bytes in {size}")
             header = parse_json(opened.read(length))
         if not isinstance(header, dict):
-            raise ValueError("its header is no object")
+            raise ValueError("its header is not a JSON object")
         header.pop("__metadata__", None)
         entries = {checked_name(name): _entry(name, value, 8 + length) for name, value in header.items()}
         at = 8 + length
@@ -63,9 +63,9 @@ def _entry(name: str, value: Any, data: int) -> Entry:
     except (KeyError, TypeError, ValueError):
         known = numbers = False
     if not known or not numbers or start > stop:
-        raise ValueError(f"{name} has no dtype, shape and data_offsets that make sense")
+        raise ValueError(f"{name} has no valid dtype, shape and data_offsets")
     if dtype in FLOATS and stop - start != math.prod(shape) * FLOATS[dtype].itemsize:
-        raise ValueError(f"{name} has {stop - start} bytes, not those of {shape} {dtype}")
+        raise ValueError(f"{name} has {stop - start} bytes, which do not match {shape} {dtype}")
     return Entry(dtype, tuple(shape), data + start, stop - start)
 
 
@@ -74,5 +74,5 @@ def checked_name(name: Any, longest: int = MAX_NAME) -> str:
     printable.
     """
     if not isinstance(name, str) or not name or len(name) > longest or not name.isprintable():
-        raise ValueError(f"{str(name)[:80]!r} is no name (1 to {longest} printable characters)")
+        raise ValueError(f"{str(name)[:80]!r} is not a valid name (1 to {longest} printable characters)")
     return name

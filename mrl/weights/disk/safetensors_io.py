@@ -119,10 +119,10 @@ class HFCheckpoint:
             blocks, scales = (self._slice_of_file(whole + part, index, None, ("U8",)) for part in (BLOCKS, SCALES))
             groups = blocks.shape[:-1]
             if len(groups) != 2 or blocks.shape[-1] != 16 or scales.shape != groups:
-                raise WeightError(f"{blocks.label} and {SCALES} are no packed matrices: {blocks.shape}, {scales.shape}")
+                raise WeightError(f"{blocks.label} and {SCALES} are not packed: {blocks.shape}, {scales.shape}")
             unpacked = UnpackedSource(blocks, scales)
             if shape is not None and unpacked.shape != shape:
-                raise WeightError(f"{blocks.label} holds {unpacked.shape} each, config.json asks for {shape}")
+                raise WeightError(f"{blocks.label} has {unpacked.shape} each, and config.json requires {shape}")
             return unpacked
         return self._slice_of_file(whole, index, shape, tuple(FLOATS))
 
@@ -142,13 +142,13 @@ class HFCheckpoint:
         part: Any
         if isinstance(handle, dict):
             if name not in handle:
-                raise WeightError(f"{file}: no tensor {name}, though the index says so")
+                raise WeightError(f"{file}: it has no tensor {name}, which the index places there")
             part, found, dtype = handle[name], tuple(handle[name].shape), _pickle_dtype(handle[name])
         else:
             try:
                 part = handle.get_slice(name)
             except SafetensorError as e:
-                raise WeightError(f"{file}: no tensor {name}, though the index says so ({e})") from e
+                raise WeightError(f"{file}: it has no tensor {name}, which the index places there ({e})") from e
             found, dtype = tuple(part.get_shape()), part.get_dtype()
         self._check(file, name, dtype, found, shape, dtypes)
         return TensorSource(file, name, part, found, FLOATS.get(dtype, torch.uint8))
@@ -169,7 +169,7 @@ class HFCheckpoint:
             return None
         entry = self._header(file).get(stored)
         if entry is None:
-            raise WeightError(f"{file}: no tensor {stored}, though the index says so")
+            raise WeightError(f"{file}: it has no tensor {stored}, which the index places there")
         self._check(file, stored, entry.dtype, entry.shape, shape if part is None else None)
         if part is None:
             return file, entry.start, FLOATS[entry.dtype]
@@ -181,7 +181,7 @@ class HFCheckpoint:
     ) -> None:
         if not found or index >= found[0] or (wanted is not None and found[1:] != wanted):
             asked = f"{list(wanted)} each, and number {index}" if wanted is not None else f"number {index}"
-            raise WeightError(f"{file}: {name} has shape {list(found)}, config.json asks for slices {asked} of them")
+            raise WeightError(f"{file}: {name} has shape {list(found)}, and config.json requires slices {asked} of it")
 
     def _check(
         self,
@@ -193,9 +193,9 @@ class HFCheckpoint:
         dtypes: Sequence[str] = tuple(FLOATS),
     ) -> None:
         if dtype not in dtypes:
-            raise WeightError(f"{file}: {name} is {dtype}; only unquantized weights ({', '.join(sorted(FLOATS))})")
+            raise WeightError(f"{file}: {name} is {dtype}; supported (unquantized): {', '.join(sorted(FLOATS))}")
         if wanted is not None and found != wanted:
-            raise WeightError(f"{file}: {name} has shape {list(found)}, config.json asks for {list(wanted)}")
+            raise WeightError(f"{file}: {name} has shape {list(found)}, and config.json requires {list(wanted)}")
 
     def _header(self, file: Path) -> dict[str, Entry]:
         if file not in self._headers:
@@ -222,8 +222,8 @@ class HFCheckpoint:
             raise WeightError(f"{self.path}: no weights (neither {INDEX} nor {SINGLE})")
         if not allow_pickle:
             raise WeightError(
-                f"{self.path / pickled[0]}: pickled weights can run code when they are opened; convert them to "
-                "safetensors, or set model.allow_pickle: true (mrl convert: --allow-pickle) to read them (tensors only)"
+                f"{self.path / pickled[0]}: pickled weights can run code when they are opened: convert them to "
+                "safetensors, or set model.allow_pickle: true (mrl convert: --allow-pickle) to read tensors only"
             )
         if pickled[0] == PICKLE_INDEX:
             return self._read_index(self.path / PICKLE_INDEX)
@@ -242,7 +242,7 @@ class HFCheckpoint:
             if pure.is_absolute() or ".." in pure.parts or "\\" in file or not file:
                 raise WeightError(f"{index}: {name} points to {file!r}, outside of the directory")
             if pure.suffix != PurePosixPath(index.name.removesuffix(".index.json")).suffix:
-                raise WeightError(f"{index}: {name} points to {file!r}, a file of another kind")
+                raise WeightError(f"{index}: {name} points to {file!r}, a file of another format")
         return {name: self.path / file for name, file in named.items()}
 
     def _handle(self, file: Path) -> Any:

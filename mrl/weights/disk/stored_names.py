@@ -114,7 +114,7 @@ def stored_names(arch: ModelArch, hf_path: str, role: Role, meshes: Meshes) -> N
                 keys[_stacked(name)[0]] = _key(name, entry, arch.layers_differ)
     missing = {_stacked(name)[0] for name, row in weight_table(arch, role).items() if row.copy_of is None} - set(keys)
     if missing:
-        raise WeightError(f"Megatron's checkpoints hold nothing for {', '.join(sorted(missing))}")
+        raise WeightError(f"Megatron's checkpoint has no entry for {', '.join(sorted(missing))}")
     return Names(keys, tuple(objects.items()))
 
 

@@ -73,7 +73,7 @@ class _MetadataUnpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which describes no tensor")
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which does not describe a tensor")
 
 
 def load_metadata(directory: Path) -> dcp.Metadata:
@@ -85,7 +85,7 @@ def load_metadata(directory: Path) -> dcp.Metadata:
         described = content.state_dict_metadata.items()
         wrong = [key for key, entry in described if not isinstance(key, str) or not isinstance(entry, _ENTRIES)]
     except FileNotFoundError:
-        raise WeightError(f"{file} does not exist: {directory} is no complete torch_dist checkpoint") from None
+        raise WeightError(f"{file} does not exist: {directory} is not a complete torch_dist checkpoint") from None
     except Exception as error:  # a damaged pickle can raise anything
         raise WeightError(f"{file} is not the description of a checkpoint ({error})") from error
     if wrong:
@@ -114,7 +114,7 @@ def _stored(key: str, entry: dcp.TensorStorageMetadata, places: Mapping[Any, Any
     for chunk in entry.chunks:
         place = places.get(dcp.MetadataIndex(key, chunk.offsets))
         if place is None:
-            raise WeightError(f"{file}: {key} at {tuple(chunk.offsets)} is stored nowhere")
+            raise WeightError(f"{file}: {key} at {tuple(chunk.offsets)} has no stored data")
         where = str(place.relative_path)
         items.append(Extent(key, tuple(chunk.offsets), tuple(chunk.sizes), where, place.offset, place.length))
     return StoredTensor(tuple(entry.size), entry.properties.dtype, tuple(items))
@@ -131,8 +131,8 @@ def read_plain(file: Path | IO[bytes], name: str | Path) -> Any:
         raise WeightError(f"{name} does not exist") from None
     except Exception as error:  # a damaged pickle can raise anything; torch's own text advises to load without safety
         found = re.search(r"GLOBAL (\S+)", str(error))
-        reason = f"it names {found[1]}, which is no plain value" if found else "it cannot be read as plain values"
-        raise WeightError(f"{name} does not hold what was written: {reason}") from error
+        reason = f"it names {found[1]}, which is not a plain value" if found else "it cannot be read as plain values"
+        raise WeightError(f"{name} is damaged: {reason}") from error
 
 
 def write_metadata(
@@ -192,7 +192,7 @@ class ArchiveRows:
         except Exception as error:  # a damaged pickle can raise anything
             raise WeightError(f"{file}: {self.item.key} cannot be read ({error})") from error
         if not fits:
-            raise WeightError(f"{file}: {self.item.key} is stored as {found}, {wanted} was expected")
+            raise WeightError(f"{file}: {self.item.key} is stored as {found} instead of {wanted}")
         return start
 
 
@@ -231,7 +231,7 @@ class _TensorPickle(pickle.Unpickler):
             return dict
         if module == "torch" and name.endswith("Storage"):
             return name
-        raise pickle.UnpicklingError(f"it holds a {module}.{name}, not a plain tensor")
+        raise pickle.UnpicklingError(f"it contains a {module}.{name}, not a plain tensor")
 
 
 class _Part(io.RawIOBase):

@@ -75,7 +75,7 @@ class _Common(TorchCommonLoadStrategy):
         file = Path(checkpoint_dir) / COMMON
         common = read_plain(file, file)
         if not isinstance(common, dict):
-            raise WeightError(f"{file} does not hold what was written: a {type(common).__name__}")
+            raise WeightError(f"{file} is damaged: it contains a {type(common).__name__}")
         return common
 
 
@@ -120,7 +120,7 @@ class _Reader(dcp.FileSystemReader):
             try:
                 super().read_data(replace(plan, items=items), planner).wait()
             except Exception as error:
-                raise WeightError(f"{self.path}/{name} does not hold what was written") from error
+                raise WeightError(f"{self.path}/{name} is damaged") from error
         done: Future[None] = Future()
         done.set_result(None)
         return done

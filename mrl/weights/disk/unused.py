@@ -53,7 +53,7 @@ def unused_tensors(
         elif (whole := name.removesuffix(BLOCKS).removesuffix(SCALES)) in stacks:
             yield from _more_slices(checkpoint, whole, stacks[whole])
         elif name not in known and not name.endswith(BUFFERS) and not _drafts(arch, name):
-            yield f"{checkpoint.path}: nothing uses its tensor {name}"
+            yield f"{checkpoint.path}: the model does not use its tensor {name}"
     if compare_tied and role == "policy" and arch.tied_embeddings and HF_OUTPUT in checkpoint:
         yield from _untied(checkpoint, table[EMBEDDING])
 
@@ -80,7 +80,7 @@ def _more_slices(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> I
         checkpoint.source(f"{name}[{shape[0]}]", shape[1:])
     except WeightError:
         return
-    yield f"{checkpoint.path}: {name} has more than the {shape[0]} slices that config.json asks for"
+    yield f"{checkpoint.path}: {name} has more than the {shape[0]} slices that config.json requires"
 
 
 def _untied(checkpoint: Checkpoint, row: Row) -> Iterator[str]:
@@ -94,6 +94,6 @@ def _untied(checkpoint: Checkpoint, row: Row) -> Iterator[str]:
         return
     if not same:
         yield (
-            f"{output.label} differs from {name}, but config.json says tie_word_embeddings: true, which would "
-            "drop it: set that to false, or remove the tensor"
+            f"{output.label} differs from {name}, but config.json has tie_word_embeddings: true, which would drop it: "
+            "set it to false, or remove the tensor"
         )

@@ -92,7 +92,7 @@ class Exporter:
         """
         for name, parameter in self._all:
             if parameter.numel() and not parameter.untyped_storage().nbytes():
-                raise WeightError(f"{name} cannot be exported: the model's parameters were given up (offload)")
+                raise WeightError(f"{name} cannot be exported: the model's parameters are offloaded")
         for row, parameter in self._mine:
             if slice_of(row.hf[0]) is not None:
                 yield from self._together(stored_name(row.hf[0]))

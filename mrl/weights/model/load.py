@@ -103,7 +103,7 @@ def _open_hf(path: str | Path, role: Role, allow_pickle: bool) -> HFCheckpoint:
     checkpoint = HFCheckpoint(path, allow_pickle)
     if role == "critic" and is_reward_model(path) and HF_VALUE_HEAD not in checkpoint:
         checkpoint.close()
-        raise WeightError(f"{path}/config.json names a reward model, but there is no {HF_VALUE_HEAD} to start from")
+        raise WeightError(f"{path}/config.json names a reward model, but its weights have no {HF_VALUE_HEAD}")
     return checkpoint
 
 
@@ -199,16 +199,16 @@ def _fill(item: Item, arch: ModelArch, mesh: Mesh) -> None:
     shard = to_megatron(item.row, item.sources, arch, tp, tp_rank, padded_vocab)
     if shard.shape != parameter.shape:
         raise WeightError(
-            f"{item.name}: the model holds {list(parameter.shape)}, its part of {', '.join(item.row.hf)} is "
+            f"{item.name}: the model has {list(parameter.shape)}, and its part of {', '.join(item.row.hf)} is "
             f"{list(shard.shape)}"
         )
     fp8_params.write(parameter, shard)
     if not all_finite(fp8_params.values_of(parameter)):
         bad = [source.label for source in item.sources if not all_finite(source[:])]
         raise WeightError(
-            f"{', '.join(bad)} holds NaN or infinity"
+            f"{', '.join(bad)} contains NaN or infinity"
             if bad
-            else f"{item.sources[0].label} holds values that {parameter.dtype} cannot: they would become infinite"
+            else f"{item.sources[0].label} has values beyond the range of {parameter.dtype}: they would become infinite"
         )
     _mark(item, tp)
 
@@ -223,10 +223,10 @@ def _mark(item: Item, tp: int) -> None:
     wanted = item.row.tp_dim
     if wanted is None:
         if cut and tp > 1:
-            raise WeightError(f"{item.name}: the model cuts it by tensor parallelism, the weight table does not")
+            raise WeightError(f"{item.name}: the model splits it by tensor parallelism, but the weight table does not")
         return
     if cut and dim != wanted and not item.row.expert:
-        raise WeightError(f"{item.name}: the model cuts dimension {dim}, the weight table dimension {wanted}")
+        raise WeightError(f"{item.name}: the model splits dimension {dim}, but the weight table dimension {wanted}")
     if not cut or dim != wanted:
         attributes.update(tensor_model_parallel=True, partition_dim=wanted, partition_stride=1)
 

@@ -70,6 +70,6 @@ def fill(chunk: nn.Module, state: dict[str, Any]) -> None:
     is_adapted = any(map(is_adapter, parameters))
     frozen = {name for name, parameter in parameters.items() if is_adapted and not parameter.requires_grad}
     problems = [f"{name} is missing" for name in left.missing_keys if BESIDE not in name and name not in frozen]
-    problems += [f"nothing takes {name}" for name in left.unexpected_keys if BESIDE not in name]
+    problems += [f"the model has no {name}" for name in left.unexpected_keys if BESIDE not in name]
     if problems:
         raise WeightError("; ".join(problems))

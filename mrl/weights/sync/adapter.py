@@ -114,7 +114,7 @@ class AdapterSync(EngineSync):
         """Loads the adapter into every engine, and unloads the former ones, on rank 0."""
         tensors = {PREFIX + key: tensor for part in parts for key, tensor in part.items()}
         if len(tensors) != len(self._metas):
-            raise WeightError(f"{len(tensors)} tensors of adapters have come, not {len(self._metas)}")
+            raise WeightError(f"gathered {len(tensors)} adapter tensors instead of {len(self._metas)}")
         tensors |= {PREFIX + key: tensor for key, tensor in zeros_beside(self._exporter.arch, self._lora, tensors)}
         payload = pickle_by_name(tensors)
         sums = {key: _sha256(tensor) for key, tensor in tensors.items()} if verify else None

@@ -111,9 +111,7 @@ class TileHash(ParamHash):
 
     def _add_words(self, offset: int, raw: Tensor) -> None:
         if offset % 4 or raw.numel() % 4:
-            raise ValueError(
-                f"{self.param.name}: a part does not begin and end on 4 bytes, it cannot be hashed in parts"
-            )
+            raise ValueError(f"{self.param.name}: a part is not aligned to 4 bytes, so it cannot be hashed in parts")
         words = raw.view(torch.int32)
         for start in range(0, words.numel(), self.CHUNK):
             chunk = words[start : start + self.CHUNK].to(torch.int64) & _M32

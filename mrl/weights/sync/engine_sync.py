@@ -134,7 +134,7 @@ class EngineSync(ABC):
         except BaseException:
             self._go_on_all_the_same()
             raise
-        self._on_rank_0("letting the engines go on", lambda: self._engines.call(EngineClient.go_on))
+        self._on_rank_0("resuming the engines", lambda: self._engines.call(EngineClient.go_on))
         return report
 
     def _go_on_all_the_same(self) -> None:
@@ -163,7 +163,7 @@ class EngineSync(ABC):
         except EngineError as error:
             if error.status != 400:
                 raise
-            text = f"{error.text} (paused, as rollout.overlap: bounded needs: is this SGLang older than 0.5.23?)"
+            text = f"{error.text} (while paused for rollout.overlap: bounded, which needs SGLang 0.5.23 or later)"
             raise EngineError(client.url, error.endpoint, error.status, text) from error
 
     # ---- verification

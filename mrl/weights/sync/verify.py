@@ -82,12 +82,12 @@ def ask_shape(engines: Engines) -> tuple[EngineShape, type[ParamHash]]:
         ranks = client.weights_checksum()
         if len(ranks) != engines.tensor:
             raise WeightError(
-                f"engine {client.url} runs on {len(ranks)} tensor-parallel ranks, the push was for {engines.tensor}"
+                f"engine {client.url} has {len(ranks)} tensor-parallel ranks; the sync was for {engines.tensor}"
             )
         names = sorted(name for name in ranks[0].checksums if not name.endswith(DERIVED))
         shapes.append((EngineShape(tuple(names), len(ranks)), hash_kind(client.server_info())))
     if any(shape != shapes[0] for shape in shapes):
-        raise WeightError(f"the engines {[client.url for client in engines.clients]} do not hold the same parameters")
+        raise WeightError(f"the engines {[client.url for client in engines.clients]} have different parameters")
     return shapes[0]
 
 
@@ -109,5 +109,5 @@ def check(verifier: Verifier, engines: Engines, expected: Mapping[Key, str]) -> 
     total = sum(len(rank.checksums) for ranks in held.values() for rank in ranks)
     listed = "".join(f"\n  - {mismatch}" for mismatch in found[:MAX_LISTED])
     more = f"\n  - and {len(found) - MAX_LISTED} more" if len(found) > MAX_LISTED else ""
-    hint = "\nEvery one differs: does the engine serve the model in another dtype?" if len(found) == total else ""
-    raise SyncMismatch(f"{len(found)} of {total} parameters differ from what was sent:{listed}{more}{hint}")
+    hint = "\nAll differ: check that the engine uses the dtype of model.dtype" if len(found) == total else ""
+    raise SyncMismatch(f"{len(found)} of {total} engine parameters differ from those sent:{listed}{more}{hint}")

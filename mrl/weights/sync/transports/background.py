@@ -40,6 +40,6 @@ class InBackground:
     def result(self, timeout_s: float, what: str) -> None:
         """Raises the call's error, or WeightError if the call takes longer than `timeout_s`."""
         if not self.wait(timeout_s):
-            raise WeightError(f"{what}: not done after {timeout_s:.0f} s")
+            raise WeightError(f"{what}: did not finish within {timeout_s:.0f} s")
         if self._error is not None:
             raise self._error

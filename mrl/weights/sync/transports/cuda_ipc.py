@@ -30,7 +30,7 @@ class CudaIpc(ByHandle):
     def __init__(self, engines: Engines, place: Place) -> None:
         if place.device.type != "cuda":
             raise WeightError(
-                f"sync.transport cuda_ipc needs the model on a CUDA device, it is on {place.device.type}: "
+                f"sync.transport cuda_ipc needs the model on a CUDA device, and it is on {place.device.type}: "
                 "use auto, shared_memory or http"
             )
         super().__init__(engines, place)

@@ -159,9 +159,9 @@ class Distributed(Transport):
         while store.num_keys() == empty:
             if reply.done and store.num_keys() == empty:
                 reply.result(0, what)
-                raise WeightError(f"{what}: it answered, but did not come")
+                raise WeightError(f"{what}: it responded, but did not join")
             if self.engines.deadline.is_over:
-                raise WeightError(f"{what}: not there after {self.engines.deadline.seconds:g} s")
+                raise WeightError(f"{what}: did not join within {self.engines.deadline.seconds:g} s")
             time.sleep(POLL_S)
 
     def _rendezvous(self, store: dist.Store, name: str, size: int, timeout: timedelta, address: str) -> Any:

@@ -196,7 +196,7 @@ class Relay:
         self._thread.join(deadline.left() + RELAY_GRACE_S)
         if self._thread.is_alive():
             limit = f"sync.timeout_s = {deadline.seconds:g} s and {RELAY_GRACE_S:g} s"
-            self._problem = WeightError(f"buckets of rank {self._route.sender} were not there within {limit}")
+            self._problem = WeightError(f"buckets of rank {self._route.sender} did not arrive within {limit}")
 
     def result(self) -> None:
         """Raises WeightError, with this node's number, if its engines lack a bucket."""

@@ -30,7 +30,7 @@ class SharedMemory(ByHandle):
         free = state.f_bavail * state.f_frsize
         if free < turns * size:
             raise WeightError(
-                f"{SHM} has {free // MIB} MiB free, this rank's buckets need {turns} x {-(-size // MIB)} MiB: "
+                f"{SHM} has {free // MIB} MiB free, and this rank's buckets need {turns} x {-(-size // MIB)} MiB: "
                 f"enlarge {SHM}, lower sync.bucket_mib, or set sync.transport to http or distributed"
             )
         made = [SharedBuffer(size) for _ in range(turns)]

@@ -39,7 +39,7 @@ class Spanning(OverNodes):
 
     def __init__(self, kind: type[Transport], engines: Engines, place: Place, spread: Spread) -> None:
         if not issubclass(kind, ByHandle):
-            raise WeightError(f"sync.transport {kind.name} knows no engine larger than a node: leave it out")
+            raise WeightError(f"sync.transport {kind.name} does not support engines over several nodes: leave it out")
         super().__init__(kind, engines, place, spread)
 
     def send(self, bucket: Bucket, flat: Tensor) -> None:
