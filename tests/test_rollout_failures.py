@@ -173,7 +173,7 @@ def stub_engine(tiny_models: TinyModels, tmp_path: Path) -> Iterator[Callable[..
 
 def test_http_500_is_one_error_with_the_engines_text(stub_engine: Callable[..., tuple[Stub, Engine]]) -> None:
     stub, engine = stub_engine(lambda h: answer(h, 500, {"error": {"message": "CUDA out of memory"}}))
-    with pytest.raises(RolloutError, match=r"/generate failed for samples \d+, .*HTTP 500.*CUDA out of memory"):
+    with pytest.raises(RolloutError, match=r"/generate failed for sample \d+ .*HTTP 500.*CUDA out of memory"):
         engine.generate(requests([(1, 2)] * 100), LONG)
     assert stub.aborted.is_set(), "the requests that still ran on the engine were aborted"
 
