@@ -94,7 +94,7 @@ ENGINES = {
     "refuses an update": ("refuses_begin", "version 0: opening the update failed: .*session is already open"),
     "dies in an update": ("dies", "version 1: sending failed: .*update_weights_from_tensor: no answer"),
     "answers 500 to a rollout": ("generate_500", "rollout failed: engine .*HTTP 500: .*the cache is on fire"),
-    "answers nothing to a rollout": ("generate_hangs", "rollout failed: .*no answer for samples .* = 4 s"),
+    "answers nothing to a rollout": ("generate_hangs", "rollout failed: .*no answer for sample .* = 4 s"),
 }
 
 

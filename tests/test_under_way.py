@@ -23,7 +23,6 @@ from mrl.config.engines import ENGINES, EngineKind
 from mrl.config.schema import RolloutConfig
 from mrl.core import Prompt, Request, Sample, SamplingParams
 from mrl.rollout import Engine, Feed, RolloutError, ServerLost, sample_seed, start_engine
-from mrl.rollout import samples as reading
 from mrl.rollout.check import check_server
 from mrl.rollout.errors import EngineError
 from mrl.rollout.samples import Expected, read_answer
@@ -195,10 +194,7 @@ def test_a_rest_waits_for_what_is_admitted_and_begins_nothing() -> None:
     assert len(engines.begun) == 3 * WANTED * MEMBERS
 
 
-@pytest.mark.parametrize("is_long", [False, True])
-def test_spans_of_an_answer_are_looked_at(is_long: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "MANY_BYTES", 0 if is_long else 1 << 20)
-
+def test_spans_of_an_answer_are_looked_at() -> None:
     def answer(*spans: tuple[str, int, int]) -> dict[str, Any]:
         named = [dict(zip(("version", "start", "end"), span)) for span in spans]
         meta = {"finish_reason": {"type": "stop"}, "prompt_tokens": 2, "completion_tokens": 3}
@@ -207,8 +203,8 @@ def test_spans_of_an_answer_are_looked_at(is_long: bool, monkeypatch: pytest.Mon
         return {"output_ids": [5, 6, 7], "meta_info": meta}
 
     def read(*spans: tuple[str, int, int]) -> list[int]:
-        content = json.dumps([answer(*spans)]).encode()
-        [sample] = read_answer([request(0, 0)], content, Expected(9, 3, versions={"3", "4"}))
+        content = json.dumps(answer(*spans)).encode()
+        sample = read_answer(request(0, 0), content, Expected(9, 3, versions={"3", "4"}))
         assert sample.versions is not None
         return sample.versions.tolist()
 

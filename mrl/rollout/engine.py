@@ -242,6 +242,7 @@ class Engine:
         """To be called before each push: samples that are under way may come back with this version as soon as the
         engines go on."""
         self.versions.add(version)
+        self.fleet.stall.begin()
 
     def has_pushed(self, version: str, adapter: str | None = None) -> None:
         """To be called after each push of weights to all servers: from now on samples of others are refused.
@@ -249,6 +250,7 @@ class Engine:
         adapter: the name of what was pushed, where it is not the whole model
         """
         self.weight_version, self.adapter = version, adapter
+        self.fleet.stall.end()
         self.fleet.welcome()
         for server in self.fleet.servers:
             server.has_weights = True

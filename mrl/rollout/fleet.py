@@ -14,7 +14,7 @@ from mrl.rollout.access import Access
 from mrl.rollout.client import EngineClient
 from mrl.rollout.elsewhere import OtherNode
 from mrl.rollout.errors import EngineError, EngineStartError, PortTaken, RolloutError, ServerLost
-from mrl.rollout.load import Meter
+from mrl.rollout.load import Meter, Stall
 from mrl.rollout.process import EngineProcess, Started, wait_ready
 from mrl.rollout.restarts import Restarts
 from mrl.rollout.server import DEATH_POLL_S, DEATH_WAIT_S, Parts, Server
@@ -50,6 +50,7 @@ class Fleet:
     accepts_stop_strings: whether all do that were checked
     tensor: tensor-parallel ranks of each that was checked; None: none was
     waiting: requests that have not been given to a server yet
+    stall: time in which engines were given weights
     restarts: who may start a lost server again; nobody, until `restarts.allow` is called
     silence_s: until a server that has left is known to have
     nodes: those that have some of the servers, besides this one
@@ -77,6 +78,7 @@ class Fleet:
         self.prefix_caches: set[str] = set()  # addresses of servers that have one
         self.restarts = Restarts(max_restarts)
         self.waiting = Meter()
+        self.stall = Stall()
         self._nodes = nodes
         self._check, self._startup_timeout_s = check, startup_timeout_s
         self._memory_timeout_s = memory_timeout_s
@@ -179,7 +181,7 @@ class Fleet:
             try:
                 await self._start_again(server, process)
                 if server.has_weights:
-                    self.restarts.give_weights(server.url)
+                    self.give_weights(server)
                 break
             except Exception as error:
                 if isinstance(error, PortTaken) or not await server.ends_soon():
@@ -190,6 +192,14 @@ class Fleet:
                 self.restarts.take(process, RolloutError(again))
         server.life += 1
         server.up = True
+
+    def give_weights(self, server: Server) -> None:
+        """Brings a server that was started again to the weights of the others, while no answer is read."""
+        self.stall.begin()
+        try:
+            self.restarts.give_weights(server.url)
+        finally:
+            self.stall.end()
 
     def revive(self, error: Exception) -> bool:
         """After a failed push of weights: starts again what has died in it, with as much of its memory given up as

@@ -31,6 +31,28 @@ class Load:
         return self.tokens / max(self.seconds, 1e-9)
 
 
+class Stall:
+    """Seconds in which the engines were given weights, during which requests are not answered. For threads."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now, self._seconds = now, 0.0
+        self._since: float | None = None
+
+    def begin(self) -> None:
+        """Engines stop answering; harmless when they already have."""
+        self._since = self._since if self._since is not None else self._now()
+
+    def end(self) -> None:
+        """Engines answer again; harmless when they already do."""
+        self._seconds, self._since = self.seconds, None
+
+    @property
+    def seconds(self) -> float:
+        """Total until now."""
+        since = self._since
+        return self._seconds + (self._now() - since if since is not None else 0.0)
+
+
 class Meter:
     """Counts what is under way at one place, for threads. now: gives seconds that only rise"""
 

@@ -127,7 +127,7 @@ class OpenFleet(Fleet):
     async def bring_in(self, server: Server) -> None:
         """Until a newcomer has its weights, or has left again, or is known to wait for the next push."""
         try:
-            self.restarts.give_weights(server.url)
+            self.give_weights(server)
         except LacksWeights:
             self._waiting = True
         except Exception:
