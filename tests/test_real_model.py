@@ -51,7 +51,7 @@ def test_three_steps_of_the_real_model(task: Path, tmp_path: Path) -> None:
         "reward.function": f"{ROOT}/yaml_configs/rewards/reasoning_gym_tasks.py:final_number",
         "data.train": task / "data" / "train.jsonl",
         "data.validation": task / "data" / "held_out.jsonl",
-        "batch.prompts_per_step": 4,
+        "batch.prompts_per_step": 2,
         "batch.samples_per_minibatch": 16,
         "validation.at_start": "false",
         "validation.prompts": 4,
