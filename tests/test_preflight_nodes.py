@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from mrl import cli
-from mrl.launcher import Elastic, NodePlace, node
+from mrl.launcher import ElasticJob, NodeRank, node
 from mrl.ports import free_port
 from mrl.preflight import nodes
 from mrl.preflight.finding import Finding
@@ -58,7 +58,7 @@ def meet(found: Sequence[Sequence[Finding]], count: int, missing: Sequence[int] 
     here = [number for number in range(count) if number not in missing]
 
     def look(number: int) -> list[Finding]:
-        meeting = Meeting(NodePlace(number, count, head), ["n1", "n2", "n3"], meet_s=1.5)
+        meeting = Meeting(NodeRank(number, count, head), ["n1", "n2", "n3"], meet_s=1.5)
         result = look_at_nodes(meeting, found[number], 1, None)
         meeting.part(1.0)
         return result
@@ -81,7 +81,7 @@ def test_what_ranks_print_is_no_measurement(tmp_path: Path, monkeypatch: pytest.
 def test_nodes_that_do_not_come_are_named() -> None:
     for finding in chain(*meet([[]] * 3, 3, missing=[1])):
         assert finding.verdict == "problem" and finding.text == "node 1 (n2) did not come within 1.5 s"
-    [finding] = look_at_nodes(Meeting(NodePlace(0, 2, "10.255.255.1:17399"), [], meet_s=1.0), [], 1, None)
+    [finding] = look_at_nodes(Meeting(NodeRank(0, 2, "10.255.255.1:17399"), [], meet_s=1.0), [], 1, None)
     assert "node 0 cannot listen at 10.255.255.1:17399 (Cannot assign requested address)" in finding.text
     [[finding]] = meet([[]] * 2, 2, missing=[0])
     assert finding.verdict == "problem" and "node 0 (n1) does not answer at 127.0.0.1:" in finding.text
@@ -143,8 +143,8 @@ def test_gloo_listens_where_the_head_sees_a_node(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     started: list[dict[str, str]] = []
     monkeypatch.setattr("mrl.launcher.node.subprocess.Popen", lambda command, env, **more: started.append(env))
-    job = Elastic("torchrun", ["mrl"], 1, max_restarts=0, save_s=None, limits={}, ft_config=None)
+    job = ElasticJob("torchrun", ["mrl"], 1, max_restarts=0, save_s=None, limits={}, ft_config=None)
     for wanted in ("ib0", "eth1"):
-        node._start(job, NodePlace(1, 2, "node17:29500"), "folder", 1.0)
+        node._start(job, NodeRank(1, 2, "node17:29500"), "folder", 1.0)
         assert started[-1]["GLOO_SOCKET_IFNAME"] == wanted
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")

@@ -164,12 +164,12 @@ def test_an_address_of_another_machine_is_named(a_place: pytest.MonkeyPatch) -> 
 def test_ctrl_c_that_an_import_swallows_is_not_lost() -> None:
     before = signal.getsignal(signal.SIGINT)
     try:
-        signals.note_interrupts()
-        signals.raise_swallowed()
+        signals.record_interrupts()
+        signals.raise_recorded_interrupt()
         with contextlib.suppress(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
-            signals.raise_swallowed()
+            signals.raise_recorded_interrupt()
     finally:
         signal.signal(signal.SIGINT, before)
 

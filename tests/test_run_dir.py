@@ -24,7 +24,7 @@ from mrl.config.loader import dump_resolved
 from mrl.config.schema import RLConfig, SFTConfig
 from mrl.core import StepStats
 from mrl.failure import note
-from mrl.launcher.logs import open_logs, owned, take_failures
+from mrl.launcher.logs import open_logs, lock_log_dir, collect_failures
 from mrl.observe import NotWritten, Recorder, RunDir, RunExists, move_aside, read_metrics, refuse_existing, write_report
 from mrl.observe.tensorboard import TensorboardWriter
 from mrl.preflight.space import look_at_directory
@@ -188,7 +188,7 @@ class TestPrivate:
         monkeypatch.setenv("MRL_FAILURE_FILE", str(log.failure_file))
         note(ConnectionError(f"no answer from {URL}"))
         with Terminal(log.path) as terminal:
-            found = take_failures([log], terminal)[0]
+            found = collect_failures([log], terminal)[0]
         assert "hunter2" not in found.message + found.traceback + log.path.read_text()
         assert "scores.example" in found.message
 
@@ -197,7 +197,7 @@ class TestPrivate:
         before = os.umask(umask)
         try:
             RunDir.open(sft(tmp_path / "runs")).close()
-            with owned(tmp_path / "runs/launched/logs"):
+            with lock_log_dir(tmp_path / "runs/launched/logs"):
                 pass
         finally:
             os.umask(before)
@@ -263,7 +263,7 @@ class TestFullDisk:
 import os, sys
 from pathlib import Path
 from mrl import failure
-from mrl.launcher.logs import open_logs, take_failures
+from mrl.launcher.logs import open_logs, collect_failures
 from mrl.terminal import Terminal
 logs = open_logs(Path("."), 1, ["x"])
 try:
@@ -273,7 +273,7 @@ except OSError as error:
     os.environ["MRL_FAILURE_FILE"] = "rank_0.failure"
     failure.note(error)
 with Terminal(logs[0].path) as terminal:
-    print(take_failures(logs, terminal)[0].message)
+    print(collect_failures(logs, terminal)[0].message)
 """
             done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True,
                                   env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip

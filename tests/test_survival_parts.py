@@ -17,7 +17,7 @@ from nvidia_resiliency_ext.fault_tolerance import FaultToleranceConfig, RankMoni
 
 from mrl import failure
 from mrl.config.schema import SectionTimeouts
-from mrl.launcher.logs import cause
+from mrl.launcher.logs import root_cause
 from mrl.resilience import ft_config, sections
 from mrl.resilience.stragglers import DEVICE, TIMED, Report
 from mrl.rollout import process
@@ -109,7 +109,7 @@ class TestSections:
                     go("in a section")
         found = failure.read(tmp_path / "rank_0.failure")
         assert found is not None and found.lost_contact
-        assert cause({0: found}, killed=True) is None and cause({0: found}, killed=False) == (0, found)
+        assert root_cause({0: found}, killed=True) is None and root_cause({0: found}, killed=False) == (0, found)
 
     def test_without_a_monitor_a_section_does_nothing(self, tmp_path: Path) -> None:
         with sections.watched(SectionTimeouts(), tmp_path) as is_set_up, sections.section("update"):

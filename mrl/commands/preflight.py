@@ -120,10 +120,10 @@ def _wrong(args: argparse.Namespace) -> str | None:
 
 
 def _meeting(args: argparse.Namespace) -> Meeting:
-    from mrl.launcher import NodePlace
+    from mrl.launcher import NodeRank
     from mrl.preflight.nodes import Meeting
 
-    return Meeting(NodePlace(args.node, args.nodes, args.head), [*filter(None, args.names.split(","))], args.wait_s)
+    return Meeting(NodeRank(args.node, args.nodes, args.head), [*filter(None, args.names.split(","))], args.wait_s)
 
 
 def _joined(args: argparse.Namespace, gpus: int) -> Machine | None:

@@ -14,7 +14,7 @@ from mrl.ports import is_a_rank, world_problem
 
 if TYPE_CHECKING:
     from mrl.config.schema import AnyConfig
-    from mrl.launcher import Nursery
+    from mrl.launcher import ForkServer
 
 # For ranks and engines. Torch's default is in /tmp under a name that anybody can take first, and its content is run.
 COMPILED = ("TORCHINDUCTOR_CACHE_DIR", os.path.expanduser("~/.cache/mrl/torchinductor"))
@@ -69,23 +69,23 @@ def run(args: argparse.Namespace) -> int:
     from mrl.launcher import signals
 
     if args.is_program:
-        signals.note_interrupts()
+        signals.record_interrupts()
     # most mistakes are found here, before torch has been imported to count GPUs
     cfg = _load(args, planned=world.of_nodes(args.nodes))
     if isinstance(cfg, int):
         return cfg
     if not args.is_program:
         return _lead(args, None)
-    from mrl.launcher import FOR_COPIES, Nursery
+    from mrl.launcher import FOR_FORK_SERVERS, ForkServer
 
-    for name, value in FOR_COPIES.items():
+    for name, value in FOR_FORK_SERVERS.items():
         os.environ.setdefault(name, value)
     _import_checks()
-    with _engine_nursery(cfg):  # forked with the imports so far; it imports the rest during the checks
+    with _engine_fork_server(cfg):  # forked with the imports so far; it imports the rest during the checks
         if cfg.run.launcher != "mrl" or args.nodes > 1:
             return _lead(args, None)
-        with Nursery() as nursery:
-            return _lead(args, nursery)
+        with ForkServer() as fork_server:
+            return _lead(args, fork_server)
 
 
 def _wrong(args: argparse.Namespace) -> str | None:
@@ -114,7 +114,7 @@ def _import_checks() -> None:
         import mrl.preflight.look  # noqa: F401
 
 
-def _engine_nursery(cfg: AnyConfig) -> contextlib.AbstractContextManager[object]:
+def _engine_fork_server(cfg: AnyConfig) -> contextlib.AbstractContextManager[object]:
     """Fork server for engines, if this machine starts engines on a CPU."""
     from mrl.config.engines import ENGINES
 
@@ -122,16 +122,16 @@ def _engine_nursery(cfg: AnyConfig) -> contextlib.AbstractContextManager[object]
     if engines is None or engines[0].urls or cfg.engine_nodes() is not None:
         return contextlib.nullcontext()
     from mrl.platform import is_built_for_gpus
-    from mrl.rollout import nursery
+    from mrl.rollout import fork_server
 
     name = engines[0].engine
     imports = ENGINES[name].cpu_imports
-    if imports is None or is_built_for_gpus() or nursery.is_there(name):
+    if imports is None or is_built_for_gpus() or fork_server.is_there(name):
         return contextlib.nullcontext()
-    return nursery.EngineNursery(name, imports)
+    return fork_server.EngineForkServer(name, imports)
 
 
-def _lead(args: argparse.Namespace, nursery: Nursery | None) -> int:
+def _lead(args: argparse.Namespace, fork_server: ForkServer | None) -> int:
     machine = world.of_nodes(args.nodes, world.gpus())
     cfg = _load(args, planned=machine)
     if isinstance(cfg, int):
@@ -140,7 +140,7 @@ def _lead(args: argparse.Namespace, nursery: Nursery | None) -> int:
         return 1
     from mrl.launcher import signals
 
-    signals.raise_swallowed()  # a Ctrl-C during the import of torch, before there are other processes
+    signals.raise_recorded_interrupt()  # a Ctrl-C during the import of torch, before there are other processes
     if args.nodes > 1:
         return world.start_node(cfg, args)
-    return world.start(cfg, args.config, args.overrides, nursery)
+    return world.start(cfg, args.config, args.overrides, fork_server)

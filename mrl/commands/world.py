@@ -16,7 +16,7 @@ from mrl.imports import importing
 if TYPE_CHECKING:
     from mrl.config.derived import Machine
     from mrl.config.schema import AnyConfig
-    from mrl.launcher import Nursery
+    from mrl.launcher import ForkServer
 
 
 def gpus() -> int:
@@ -41,11 +41,11 @@ def of_nodes(nodes: int, gpus: int | None = None) -> Callable[[AnyConfig], Machi
     return lambda cfg: Machine.starting(cfg, gpus, nodes)
 
 
-def start(cfg: AnyConfig, config: Path, overrides: Sequence[str], nursery: Nursery | None) -> int:
-    """Runs a world on this machine for `mrl train CONFIG OVERRIDES`; returns the exit code. nursery: fork server of the
+def start(cfg: AnyConfig, config: Path, overrides: Sequence[str], fork_server: ForkServer | None) -> int:
+    """Runs a world on this machine for `mrl train CONFIG OVERRIDES`; returns the exit code. fork_server: fork server of the
     own launcher's ranks."""
     from mrl.config.derived import Machine, is_on_one_machine
-    from mrl.launcher import Elastic, LaunchError, launch, launch_elastic
+    from mrl.launcher import ElasticJob, LaunchError, launch, launch_elastic
     from mrl.observe import RunExists, refuse_existing
     from mrl.ports import GLOO, LOOPBACK
     from mrl.resilience import ft_config
@@ -60,9 +60,9 @@ def start(cfg: AnyConfig, config: Path, overrides: Sequence[str], nursery: Nurse
             refuse_existing(cfg)
         if cfg.run.launcher == "mrl":
             command = [sys.executable, "-m", *arguments]
-            return _noted(launch(command, nproc, run_dir / "logs", save_s=save_s, nursery=nursery), run_dir)
+            return _noted(launch(command, nproc, run_dir / "logs", save_s=save_s, fork_server=fork_server), run_dir)
         is_ft = cfg.run.launcher == "ft"
-        job = Elastic(
+        job = ElasticJob(
             cfg.run.launcher,
             arguments,
             nproc,
@@ -81,16 +81,16 @@ def start_node(cfg: AnyConfig, args: argparse.Namespace) -> int:
     """Runs this node's part of a multi-node world; returns the exit code. args: the command's, with the node's
     place."""
     from mrl.config.derived import Machine
-    from mrl.launcher import Elastic, LaunchError, NodePlace, launch_node
+    from mrl.launcher import ElasticJob, LaunchError, NodeRank, launch_node
     from mrl.observe import RunExists, refuse_existing
     from mrl.resilience import ft_config
 
-    place = NodePlace(args.node, args.nodes, args.head)
+    place = NodeRank(args.node, args.nodes, args.head)
     run_dir, timeouts, is_ft = Path(cfg.run.root) / cfg.run.name, cfg.resilience.timeouts_s, cfg.run.launcher == "ft"
     try:
         if place.number == 0 and not (run_dir / "lock").exists():
             refuse_existing(cfg)
-        job = Elastic(
+        job = ElasticJob(
             "ft" if is_ft else "torchrun",
             ["mrl", "train", str(args.config), *args.overrides],
             Machine.starting(cfg, gpus(), place.count).local_world_size,
@@ -108,11 +108,11 @@ def start_node(cfg: AnyConfig, args: argparse.Namespace) -> int:
 
 def _noted(exit_code: int, run_dir: Path) -> int:
     """Returns the exit code; marks the run as one to resume if no rank has done so."""
-    from mrl.resilience.protocol import EXIT_PREEMPTED, MARKER, note_leaving
+    from mrl.resilience.protocol import EXIT_PREEMPTED, MARKER, mark_preempted
 
     if exit_code == EXIT_PREEMPTED and run_dir.is_dir() and not (run_dir / MARKER).exists():
         with contextlib.suppress(OSError):
-            note_leaving(run_dir, None)
+            mark_preempted(run_dir, None)
     return exit_code
 
 

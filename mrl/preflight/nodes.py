@@ -23,7 +23,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mrl import platform, ports
-from mrl.launcher import NodePlace, signals
+from mrl.launcher import NodeRank, signals
 from mrl.preflight import network
 from mrl.preflight.finding import Finding, problems
 
@@ -41,7 +41,7 @@ class NodesMissing(RuntimeError):
 class Meeting:
     """Meeting of all nodes; this node is `place`. names: node names for messages"""
 
-    place: NodePlace
+    place: NodeRank
     names: Sequence[str]
     meet_s: float = MEET_S
     _store: Any = field(init=False, default=None)
@@ -157,7 +157,7 @@ def _start(number: int, mib: int, env: Mapping[str, str], folder: Path) -> subpr
     command = [sys.executable, "-m", "mrl.preflight.network", str(mib), str(folder / f"{number}.json")]
     with (folder / f"{number}.log").open("wb") as log:
         return subprocess.Popen(
-            command, env=env, stdout=log, stderr=log, start_new_session=True, preexec_fn=signals.as_child()
+            command, env=env, stdout=log, stderr=log, start_new_session=True, preexec_fn=signals.child_setup()
         )
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from mrl.resilience.protocol import EXIT_PREEMPTED, MARKER, note_leaving, started_by_torchelastic
+from mrl.resilience.protocol import EXIT_PREEMPTED, MARKER, mark_preempted, started_by_torchelastic
 from mrl.stopping import Stopped
 
 WARNINGS = (signal.SIGTERM, signal.SIGUSR1)
@@ -92,14 +92,14 @@ def leave(run_dir: Path, step: int) -> NoReturn:
     Raises SystemExit, with code 0 under torchrun and ft_launcher, which take every other code for a failure.
     """
     signal.setitimer(signal.ITIMER_REAL, 0.0)
-    _note_leaving(run_dir, step or None)
+    _mark_preempted(run_dir, step or None)
     raise SystemExit(_code())
 
 
-def _note_leaving(run_dir: Path, step: int | None) -> None:
+def _mark_preempted(run_dir: Path, step: int | None) -> None:
     """Writes the marker for the launcher, on rank 0."""
     if os.environ.get("RANK", "0") == "0":
-        note_leaving(run_dir, step)
+        mark_preempted(run_dir, step)
 
 
 def _code() -> int:
@@ -112,7 +112,7 @@ def _too_late(number: int, frame: FrameType | None) -> NoReturn:
     code = EXIT_PREEMPTED  # without a marker, a launcher needs a nonzero code
     if _run_dir is not None:
         with contextlib.suppress(OSError):
-            _note_leaving(_run_dir, None)
+            _mark_preempted(_run_dir, None)
             code = _code()
     raise Stopped(code)
 

@@ -18,7 +18,7 @@ from typing import IO, Any
 from mrl.config.schema import SectionTimeouts
 from mrl.failure import LostContact
 from mrl.resilience import ft_config
-from mrl.resilience.protocol import Place
+from mrl.resilience.protocol import RankStatus
 from mrl.resilience.rank import log_dir
 
 MONITOR_VARIABLE = "FT_RANK_MONITOR_IPC_SOCKET"  # set by ft_launcher in its ranks
@@ -63,7 +63,7 @@ class _Watched:
         if self._client is not None:
             self._client.shutdown_workload_monitoring()
         if self._directory is not None:
-            Place.mine(None, ended=True).write(self._directory)
+            RankStatus.of_this_rank(None, ended=True).write(self._directory)
 
     def _tell(self) -> None:
         section = self._open[-1] if self._open else None
@@ -71,7 +71,7 @@ class _Watched:
             limit = self._limits[section or "out_of_section"]
             faulthandler.dump_traceback_later(_STACK_AT * limit, file=self._stacks or sys.stderr)
         if self._directory is not None:
-            Place.mine(section).write(self._directory)
+            RankStatus.of_this_rank(section).write(self._directory)
 
 
 _watched: _Watched | None = None

@@ -34,7 +34,7 @@ from mrl.copies import (
     speak_through,
 )
 from mrl.imports import importing
-from mrl.launcher.environment import FOR_COPIES
+from mrl.launcher.environment import FOR_FORK_SERVERS
 
 IMPORTS_S = 600.0  # timeout of the imports, after which ranks start as programs
 
@@ -53,7 +53,7 @@ class Child(Process):
         return self.returncode
 
 
-class Nursery:
+class ForkServer:
     """Client of a fork server. Construct it while nothing is open that a rank would close: a rank leaves the
     constructor by SystemExit."""
 
@@ -73,7 +73,7 @@ class Nursery:
         theirs.close()
         self._line = ours
 
-    def __enter__(self) -> Nursery:
+    def __enter__(self) -> ForkServer:
         return self
 
     def __exit__(
@@ -145,7 +145,7 @@ def serve(line: socket.socket, module: str) -> Order:
         said = tempfile.TemporaryFile()
         for stream in (1, 2):
             os.dup2(said.fileno(), stream)
-        os.environ |= FOR_COPIES | os.environ
+        os.environ |= FOR_FORK_SERVERS | os.environ
         before = dict(os.environ)
         with importing():  # without it, each fork would copy all pages at its first collection
             importlib.import_module(module)
