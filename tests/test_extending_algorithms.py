@@ -148,7 +148,7 @@ def test_a_signal_in_the_midst_of_a_user_s_loss_ends_the_run_as_a_signal_does(te
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        preemption.close_first()
+        preemption.close_on_signal()
         with pytest.raises(SystemExit) as stopped:
             own.load_loss(f"{path}:f", {})
     finally:

@@ -223,7 +223,7 @@ LATE = """
 import signal, sys, time
 from pathlib import Path
 from mrl.resilience import preemption
-preemption.save_first(0.05)
+preemption.save_on_signal(0.05)
 if len(sys.argv) > 1:
     preemption.begin(Path(sys.argv[1]))
 signal.raise_signal(signal.SIGTERM)

@@ -58,8 +58,8 @@ def run(args: argparse.Namespace) -> int:
         if problem := world_problem():
             print(f"mrl: {problem}", file=sys.stderr)
             return shared.CONFIG_ERROR
-        preemption.die_at_once()
-        rank.adopt()
+        preemption.restore_default_signals()
+        rank.set_up_process()
         around = world.joined()
         cfg = _load(args, joined=around)
         if isinstance(cfg, int):

@@ -127,14 +127,14 @@ def be_a_rank(cfg: AnyConfig) -> int:
     from mrl.resilience import preemption
 
     if cfg.kept.every_steps:
-        preemption.save_first(cfg.resilience.save_deadline_s)
+        preemption.save_on_signal(cfg.resilience.save_deadline_s)
     if os.environ["RANK"] == "0":
         for name, value in summary(cfg, int(os.environ["WORLD_SIZE"])):
             print(f"{name:>8}  {value}")
     try:
         with importing():
             train = trainer_of(cfg).load_main()
-        preemption.close_first()
+        preemption.close_on_signal()
         train(cfg)
     except Exception as error:
         if not failure.note(error):

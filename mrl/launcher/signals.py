@@ -40,7 +40,7 @@ def raise_recorded_interrupt() -> None:
 def collect_signals() -> Iterator[list[int]]:
     """Collects stopping signals in a list instead of ending on them. Ignored signals (nohup) stay ignored.
 
-    Restores the previous handlers after the block, except `preemption.not_begun`, since the run has begun.
+    Restores the previous handlers after the block, except `preemption.exit_before_run`, since the run has begun.
     """
     received: list[int] = []
     wanted = [number for number in (*AT_ONCE, *WARNINGS) if signal.getsignal(number) != signal.SIG_IGN]
@@ -49,7 +49,7 @@ def collect_signals() -> Iterator[list[int]]:
         yield received
     finally:
         for number, handler in previous.items():
-            signal.signal(number, signal.SIG_DFL if handler is preemption.not_begun else handler)
+            signal.signal(number, signal.SIG_DFL if handler is preemption.exit_before_run else handler)
 
 
 def preemption_signal(received: Sequence[int], can_save: bool) -> signal.Signals | None:

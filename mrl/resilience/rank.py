@@ -26,7 +26,7 @@ def process_name(rank: int) -> str:
     return f"mrl rank {rank}"
 
 
-def adopt() -> None:
+def set_up_process() -> None:
     """Sets the process name that `top` shows. Rank 0's errors join its output, which the launcher shows; other ranks
     write to rank_N.log."""
     rank = int(os.environ["RANK"])

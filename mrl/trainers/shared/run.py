@@ -176,7 +176,7 @@ def started(cfg: AnyConfig, longest_wait_s: float | None = None) -> Iterator[Sta
         world = World(cfg.run.timeout_s, max(longest_wait_s, cfg.resilience.timeouts_s.setup), cfg.run.seed)
         stack.callback(world.close)
         run_dir = Path(cfg.run.root) / cfg.run.name
-        leave_setup = stack.enter_context(sections.watched(cfg.resilience.timeouts_s, run_dir))
+        leave_setup = stack.enter_context(sections.watch_rank(cfg.resilience.timeouts_s, run_dir))
 
         def is_set_up() -> None:
             world.activity.most_s = longest_wait_s
