@@ -148,7 +148,7 @@ NEED_NOT_LOOK = [{"MRL_MEETING": "x"}, {"TORCHELASTIC_RESTART_COUNT": "1"}, {"LO
 def test_ranks_that_need_not_look_do_not(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "1", "LOCAL_RANK": "0", **environment}.items():
         monkeypatch.setenv(name, value)
-    assert not shared.is_refused(None, IN_A_WORLD)  # type: ignore[arg-type]
+    assert not shared.has_problems(None, IN_A_WORLD)  # type: ignore[arg-type]
 
 
 def test_the_first_rank_of_another_node_looks_at_its_own_machine(
@@ -160,7 +160,7 @@ def test_the_first_rank_of_another_node_looks_at_its_own_machine(
     monkeypatch.setattr(look, "OF_MACHINE", (machine.look_at_temporary_files,))
     monkeypatch.setenv("TMPDIR", "/nowhere")
     cfg: Any = SimpleNamespace(is_language=True)
-    assert shared.is_refused(cfg, IN_A_WORLD)
+    assert shared.has_problems(cfg, IN_A_WORLD)
     assert capsys.readouterr().err.startswith(f"{socket.gethostname()}: TMPDIR is '/nowhere'")
 
 

@@ -235,7 +235,7 @@ RENEWED = {
 def profiled(monkeypatch: pytest.MonkeyPatch, file: Path, *words: str) -> AnyConfig:
     """The configuration that `mrl profile` has started."""
     started: list[AnyConfig] = []
-    monkeypatch.setattr("mrl.commands.world.start", lambda cfg, *_: started.append(cfg) or 0)
+    monkeypatch.setattr("mrl.commands.world.start_local", lambda cfg, *_: started.append(cfg) or 0)
     assert main(["profile", str(file), *words]) == 0
     return started[0]
 

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
         from mrl.preflight.look import OF_INPUTS, look
 
     try:
-        cfg = shared.load_to_read(args.config, args.overrides)
+        cfg = shared.load_read_only(args.config, args.overrides)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return shared.CONFIG_ERROR

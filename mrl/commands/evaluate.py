@@ -50,11 +50,11 @@ def run(args: argparse.Namespace) -> int:
         print(f"mrl: {problem}", file=sys.stderr)
         return shared.CONFIG_ERROR
     try:
-        loaded = shared.load_to_read(args.config, args.overrides)
+        loaded = shared.load_read_only(args.config, args.overrides)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return shared.CONFIG_ERROR
-    if (cfg := shared.of_language(loaded, "mrl eval")) is None:
+    if (cfg := shared.require_language_model(loaded, "mrl eval")) is None:
         return shared.CONFIG_ERROR
     return _report(args, cfg, recipes)
 

@@ -179,13 +179,13 @@ def dry_run(config: Path, overrides: Sequence[str], gpu: str | None) -> int:
         missing, plan = absent(cfg), own(cfg, cluster)
         print("\n".join(missing or ["everything that the configuration names is here"]) + "\n")
         print("\n".join(plan.lines()))
-        return DOES_NOT_FIT if plan.problems or (not missing and shared.is_refused(cfg, machine)) else 0
+        return DOES_NOT_FIT if plan.problems or (not missing and shared.has_problems(cfg, machine)) else 0
 
     assert isinstance(cfg, Config)
     run = DryRun(make(cfg, cluster, read_shapes(cfg), Assumptions()))
     for line in run.lines():
         print(line)
-    is_refused = not run.absent and shared.is_refused(cfg, machine)  # checks local data and rewards
+    is_refused = not run.absent and shared.has_problems(cfg, machine)  # checks local data and rewards
     return DOES_NOT_FIT if run.problems or is_refused else 0
 
 

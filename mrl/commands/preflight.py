@@ -78,7 +78,7 @@ def _found(args: argparse.Namespace) -> tuple[list[Finding], bool]:
 
     gpus = world.gpus()
     machine = _joined(args, gpus)
-    starting = world.of_nodes(args.nodes, gpus) if args.nodes > 1 else None
+    starting = world.machine_on_nodes(args.nodes, gpus) if args.nodes > 1 else None
     try:
         cfg = load(args.config, args.overrides, joined=machine, planned=starting, gpus=gpus)
     except ConfigError as error:
@@ -116,7 +116,7 @@ def _wrong(args: argparse.Namespace) -> str | None:
         return "--ranks-per-node is of the world of --ranks"
     if args.nodes > 1 and args.ranks is not None:
         return "--ranks is for a look without the other nodes, --nodes for one with them"
-    return shared.misplaced(args)
+    return shared.node_arguments_problem(args)
 
 
 def _meeting(args: argparse.Namespace) -> Meeting:

@@ -27,7 +27,7 @@ def add_config(parser: argparse.ArgumentParser, example: str) -> None:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=f"such as {example}")
 
 
-def load_to_read(config: Path, overrides: Sequence[str]) -> AnyConfig:
+def load_read_only(config: Path, overrides: Sequence[str]) -> AnyConfig:
     """Loads a configuration file, or that of a run directory wherever it is now, for a command that only reads.
 
     Raises ConfigError.
@@ -55,7 +55,7 @@ def add_nodes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--head", metavar="HOST:PORT", help="where node 0 listens for the others")
 
 
-def misplaced(args: argparse.Namespace) -> str | None:
+def node_arguments_problem(args: argparse.Namespace) -> str | None:
     """Returns what is wrong with --nodes, --node and --head; None if nothing is."""
     if args.nodes == 1 and args.node is None and args.head is None:
         return None
@@ -68,7 +68,7 @@ def misplaced(args: argparse.Namespace) -> str | None:
     return None if is_address else f"--head {args.head}: must be HOST:PORT, such as node17:29500"
 
 
-def of_language(cfg: AnyConfig, command: str) -> Config | None:
+def require_language_model(cfg: AnyConfig, command: str) -> Config | None:
     """Returns the configuration; None, with a message, unless it trains a language model."""
     from mrl.config.schema import Config
 
@@ -78,7 +78,7 @@ def of_language(cfg: AnyConfig, command: str) -> Config | None:
     return None
 
 
-def is_refused(cfg: AnyConfig, machine: Machine) -> bool:
+def has_problems(cfg: AnyConfig, machine: Machine) -> bool:
     """Prints all problems that preflight finds, or else its warnings about the tokenizer; returns True for problems.
 
     In a joined world rank 0 checks, and the first rank of every other node checks its own machine. Ranks whose launcher

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
     The ranks of a started world are forks of this process where possible.
     """
-    if problem := shared.misplaced(args) or _wrong(args):
+    if problem := shared.node_arguments_problem(args) or _wrong(args):
         print(f"mrl: {problem}", file=sys.stderr)
         return shared.CONFIG_ERROR
     if args.dry_run:
@@ -60,18 +60,18 @@ def run(args: argparse.Namespace) -> int:
             return shared.CONFIG_ERROR
         preemption.restore_default_signals()
         rank.set_up_process()
-        around = world.joined()
+        around = world.joined_machine()
         cfg = _load(args, joined=around)
         if isinstance(cfg, int):
             return cfg
-        return 1 if shared.is_refused(cfg, around) else world.be_a_rank(cfg)
+        return 1 if shared.has_problems(cfg, around) else world.run_rank(cfg)
 
     from mrl.launcher import signals
 
     if args.is_program:
         signals.record_interrupts()
     # most mistakes are found here, before torch has been imported to count GPUs
-    cfg = _load(args, planned=world.of_nodes(args.nodes))
+    cfg = _load(args, planned=world.machine_on_nodes(args.nodes))
     if isinstance(cfg, int):
         return cfg
     if not args.is_program:
@@ -132,15 +132,15 @@ def _engine_fork_server(cfg: AnyConfig) -> contextlib.AbstractContextManager[obj
 
 
 def _lead(args: argparse.Namespace, fork_server: ForkServer | None) -> int:
-    machine = world.of_nodes(args.nodes, world.gpus())
+    machine = world.machine_on_nodes(args.nodes, world.gpus())
     cfg = _load(args, planned=machine)
     if isinstance(cfg, int):
         return cfg
-    if shared.is_refused(cfg, machine(cfg)):
+    if shared.has_problems(cfg, machine(cfg)):
         return 1
     from mrl.launcher import signals
 
     signals.raise_recorded_interrupt()  # a Ctrl-C during the import of torch, before there are other processes
     if args.nodes > 1:
         return world.start_node(cfg, args)
-    return world.start(cfg, args.config, args.overrides, fork_server)
+    return world.start_local(cfg, args.config, args.overrides, fork_server)

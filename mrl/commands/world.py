@@ -27,21 +27,21 @@ def gpus() -> int:
     return gpu_count()
 
 
-def joined() -> Machine:
+def joined_machine() -> Machine:
     """Returns the world in which a launcher started this process."""
     from mrl.config.derived import Machine
 
     return Machine.around(gpus())
 
 
-def of_nodes(nodes: int, gpus: int | None = None) -> Callable[[AnyConfig], Machine]:
+def machine_on_nodes(nodes: int, gpus: int | None = None) -> Callable[[AnyConfig], Machine]:
     """Returns a function from a configuration to its world on `nodes` nodes like this one, which is one of them."""
     from mrl.config.derived import Machine
 
     return lambda cfg: Machine.starting(cfg, gpus, nodes)
 
 
-def start(cfg: AnyConfig, config: Path, overrides: Sequence[str], fork_server: ForkServer | None) -> int:
+def start_local(cfg: AnyConfig, config: Path, overrides: Sequence[str], fork_server: ForkServer | None) -> int:
     """Runs a world on this machine for `mrl train CONFIG OVERRIDES`; returns the exit code. fork_server: fork server of the
     own launcher's ranks."""
     from mrl.config.derived import Machine, is_on_one_machine
@@ -60,7 +60,7 @@ def start(cfg: AnyConfig, config: Path, overrides: Sequence[str], fork_server: F
             refuse_existing(cfg)
         if cfg.run.launcher == "mrl":
             command = [sys.executable, "-m", *arguments]
-            return _noted(launch(command, nproc, run_dir / "logs", save_s=save_s, fork_server=fork_server), run_dir)
+            return _mark_if_preempted(launch(command, nproc, run_dir / "logs", save_s=save_s, fork_server=fork_server), run_dir)
         is_ft = cfg.run.launcher == "ft"
         job = ElasticJob(
             cfg.run.launcher,
@@ -71,7 +71,7 @@ def start(cfg: AnyConfig, config: Path, overrides: Sequence[str], fork_server: F
             limits=timeouts.model_dump() if is_ft else {},
             ft_config=ft_config.write(run_dir, timeouts) if is_ft else None,
         )
-        return _noted(launch_elastic(job, run_dir), run_dir)
+        return _mark_if_preempted(launch_elastic(job, run_dir), run_dir)
     except (LaunchError, RunExists, OSError) as error:
         print(f"mrl: {error}", file=sys.stderr)
         return 1
@@ -85,28 +85,28 @@ def start_node(cfg: AnyConfig, args: argparse.Namespace) -> int:
     from mrl.observe import RunExists, refuse_existing
     from mrl.resilience import ft_config
 
-    place = NodeRank(args.node, args.nodes, args.head)
+    node = NodeRank(args.node, args.nodes, args.head)
     run_dir, timeouts, is_ft = Path(cfg.run.root) / cfg.run.name, cfg.resilience.timeouts_s, cfg.run.launcher == "ft"
     try:
-        if place.number == 0 and not (run_dir / "lock").exists():
+        if node.number == 0 and not (run_dir / "lock").exists():
             refuse_existing(cfg)
         job = ElasticJob(
             "ft" if is_ft else "torchrun",
             ["mrl", "train", str(args.config), *args.overrides],
-            Machine.starting(cfg, gpus(), place.count).local_world_size,
+            Machine.starting(cfg, gpus(), node.count).local_world_size,
             max_restarts=cfg.run.max_restarts if is_ft else 0,
             save_s=cfg.resilience.save_deadline_s if cfg.kept.every_steps else None,
             limits={},
             ft_config=ft_config.write(run_dir, timeouts) if is_ft else None,
         )
-        code = launch_node(job, run_dir, place)
-        return _noted(code, run_dir) if place.number == 0 else code
+        code = launch_node(job, run_dir, node)
+        return _mark_if_preempted(code, run_dir) if node.number == 0 else code
     except (LaunchError, RunExists, OSError) as error:
-        print(f"mrl: {place.words}: {error}", file=sys.stderr)
+        print(f"mrl: {node.label}: {error}", file=sys.stderr)
         return 1
 
 
-def _noted(exit_code: int, run_dir: Path) -> int:
+def _mark_if_preempted(exit_code: int, run_dir: Path) -> int:
     """Returns the exit code; marks the run as one to resume if no rank has done so."""
     from mrl.resilience.protocol import EXIT_PREEMPTED, MARKER, mark_preempted
 
@@ -116,7 +116,7 @@ def _noted(exit_code: int, run_dir: Path) -> int:
     return exit_code
 
 
-def be_a_rank(cfg: AnyConfig) -> int:
+def run_rank(cfg: AnyConfig) -> int:
     """Trains as one rank.
 
     Stopping signals become SystemExit, so that everything open is closed. If checkpoints are configured, SIGTERM and
