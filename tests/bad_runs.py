@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from mrl import platform, ports
-from mrl.platform.gpu_health import SIZE, GpuHealth, judged
+from mrl.platform.gpu_health import SIZE, GpuHealth, assess
 
 Edit = Callable[[Path, dict[str, Any]], None]
 
@@ -438,7 +438,7 @@ MISTAKES = [
     Mistake(
         "a GPU that somebody uses",
         ("GPU 1 (H100): other processes hold", "nvidia-smi"),
-        edit=sick(**vars(judged(1, "H100", 20 * 10**9, 80 * 10**9, (9, 0), SIZE))),
+        edit=sick(**vars(assess(1, "H100", 20 * 10**9, 80 * 10**9, (9, 0), SIZE))),
     ),
     Mistake("GPUs that hang", ("was not there within 60 s", "dmesg"), edit=patched("mrl.platform.gpu_health", hangs)),
 ]

@@ -121,7 +121,7 @@ def state_bytes(case: Case, dtype: torch.dtype, tiny_models: TinyModels) -> tupl
     """(measured, planned) of a rank in the middle of the world, once its optimizer has state."""
     path, rank = directory(case, tiny_models), case.world // 2
     arch, train = load_arch(path), TrainConfig(parallel=ParallelConfig(**case.layout))
-    with platform.imagined_rank(rank, case.world, "cpu"), (mesh := Mesh(train.parallel)).active():
+    with platform.fake_rank(rank, case.world, "cpu"), (mesh := Mesh(train.parallel)).active():
         models = build_model(arch, str(path), train, mesh, dtype, "policy", seed=None)
         wrapped = wrap_ddp(models)
         optimizer, _ = build_optimizer(OptimizerConfig(), wrapped, dtype)
@@ -189,7 +189,7 @@ def measured(
         kept.setdefault(x.untyped_storage().data_ptr(), x)
         return x
 
-    with platform.imagined_rank(rank, world, "cpu"), (mesh := Mesh(train.parallel)).active():
+    with platform.fake_rank(rank, world, "cpu"), (mesh := Mesh(train.parallel)).active():
         (model,) = build_model(arch, path, train, mesh, dtype, role, seed=1)
         batch = pack(rollout, range(len(lengths)), mesh.cp, mesh.cp_rank, align_total=mesh.cp * mesh.tp)
         made = ModelBatch.make(batch, mesh, 1.0, "log_probs" if role == "policy" else "values")

@@ -167,7 +167,7 @@ def test_deterministic_is_told_to_all_that_add_in_an_order_of_their_own(monkeypa
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1")
     assert not platform.is_deterministic()
     try:
-        platform.be_deterministic()
+        platform.enable_determinism()
         assert platform.is_deterministic()
         assert os.environ["NCCL_ALGO"] == "Tree", "what a user has chosen fixes the order too"
         assert os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "0"

@@ -88,7 +88,7 @@ def test_a_bucket_in_gpu_memory_is_never_written_again(monkeypatch: pytest.Monke
     monkeypatch.setattr(cuda_ipc_module, "_exported", lambda flat: flat)
     monkeypatch.setattr(cuda_ipc_module, "pickle_flat", lambda bucket, flat: flat)
     collected: list[bool] = []
-    monkeypatch.setattr(platform, "collect_shared", lambda: collected.append(True))
+    monkeypatch.setattr(platform, "release_shared_memory", lambda: collected.append(True))
     reader = SlowReader()
     place = Place(0, SimpleNamespace(type="cuda"), None)  # type: ignore[arg-type]
     transport = CudaIpc(Engines((reader,), 2, Deadline(5.0)), place)  # type: ignore[arg-type]

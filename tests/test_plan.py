@@ -221,7 +221,7 @@ def test_ranks_sit_where_megatron_puts_them(layout: dict[str, int]) -> None:
     world = 16
     grid = Grid(ParallelConfig(**layout), world)
     for rank in range(world):
-        with platform.imagined_rank(rank, world):
+        with platform.fake_rank(rank, world):
             mesh, seat = Mesh(grid.layout), grid.seat(rank)
             assert (mesh.tp_rank, mesh.pp_rank, mesh.cp_rank, mesh.dp_rank) == (seat.tp, seat.pp, seat.cp, seat.dp)
             assert (mesh.ep_rank, mesh.etp_rank, mesh.edp_rank) == (seat.ep, seat.etp, seat.edp)

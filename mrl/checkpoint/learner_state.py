@@ -64,7 +64,7 @@ class StateToLoad:
                 group["step"] = loaded[ADAM_UPDATES]
         optimizer = self.learner.optimizer
         optimizer.load_state_dict(parts[0] if len(parts) == 1 else dict(enumerate(parts)))
-        platform.unshare_steps(optimizer)
+        platform.separate_step_tensors(optimizer)
         self.learner.schedule.num_steps = loaded[SCHEDULE_UPDATES]
         self.learner.schedule.step(0)
         round_again(optimizer, self.learner.chunks)

@@ -50,7 +50,7 @@ def build(
 
     overlap: as for `wrap_ddp`; tower: the vision tower is trained.
     """
-    with platform.imagined_rank(rank, world), (mesh := Mesh(train.parallel)).active():
+    with platform.fake_rank(rank, world), (mesh := Mesh(train.parallel)).active():
         models = build_model(arch, hf_path, train, mesh, dtype, role, seed=None, trains_vision=tower)
         if train.lora is not None:
             attach(models, arch, mesh, train, seed=1)

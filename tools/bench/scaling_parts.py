@@ -227,7 +227,7 @@ def host(samples: int, tokens: int, ranks: int, minibatch: int, critic: bool = F
 
     from mrl.config.schema import RLConfig
     from mrl.learner import losses
-    from mrl.platform.imagined import imagined_rank
+    from mrl.platform.fake_rank import fake_rank
     from mrl.trainers.rl.experience import forward_passes, make_experience
     from mrl.trainers.rl.loop import update
     from tests.bare_run import bare_run
@@ -248,7 +248,7 @@ def host(samples: int, tokens: int, ranks: int, minibatch: int, critic: bool = F
         return to(self, device)
 
     losses.PolicyTargets.to = counted  # type: ignore[method-assign]
-    with imagined_rank(0, ranks, device="cpu"):
+    with fake_rank(0, ranks, device="cpu"):
         actor, values = host_learner("policy", ranks), host_learner("critic", ranks) if critic else None
         run, base = bare_run(cfg, actor, values), peak_mib()
         for learner in filter(None, (actor, values)):

@@ -171,7 +171,7 @@ def started(cfg: AnyConfig, longest_wait_s: float | None = None) -> Iterator[Sta
     """
     with contextlib.ExitStack() as stack, failure.noted():
         if cfg.run.deterministic:
-            platform.be_deterministic()  # before the GPU is used, and before any engine starts
+            platform.enable_determinism()  # before the GPU is used, and before any engine starts
         longest_wait_s = longest_wait_s or cfg.run.timeout_s
         world = World(cfg.run.timeout_s, max(longest_wait_s, cfg.resilience.timeouts_s.setup), cfg.run.seed)
         stack.callback(world.close)

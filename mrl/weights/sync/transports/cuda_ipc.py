@@ -47,7 +47,7 @@ class CudaIpc(ByHandle):
         return [pickle_flat(bucket, _exported(flat)) for _ in range(self.engines.tensor)]
 
     def release(self, failed: bool) -> None:
-        platform.collect_shared()
+        platform.release_shared_memory()
 
 
 def _exported(flat: Tensor) -> tuple[Callable[..., Any], tuple[Any, ...]]:
