@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from mrl.config.schema import SyncConfig
-from mrl.weights.sync.push import WeightSync
+from mrl.weights.sync.weight_sync import WeightSync
 from mrl.weights.sync.transports import paced_http
 from tests.sync_tools import FileExporter
 

@@ -26,7 +26,7 @@ from mrl.checkpoint.agreement import RANKS, CheckpointError
 from mrl.parallel import gather, rank
 from mrl.weights.disk.torch_dist_files import load_metadata
 from mrl.weights.disk.torch_dist_load import load
-from mrl.weights.model.state import wanted
+from mrl.weights.model.state import requested_entries
 
 platform.install()
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config  # noqa: E402
@@ -153,7 +153,7 @@ def read(state: dict[str, Any], directory: Path) -> dict[str, Any]:
     metadata = RANKS.together(f"comparing the model with {directory}", lambda: _compare(tensors, asked_for, directory))
     with _no_advice():
         return RANKS.together(
-            f"reading {directory}", lambda: load(wanted(state, metadata.state_dict_metadata), directory, metadata)
+            f"reading {directory}", lambda: load(requested_entries(state, metadata.state_dict_metadata), directory, metadata)
         )
 
 

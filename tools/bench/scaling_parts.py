@@ -285,7 +285,7 @@ def engines(servers: int) -> Row:
     from mrl.rollout.check import check_server
     from mrl.rollout.fleet import Fleet
     from mrl.rollout.server import Server
-    from mrl.weights.sync.push import WeightSync
+    from mrl.weights.sync.weight_sync import WeightSync
 
     exporter: Any = SimpleNamespace(metas=list, stream=lambda: iter(()))
     cfg, clock = RolloutConfig(), Clock()
@@ -301,7 +301,7 @@ def engines(servers: int) -> Row:
         sync = WeightSync(exporter, urls, SyncConfig(transport="http"))
         for name in ("push", "again"):
             with clock.of(name):
-                sync.push("1")
+                sync.update_weights("1")
         sync.close()
     return clock.row
 
