@@ -201,7 +201,7 @@ def test_the_room_for_checkpoints_is_the_most_that_are_there_at_once(
     cfg = load("config.yaml", [*words, f"checkpoint.keep_every_steps={keep_every}"])
     most = 0
     for step in sorted({*range(every, steps + 1, every), steps}):
-        final = directory.of_step(tmp_path, step)
+        final = directory.step_path(tmp_path, step)
         final.mkdir(parents=True)
         (final / "complete").touch()
         most = max(most, len(list(final.parent.iterdir())))

@@ -23,7 +23,7 @@ ADAM_UPDATES = "adam_updates"
 SCHEDULE_UPDATES = "schedule_updates"
 
 
-def to_write(learner: Learner) -> tuple[dict[str, Any], dict[str, int]]:
+def state_to_save(learner: Learner) -> tuple[dict[str, Any], dict[str, int]]:
     """Returns this rank's state of the learner, uncopied, and the counters, which are equal on every rank.
 
     Offloaded tensors are returned from host memory. Call it inside the learner's mesh.

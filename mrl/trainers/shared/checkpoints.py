@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mrl import checkpoint
-from mrl.checkpoint import CheckpointError, Part, Saver, Written
+from mrl.checkpoint import CheckpointError, Checkpointable, Saver, SavedCheckpoint
 from mrl.config import resume
 from mrl.config.schema import AnyConfig, Config
 from mrl.core import StepStats
@@ -113,7 +113,7 @@ class Saving:
         self,
         cfg: AnyConfig,
         phase: Phases,
-        parts: Mapping[str, Part],
+        parts: Mapping[str, Checkpointable],
         updates: Updates,
         states: Mapping[str, Kept],
         kept: Kept | None = None,
@@ -140,7 +140,7 @@ class Saving:
         state = checkpoint.load(path, self._parts) if path is not None else None
         if path is not None and self._kept is not None:
             kept = self._kept
-            self._from_main(f"restoring {path}", lambda: kept.load_state_dict(checkpoint.load_kept(path)))
+            self._from_main(f"restoring {path}", lambda: kept.load_state_dict(checkpoint.load_samples(path)))
         if state is not None:
             self._step = state["step"]
             self._updates.load_state_dict(state)
@@ -238,12 +238,12 @@ class Saving:
 
     def _load_best(self, step: int) -> int | None:
         """Loads the best checkpoint into the learners; returns its step, None if there is no such checkpoint."""
-        path = checkpoint.of_step(self._run_dir, step)
+        path = checkpoint.step_path(self._run_dir, step)
         found = self._from_main(f"looking for {path}", lambda: checkpoint.best_of(path))
         if found is None:
             return None
         checkpoint.load(found, self._parts)
-        return checkpoint.step_of(found)
+        return checkpoint.step_number(found)
 
     def _load_states(self, state: Mapping[str, Any]) -> None:
         for name, each in self._states.items():
@@ -256,9 +256,9 @@ class Saving:
 
     def _name_best(self, step: int) -> None:
         """Marks the checkpoint of `step` as the best, if it exists."""
-        path = checkpoint.of_step(self._run_dir, step)
+        path = checkpoint.step_path(self._run_dir, step)
         if self._phase.world.is_main and checkpoint.best_of(path) == path:
-            self._recorder.write_down("checkpoints/best", lambda: checkpoint.name_best(self._run_dir, step))
+            self._recorder.write_down("checkpoints/best", lambda: checkpoint.link_best(self._run_dir, step))
 
     def _of_actor(self, ends: Collection[int]) -> Exports:
         cfg, actor = self._cfg, self._parts["actor"]
@@ -267,7 +267,7 @@ class Saving:
 
     def _newest(self) -> int:
         path = self._from_main("looking for a checkpoint", lambda: checkpoint.latest(self._run_dir))
-        return checkpoint.step_of(path) if path is not None else 0
+        return checkpoint.step_number(path) if path is not None else 0
 
     def _attempt(self, action: Callable[[], None]) -> None:
         """Runs a save; its failure ends the run, or is counted and reported, as configured."""
@@ -285,11 +285,11 @@ class Saving:
             return str(error)
         return None
 
-    def _note_written(self, done: Written) -> None:
+    def _note_written(self, done: SavedCheckpoint) -> None:
         self._since_row.metrics |= {"checkpoint/copy_s": done.copy_s, "checkpoint/write_s": done.write_s}
         size, meanwhile = f"{done.nbytes / MIB:.1f} MiB", " beside the training" * self._cfg.checkpoint.asynchronous
         self._recorder.note(f"{done.path} is complete: {size} written in {done.write_s:.2f} s{meanwhile}")
-        if self._best_saved == checkpoint.step_of(done.path):
+        if self._best_saved == checkpoint.step_number(done.path):
             self._name_best(self._best_saved)
 
     def _from_main(self, what: str, make: Callable[[], Any]) -> Any:

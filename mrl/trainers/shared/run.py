@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mrl import failure, platform
-from mrl.checkpoint import Part
+from mrl.checkpoint import Checkpointable
 from mrl.config.schema import AnyConfig, Config
 from mrl.learner import Learner
 from mrl.observe import Recorder, SilentRecorder
@@ -125,7 +125,7 @@ class Start:
     def begin(
         self,
         actor: Learner,
-        parts: Mapping[str, Part] | None = None,
+        parts: Mapping[str, Checkpointable] | None = None,
         states: Mapping[str, Kept] | None = None,
         kept: Kept | None = None,
         memory: MemoryOrder | None = None,
