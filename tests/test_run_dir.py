@@ -25,7 +25,7 @@ from mrl.config.schema import RLConfig, SFTConfig
 from mrl.core import StepStats
 from mrl.failure import note
 from mrl.launcher.logs import open_logs, lock_log_dir, collect_failures
-from mrl.observe import NotWritten, Recorder, RunDir, RunExists, move_aside, read_metrics, refuse_existing, write_report
+from mrl.observe import WriteFailed, Recorder, RunDir, RunExists, move_aside, read_metrics, refuse_existing, write_report
 from mrl.observe.tensorboard import TensorboardWriter
 from mrl.preflight.space import look_at_directory
 from mrl.redaction import redact
@@ -229,7 +229,7 @@ class TestFullDisk:
                     if on_error == "warn":
                         recorder.log(StepStats(2, {"loss": 2.0}))
                     else:
-                        with pytest.raises(NotWritten, match="step's metrics cannot be written: File too large .*warn"):
+                        with pytest.raises(WriteFailed, match="step's metrics cannot be written: File too large .*warn"):
                             recorder.log(StepStats(2, {"loss": 2.0}))
                 recorder.log(StepStats(3, {"loss": 3.0}))
             assert [row["step"] for row in read_metrics(tmp_path / on_error)] == [1, 3], "half a row was left"

@@ -27,7 +27,7 @@ from mrl.config.schema import AnyConfig, SFTConfig  # noqa: E402
 from mrl.core import StepStats  # noqa: E402
 from mrl.observe import Recorder, append_jsonl, read_metrics, trackers, write_report  # noqa: E402
 from mrl.observe.progress import THREE_DIGITS, number  # noqa: E402
-from mrl.observe.sender import Outcome, Remote, TrackedStep  # noqa: E402
+from mrl.observe.remote_tracker import Outcome, RemoteTracker, TrackedStep  # noqa: E402
 from mrl.plan import picture  # noqa: E402
 from mrl.plan.chips import CHIPS, Assumptions, Cluster, chip_named  # noqa: E402
 from mrl.plan.forecast import PHASES, Samples, forecast  # noqa: E402
@@ -168,7 +168,7 @@ def test_each_step_says_what_it_was_beside_the_plan(
     assert "rank 0" in (tmp_path / "runs/run/ranks.svg").read_text()
 
 
-class Elsewhere(Remote):
+class Elsewhere(RemoteTracker):
     """A tracker that remembers which runs were opened."""
 
     package: ClassVar[str] = "json"
@@ -362,7 +362,7 @@ def test_the_page_has_the_measured_beside_the_planned(tmp_path: Path) -> None:
     assert cells(page, "actor_update") == ["33.00", "40.00", "60.0 of 80 (rank 1)"]
     assert cells(page, "http://10.0.0.1:30000") == ["64", "5,000", "30.5", "32", "500"]
     assert cells(page, "from there to other nodes") == ["0.500", "1.0 GiB", "2.0 GiB/s"]
-    assert cells(page, "the whole push of the model") == ["1.00", "2.0 GiB", "2.0 GiB/s"]
+    assert cells(page, "the whole weight sync") == ["1.00", "2.0 GiB", "2.0 GiB/s"]
     assert "12.0 requests waited" in page and "MFU, median" in page and "Planned for 2 x h100-80g" in page
     assert 'alt="Who is where"' in page and 'alt="MFU"' in page
 

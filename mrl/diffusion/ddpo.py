@@ -201,4 +201,4 @@ def _show(work: Work, steps: int) -> None:
     run = work.run
     images = work.grids.draw(work.policy, steps)
     if run.world.is_main:
-        run.recorder.write_down("a grid of images", lambda: save_grid(run.run_dir, steps, images))
+        run.recorder.write_guarded("a grid of images", lambda: save_grid(run.run_dir, steps, images))

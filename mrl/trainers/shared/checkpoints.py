@@ -20,11 +20,11 @@ from mrl.observe import (
     RunDir,
     is_of_this_launch,
     move_aside,
-    note_launch,
+    record_launch,
     refuse_existing,
     rewind,
     trackers,
-    written,
+    written_files,
 )
 from mrl.resilience import preemption
 from mrl.resilience.protocol import attempt, started_by_torchelastic
@@ -85,12 +85,12 @@ def open_run_dir(cfg: AnyConfig, run_dir: Path, stack: ExitStack) -> Recorder:
             notes.extend(resume.unknown(stored, cfg))
         elif not (attempt() and is_of_this_launch(run_dir)):  # an earlier attempt may have failed before this line
             refuse_existing(cfg)
-            if written(run_dir):
+            if written_files(run_dir):
                 notes.append(f"what an earlier run without a checkpoint had written is now in {move_aside(run_dir)}")
 
     stack.enter_context(RunDir.open(cfg, check))
     if started_by_torchelastic():
-        note_launch(run_dir)
+        record_launch(run_dir)
     preemption.begin(run_dir)
     on_error = cfg.checkpoint.on_error
     recorder = stack.enter_context(Recorder(run_dir, cfg.run.steps, trackers.make(cfg, run_dir), on_error=on_error))
@@ -144,7 +144,7 @@ class Saving:
         if state is not None:
             self._step = state["step"]
             self._updates.load_state_dict(state)
-            self._recorder.go_on_with(state.get("trackers", {}))
+            self._recorder.resume_runs(state.get("trackers", {}))
             self._load_states(state)
         dropped = self._from_main("dropping what is to be made again", lambda: rewind(self._run_dir, self._step))
         after = f"; dropped of what was written down after it: {dropped}" if dropped else ""
@@ -258,7 +258,7 @@ class Saving:
         """Marks the checkpoint of `step` as the best, if it exists."""
         path = checkpoint.step_path(self._run_dir, step)
         if self._phase.world.is_main and checkpoint.best_of(path) == path:
-            self._recorder.write_down("checkpoints/best", lambda: checkpoint.link_best(self._run_dir, step))
+            self._recorder.write_guarded("checkpoints/best", lambda: checkpoint.link_best(self._run_dir, step))
 
     def _of_actor(self, ends: Collection[int]) -> Exports:
         cfg, actor = self._cfg, self._parts["actor"]

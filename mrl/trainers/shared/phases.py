@@ -68,7 +68,7 @@ class Phases:
         if self.world.is_main:
             row = {"step": stats.step, "steps": report.steps, **report.seconds}
             file = self.run_dir / STRAGGLERS
-            self.recorder.write_down("the ranks' times", lambda: append_jsonl(file, row))
+            self.recorder.write_guarded("the ranks' times", lambda: append_jsonl(file, row))
         note = report.note()
         if note is not None:
             self.recorder.note(f"step {stats.step}: {note}")

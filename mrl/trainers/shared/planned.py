@@ -68,7 +68,7 @@ def planned(cfg: Config, run_dir: Path, recorder: Recorder | SilentRecorder) -> 
     except Exception as error:  # a run works without a plan
         recorder.note(f"no plan beside this run: {type(error).__name__}: {error}")
         return None
-    recorder.write_down("plan.json", lambda: _write(run_dir, data | places.data(), places))
+    recorder.write_guarded("plan.json", lambda: _write(run_dir, data | places.data(), places))
     if plan is None:
         recorder.note(f"no MFU and no prediction of the steps: {why}")
         return None
