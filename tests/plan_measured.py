@@ -29,7 +29,7 @@ from mrl.models.build import build_model  # noqa: E402
 from mrl.parallel import Mesh  # noqa: E402
 from mrl.plan.activations import Tokens, saved_bytes  # noqa: E402
 from mrl.plan.grid import Grid, chunk_layers  # noqa: E402
-from mrl.plan.parameters import held  # noqa: E402
+from mrl.plan.parameters import model_elements  # noqa: E402
 
 TinyModels = Callable[..., Path]
 Bytes = tuple[int, int, int]  # of weights, gradients, main weights with Adam's moments
@@ -134,7 +134,7 @@ def state_bytes(case: Case, dtype: torch.dtype, tiny_models: TinyModels) -> tupl
     adam = sum(state[name].nbytes for state in states for name in ("exp_avg", "exp_avg_sq"))
     own = {p.untyped_storage().data_ptr(): p.nbytes for p in mains if p.untyped_storage().data_ptr() not in weights}
     grid = Grid(train.parallel, case.world)
-    plan = held(arch, "policy", grid, grid.seat(rank))
+    plan = model_elements(arch, "policy", grid, grid.coordinates(rank))
     planned = (
         plan.weight_bytes(dtype.itemsize, trained=True),
         plan.gradient_bytes(),
@@ -165,7 +165,7 @@ def saved_activations(
         if not in_c:
             patch.setattr(native, "serves", lambda *tensors: False)
         saved, tokens = measured(str(path), role, train, rank, case.world, dtype)
-    layers = chunk_layers(train.parallel, arch.num_layers, grid.seat(rank).pp)[0]
+    layers = chunk_layers(train.parallel, arch.num_layers, grid.coordinates(rank).pp)[0]
     return saved, saved_bytes(arch, role, train, layers, dtype.itemsize, "local", tokens)
 
 
