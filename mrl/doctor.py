@@ -20,7 +20,7 @@ from rich.text import Text
 from mrl import platform
 from mrl.packages import pip_install, pip_install_extra
 from mrl.platform import Feature
-from mrl.preflight.tested import TESTED
+from mrl.preflight.versions import TESTED
 from mrl.reward import sandbox
 from mrl.rollout.sglang.command import unavailable
 

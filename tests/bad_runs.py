@@ -84,7 +84,7 @@ def versions(**found: str) -> Edit:
                 raise importlib.metadata.PackageNotFoundError(part)
             return found.get(part) or importlib.metadata.version(part)
 
-        patch["mrl.preflight.tested.metadata"] = SimpleNamespace(
+        patch["mrl.preflight.versions.metadata"] = SimpleNamespace(
             version=version,
             requires=lambda name: ["torch>=2.8", "transformers>=5.0,<6"],
             PackageNotFoundError=importlib.metadata.PackageNotFoundError,
@@ -98,7 +98,7 @@ def patched(name: str, value: Any) -> Edit:
 
 
 def full(free: int) -> Edit:
-    return patched("mrl.preflight.space.shutil", SimpleNamespace(disk_usage=lambda path: SimpleNamespace(free=free)))
+    return patched("mrl.preflight.disk_space.shutil", SimpleNamespace(disk_usage=lambda path: SimpleNamespace(free=free)))
 
 
 def sick(**of: Any) -> Edit:
@@ -314,7 +314,7 @@ MISTAKES = [
     Mistake(
         "no file can be made",
         ("run.root", "choose another run.root"),
-        edit=patched("mrl.preflight.space.tempfile", SimpleNamespace(TemporaryFile=no_room)),
+        edit=patched("mrl.preflight.disk_space.tempfile", SimpleNamespace(TemporaryFile=no_room)),
     ),
     Mistake(
         "a file system without locks",

@@ -27,7 +27,7 @@ from mrl.failure import note
 from mrl.launcher.logs import open_logs, lock_log_dir, collect_failures
 from mrl.observe import WriteFailed, Recorder, RunDir, RunExists, move_aside, read_metrics, refuse_existing, write_report
 from mrl.observe.tensorboard import TensorboardWriter
-from mrl.preflight.space import look_at_directory
+from mrl.preflight.disk_space import check_directory
 from mrl.redaction import redact
 from mrl.terminal import Terminal
 from mrl.trainers.shared.checkpoints import open_run_dir
@@ -144,8 +144,8 @@ class TestNothingIsWrittenOver:
         left_by_a_run(tmp_path)
         before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
         monkeypatch.setattr("mrl.config.loader.load", lambda *args, **more: sft(tmp_path))
-        monkeypatch.setattr("mrl.preflight.look.OF_RUN", (look_at_directory,))
-        monkeypatch.setattr("mrl.preflight.memory.look_at_memory", lambda *args: ())  # there is no model
+        monkeypatch.setattr("mrl.preflight.checks.RUN_CHECKS", (check_directory,))
+        monkeypatch.setattr("mrl.preflight.memory.check_memory", lambda *args: ())  # there is no model
         assert main(["train", "config.yaml"]) == 1
         said = capfd.readouterr().err
         assert said.count("\n") == 1 and "run.existing=move_aside" in said
@@ -370,7 +370,7 @@ def test_words_that_are_no_text_and_no_place_for_temporary_files(
     assert main(["train", "config.yaml", "run.name=\udcff"]) == 2
     assert capfd.readouterr().err == "mrl: an argument is not UTF-8: b'run.name=\\xff'\n"
     monkeypatch.setattr("mrl.config.loader.load", lambda *args, **more: sft(tmp_path))
-    monkeypatch.setattr("mrl.preflight.look.OF_RUN", ())
+    monkeypatch.setattr("mrl.preflight.checks.RUN_CHECKS", ())
     monkeypatch.setenv("TMPDIR", str(tmp_path / "missing"))
     assert main(["train", "config.yaml"]) == 1
     assert capfd.readouterr().err.startswith(f"TMPDIR is '{tmp_path / 'missing'}', where no files can be made")

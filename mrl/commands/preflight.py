@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from mrl.config.derived import Machine
     from mrl.config.schema import AnyConfig
     from mrl.preflight.finding import Finding
-    from mrl.preflight.nodes import Meeting
+    from mrl.preflight.nodes import NodeRendezvous
 
 MEET_S = 120.0  # nodes may import torch from a shared disk first
 
@@ -57,13 +57,13 @@ def run(args: argparse.Namespace) -> int:
         print(f"mrl: {problem}", file=sys.stderr)
         return shared.CONFIG_ERROR
     findings, is_configured = _found(args)
-    meeting = None
+    rendezvous = None
     if args.nodes > 1:
-        meeting = _meeting(args)
-        findings += nodes.look_at_nodes(meeting, findings, args.mib, args.at_least)
+        rendezvous = _rendezvous(args)
+        findings += nodes.check_nodes(rendezvous, findings, args.mib, args.at_least)
     code = _show(args, findings, is_configured)
-    if meeting is not None:
-        meeting.part()
+    if rendezvous is not None:
+        rendezvous.leave()
     return code
 
 
@@ -73,8 +73,8 @@ def _found(args: argparse.Namespace) -> tuple[list[Finding], bool]:
     from mrl.config.derived import Machine
     from mrl.config.loader import ConfigError, load
     from mrl.config.schema import Config
-    from mrl.preflight.look import OF_NODE, OF_RUN, look, look_at_machine, of_configuration
-    from mrl.preflight.memory import look_at_memory
+    from mrl.preflight.checks import NODE_CHECKS, RUN_CHECKS, run_checks, check_machine, configuration_findings
+    from mrl.preflight.memory import check_memory
 
     gpus = world.gpus()
     machine = _joined(args, gpus)
@@ -82,11 +82,11 @@ def _found(args: argparse.Namespace) -> tuple[list[Finding], bool]:
     try:
         cfg = load(args.config, args.overrides, joined=machine, planned=starting, gpus=gpus)
     except ConfigError as error:
-        return [*of_configuration(error), *_memory_all_the_same(args, machine), *look_at_machine()], False
+        return [*configuration_findings(error), *_memory_all_the_same(args, machine), *check_machine()], False
     machine = machine or (starting(cfg) if starting is not None else Machine.starting(cfg, gpus))
-    looks = OF_NODE if args.node else (*OF_RUN, *OF_NODE)
-    memory = look_at_memory(cfg, machine, args.gpu) if isinstance(cfg, Config) else ()
-    return [*of_configuration(None), *look(cfg, looks), *memory, *look_at_machine()], True
+    checks = NODE_CHECKS if args.node else (*RUN_CHECKS, *NODE_CHECKS)
+    memory = check_memory(cfg, machine, args.gpu) if isinstance(cfg, Config) else ()
+    return [*configuration_findings(None), *run_checks(cfg, checks), *memory, *check_machine()], True
 
 
 def _show(args: argparse.Namespace, findings: list[Finding], is_configured: bool) -> int:
@@ -119,11 +119,11 @@ def _wrong(args: argparse.Namespace) -> str | None:
     return shared.node_arguments_problem(args)
 
 
-def _meeting(args: argparse.Namespace) -> Meeting:
+def _rendezvous(args: argparse.Namespace) -> NodeRendezvous:
     from mrl.launcher import NodeRank
-    from mrl.preflight.nodes import Meeting
+    from mrl.preflight.nodes import NodeRendezvous
 
-    return Meeting(NodeRank(args.node, args.nodes, args.head), [*filter(None, args.names.split(","))], args.wait_s)
+    return NodeRendezvous(NodeRank(args.node, args.nodes, args.head), [*filter(None, args.names.split(","))], args.wait_s)
 
 
 def _joined(args: argparse.Namespace, gpus: int) -> Machine | None:
@@ -139,7 +139,7 @@ def _memory_all_the_same(args: argparse.Namespace, machine: Machine | None) -> l
     from mrl.config.loader import ConfigError, load
     from mrl.config.schema import Config
     from mrl.plan.plan import machine_of
-    from mrl.preflight.memory import look_at_memory
+    from mrl.preflight.memory import check_memory
 
     def planned(cfg: AnyConfig) -> Machine:
         whole = machine or Machine.starting(cfg, nodes=args.nodes)
@@ -149,4 +149,4 @@ def _memory_all_the_same(args: argparse.Namespace, machine: Machine | None) -> l
         cfg = load(args.config, args.overrides, planned=planned)
     except ConfigError:
         return []
-    return list(look_at_memory(cfg, planned(cfg), args.gpu)) if isinstance(cfg, Config) else []
+    return list(check_memory(cfg, planned(cfg), args.gpu)) if isinstance(cfg, Config) else []

@@ -87,18 +87,18 @@ def has_problems(cfg: AnyConfig, machine: Machine) -> bool:
     from mrl.config.schema import Config
     from mrl.ports import MEETING_VARIABLE
     from mrl.preflight.finding import problems
-    from mrl.preflight.look import OF_NODE, OF_RUN, look, look_at_machine
-    from mrl.preflight.memory import look_at_memory
+    from mrl.preflight.checks import NODE_CHECKS, RUN_CHECKS, run_checks, check_machine
+    from mrl.preflight.memory import check_memory
     from mrl.resilience.protocol import attempt
 
-    looks = (*OF_RUN, *OF_NODE)
+    checks = (*RUN_CHECKS, *NODE_CHECKS)
     if machine.joined:
         if MEETING_VARIABLE in os.environ or attempt() or os.environ.get("LOCAL_RANK", "0") != "0":
             return False
-        looks = looks if os.environ["RANK"] == "0" else OF_NODE
-    is_counted = not machine.planned and looks != OF_NODE
-    of_memory = look_at_memory(cfg, machine) if isinstance(cfg, Config) and is_counted else ()
-    found = [*look(cfg, looks), *of_memory, *look_at_machine()]
+        checks = checks if os.environ["RANK"] == "0" else NODE_CHECKS
+    is_counted = not machine.planned and checks != NODE_CHECKS
+    of_memory = check_memory(cfg, machine) if isinstance(cfg, Config) and is_counted else ()
+    found = [*run_checks(cfg, checks), *of_memory, *check_machine()]
     wrong = problems(found)
     node = f"{socket.gethostname()}: " if machine.joined else ""
     of_ends = [each for each in found if each.check == "tokenizer" and each.verdict == "warning"]

@@ -111,7 +111,7 @@ def _load(args: argparse.Namespace, **machine: Any) -> AnyConfig | int:
 
 def _import_checks() -> None:
     with importing():
-        import mrl.preflight.look  # noqa: F401
+        import mrl.preflight.checks  # noqa: F401
 
 
 def _engine_fork_server(cfg: AnyConfig) -> contextlib.AbstractContextManager[object]:

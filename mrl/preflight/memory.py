@@ -16,7 +16,7 @@ from mrl.plan.plan import Plan, make_plan, read_shapes
 from mrl.preflight.finding import Finding
 
 
-def look_at_memory(cfg: Config, machine: Machine, kind: str | None = None) -> Iterator[Finding]:
+def check_memory(cfg: Config, machine: Machine, kind: str | None = None) -> Iterator[Finding]:
     """Checks the memory of the world `machine`. kind: GPU as in `mrl plan --gpu`; None: this machine's GPU."""
     try:
         chip = chips.KINDS[kind] if kind is not None else _chip_here()
