@@ -58,7 +58,7 @@ def parts() -> Iterator[Feature]:
     """Yields one row a part."""
     for feature in platform.features():
         yield _sglang(feature) if feature.part == "sglang" else feature
-    (version, problem), unbound = sandbox.found(), sandbox.groups.problem()
+    (version, problem), unbound = sandbox.find_sandbox(), sandbox.groups.problem()
     without = "such rewards are refused, unless reward.code.isolation is none"
     yield Feature("bubblewrap", version, "reward code: shuts in the programs that a model wrote", without, problem)
     bound = "reward code: the kernel's own bound on a program's memory and processes"

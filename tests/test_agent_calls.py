@@ -16,7 +16,7 @@ from mrl.agents.calls import PARSERS, Call, load_parser
 from mrl.agents.declared import converted, declared_types
 from mrl.config.checks import agent as checked
 from mrl.core import Request
-from mrl.reward.sandbox import found
+from mrl.reward.sandbox import find_sandbox
 from mrl.rollout.sglang.command import SHIM
 from mrl.user_functions import FunctionError
 from tests.test_agents import FakeEngine, play
@@ -188,7 +188,7 @@ async def uses_python(ctx, prompt):
 """
 
 
-@pytest.mark.skipif(found()[1] is not None, reason=f"programs cannot be shut in here: {found()[1]}")
+@pytest.mark.skipif(find_sandbox()[1] is not None, reason=f"programs cannot be shut in here: {find_sandbox()[1]}")
 def test_a_program_of_the_model_is_run_shut_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "tools.py"
     file.write_text(PROGRAM)

@@ -20,7 +20,7 @@ from mrl.agents.declared import Tool
 from mrl.agents.endpoint import Endpoint
 
 if TYPE_CHECKING:
-    from mrl.reward.sandbox import Ended
+    from mrl.reward.sandbox import ProgramResult
 
 Message = dict[str, Any]  # of a chat: "role", "content", and what else the chat template knows
 Words = str | list[Message]  # text where there is no chat template
@@ -118,7 +118,7 @@ class Context:
         calls, error = (found.calls, found.error) if found is not None else ((), "")
         return Turn(answer["text"], tuple(answer["ids"]), answer["finish"], answer["number"], calls, error)
 
-    async def sandbox(self, code: str, stdin: str = "") -> Ended:
+    async def sandbox(self, code: str, stdin: str = "") -> ProgramResult:
         """Runs a Python program in a sandbox as agent.sandbox says, and returns its result (`how`, `ok`, `stdout`,
         `stderr`); other trajectories continue meanwhile. A failure of the program is not an error; raises
         SandboxError if it cannot be sandboxed.

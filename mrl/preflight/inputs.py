@@ -24,7 +24,7 @@ from mrl.data.turns import Turns
 from mrl.options.estimators import OwnEstimator
 from mrl.options.losses import OwnLoss
 from mrl.preflight.finding import Finding
-from mrl.reward.check import Trial, check_functions, check_hidden, row_check
+from mrl.reward.check import TrialRow, check_functions, check_hidden, row_check
 from mrl.reward.errors import RewardError
 from mrl.user_functions import FunctionError
 
@@ -156,7 +156,7 @@ def _sources(cfg: Config) -> Iterator[tuple[SourceConfig, Reader]]:
         yield from ((source, reader) for source in (*use.cfg.train, *(use.cfg.validation or ())))
 
 
-def _trials(cfg: Config) -> Iterator[Trial]:
+def _trials(cfg: Config) -> Iterator[TrialRow]:
     """Usable first rows of the sampled data."""
     for use in cfg.data_uses().values():
         if not use.is_sampled:
@@ -172,4 +172,4 @@ def _trials(cfg: Config) -> Iterator[Trial]:
                 with suppress(ValueError):
                     seen = None if eyes is None else eyes.pictures(rows[i], root_of(source))
                     pictures = None if seen is None else tuple(each.png for each in seen)
-                    yield Trial(rows.where(i), reader.read(rows, i, source.name), pictures)
+                    yield TrialRow(rows.where(i), reader.read(rows, i, source.name), pictures)
