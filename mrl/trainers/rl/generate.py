@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mrl.agents.play import Agents
+from mrl.agents.runner import AgentRunner
 from mrl.config.schema import RLConfig
 from mrl.config.trainers.rl import prompts_per_round
 from mrl.core import Prompt, Request, Sample, SamplingParams
@@ -46,7 +46,7 @@ class Generator:
     tokenizer: Tokenizer
     train: PromptDataset
     validation: PromptDataset | None
-    agents: Agents | None = None
+    agents: AgentRunner | None = None
     segments: Segments | None = None
     under_way: UnderWay | None = None
     is_active: Callable[[object], None] = lambda what: None  # called when something has come, in any thread
