@@ -83,7 +83,7 @@ def _found(args: argparse.Namespace) -> tuple[list[Finding], bool]:
         cfg = load(args.config, args.overrides, joined=machine, planned=starting, gpus=gpus)
     except ConfigError as error:
         return [*configuration_findings(error), *_memory_all_the_same(args, machine), *check_machine()], False
-    machine = machine or (starting(cfg) if starting is not None else Machine.starting(cfg, gpus))
+    machine = machine or (starting(cfg) if starting is not None else Machine.for_launch(cfg, gpus))
     checks = NODE_CHECKS if args.node else (*RUN_CHECKS, *NODE_CHECKS)
     memory = check_memory(cfg, machine, args.gpu) if isinstance(cfg, Config) else ()
     return [*configuration_findings(None), *run_checks(cfg, checks), *memory, *check_machine()], True
@@ -142,7 +142,7 @@ def _memory_all_the_same(args: argparse.Namespace, machine: Machine | None) -> l
     from mrl.preflight.memory import check_memory
 
     def planned(cfg: AnyConfig) -> Machine:
-        whole = machine or Machine.starting(cfg, nodes=args.nodes)
+        whole = machine or Machine.for_launch(cfg, nodes=args.nodes)
         return machine_of(cfg, whole.world_size, whole.local_world_size)
 
     try:

@@ -45,7 +45,7 @@ def whole_world(cfg: AnyConfig) -> Machine:
     """Returns the run's whole world, over all its machines."""
     from mrl.config.derived import Machine
 
-    return replace(Machine.starting(cfg, nodes=cfg.run.nodes or 1), alone=False)
+    return replace(Machine.for_launch(cfg, nodes=cfg.run.nodes or 1), alone=False)
 
 
 def add_nodes(parser: argparse.ArgumentParser) -> None:

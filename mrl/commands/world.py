@@ -31,14 +31,14 @@ def joined_machine() -> Machine:
     """Returns the world in which a launcher started this process."""
     from mrl.config.derived import Machine
 
-    return Machine.around(gpus())
+    return Machine.from_environment(gpus())
 
 
 def machine_on_nodes(nodes: int, gpus: int | None = None) -> Callable[[AnyConfig], Machine]:
     """Returns a function from a configuration to its world on `nodes` nodes like this one, which is one of them."""
     from mrl.config.derived import Machine
 
-    return lambda cfg: Machine.starting(cfg, gpus, nodes)
+    return lambda cfg: Machine.for_launch(cfg, gpus, nodes)
 
 
 def start_local(cfg: AnyConfig, config: Path, overrides: Sequence[str], fork_server: ForkServer | None) -> int:
@@ -51,8 +51,8 @@ def start_local(cfg: AnyConfig, config: Path, overrides: Sequence[str], fork_ser
     from mrl.resilience import ft_config
 
     arguments = ["mrl", "train", str(config), *overrides]
-    nproc, run_dir = Machine.starting(cfg).world_size, Path(cfg.run.root) / cfg.run.name
-    save_s = cfg.resilience.save_deadline_s if cfg.kept.every_steps else None
+    nproc, run_dir = Machine.for_launch(cfg).world_size, Path(cfg.run.root) / cfg.run.name
+    save_s = cfg.resilience.save_deadline_s if cfg.effective_checkpoint.every_steps else None
     timeouts = cfg.resilience.timeouts_s
     try:
         os.environ.update(LOOPBACK if is_on_one_machine(cfg) else {GLOO: LOOPBACK[GLOO]})
@@ -93,9 +93,9 @@ def start_node(cfg: AnyConfig, args: argparse.Namespace) -> int:
         job = ElasticJob(
             "ft" if is_ft else "torchrun",
             ["mrl", "train", str(args.config), *args.overrides],
-            Machine.starting(cfg, gpus(), node.count).local_world_size,
+            Machine.for_launch(cfg, gpus(), node.count).local_world_size,
             max_restarts=cfg.run.max_restarts if is_ft else 0,
-            save_s=cfg.resilience.save_deadline_s if cfg.kept.every_steps else None,
+            save_s=cfg.resilience.save_deadline_s if cfg.effective_checkpoint.every_steps else None,
             limits={},
             ft_config=ft_config.write(run_dir, timeouts) if is_ft else None,
         )
@@ -126,7 +126,7 @@ def run_rank(cfg: AnyConfig) -> int:
     from mrl.config.trainers.table import trainer_of
     from mrl.resilience import preemption
 
-    if cfg.kept.every_steps:
+    if cfg.effective_checkpoint.every_steps:
         preemption.save_on_signal(cfg.resilience.save_deadline_s)
     if os.environ["RANK"] == "0":
         for name, value in summary(cfg, int(os.environ["WORLD_SIZE"])):

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from mrl.config.checks.all import check_all
 from mrl.config.derived import Machine
-from mrl.config.dialect import Dumper
+from mrl.config.yaml_dialect import Dumper
 from mrl.config.keys import Key, keys_of, nearest_keys, walk
 from mrl.config.problems import ConfigError, Problem
 from mrl.config.sections.base import Section
@@ -62,7 +62,7 @@ def load(
             tree.drop(_as_written(schema, tree, _path(error)))
         cfg, _ = _validate(schema, tree)
     if cfg is not None:
-        found = check_all(cfg, joined or (planned(cfg) if planned is not None else Machine.starting(cfg, gpus)))
+        found = check_all(cfg, joined or (planned(cfg) if planned is not None else Machine.for_launch(cfg, gpus)))
         unclear = [error for error in errors if not _owners(schema, error)]
         problems += [
             _placed(schema, tree, p) for p in found if not any(_tainted(key, e) for key in p.keys for e in unclear)

@@ -126,7 +126,7 @@ class DryRun:
 
 def missing_files(cfg: AnyConfig) -> list[str]:
     """Returns what `mrl train` would refuse on this machine: files that may exist on the run's machines."""
-    machine = Machine.starting(cfg)
+    machine = Machine.for_launch(cfg)
     here = check_all(cfg, machine)
     elsewhere = {str(problem) for problem in check_all(cfg, Machine(machine.world_size, 1, planned=True))}
     found = [problem for problem in here if str(problem) not in elsewhere and "run.nodes" not in problem.keys]

@@ -166,7 +166,7 @@ class Plan:
     @property
     def save_seconds(self) -> float:
         """Longest time from a stop signal to the end: a whole step and a checkpoint. 0 without checkpoints or GPUs."""
-        saves = self.on_gpu and self.cfg.kept.every_steps is not None
+        saves = self.on_gpu and self.cfg.effective_checkpoint.every_steps is not None
         return self.seconds + self.write_seconds if saves else 0.0
 
     def _kind(self, rank: int) -> tuple[object, ...]:

@@ -101,7 +101,7 @@ def check_packages(cfg: AnyConfig) -> Iterator[Finding]:
         yield Finding("packages", "problem", problem)
     rollout, _ = cfg.engines() or (None, None)
     if isinstance(cfg, Config) and rollout is not None and not rollout.urls and cfg.engine_nodes() is None:
-        here = Machine.starting(cfg, platform.gpu_count())
+        here = Machine.for_launch(cfg, platform.gpu_count())
         size = cfg.nodes_per_engine()
         part = Part(size, 0, f"{ports.HERE}:1") if size > 1 else None
         spec = ServerSpec(rollout, cfg.model.path, cfg.model.dtype, 0, 0, 0, here, Path(), part=part)

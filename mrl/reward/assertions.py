@@ -76,7 +76,7 @@ class _Statements(Expressions):
         return self.whole(text, tree), True
 
     def copy(self) -> _Statements:
-        of_names = ("known", "told", "helpers", "modules", "checks", "called")
+        of_names = ("known", "sent_names", "helpers", "modules", "checks", "called")
         return _Statements(**{name: vars(self)[name].copy() for name in of_names})
 
     def whole(self, text: str, tree: ast.Module) -> list[Step]:

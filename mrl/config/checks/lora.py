@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from mrl.config.checks.base import Archs, either, inert
+from mrl.config.checks.base import Archs, join_with_or, without_effect
 from mrl.config.derived import Machine
 from mrl.config.engines import ENGINES
 from mrl.config.model_dirs import is_converted
@@ -110,7 +110,7 @@ def check_sync(cfg: RLConfig, arch: ModelArch | None, machine: Machine) -> Itera
         message = "no push brings back the weights that all gives up: merge, or release: cache"
         yield Problem((key, "rollout.release"), message)
     because = "adapters go with a request each, by value"
-    yield from inert(cfg.sync, "sync", ["transport", "bucket_mib"], because, key)
+    yield from without_effect(cfg.sync, "sync", ["transport", "bucket_mib"], because, key)
     yield from _engine_reads(cfg, arch, machine)
 
 
@@ -127,7 +127,7 @@ def _engine_reads(cfg: RLConfig, arch: ModelArch | None, machine: Machine) -> It
         return
     if odd := sorted({layer.ffn_size for layer in arch.layers if layer.ffn_size % multiple}):
         message = (
-            f"SGLang on a CPU fills MLPs up to a multiple of {multiple}, the model has {either(odd)}: an adapter would "
+            f"SGLang on a CPU fills MLPs up to a multiple of {multiple}, the model has {join_with_or(odd)}: an adapter would "
             "not fit it and end the engine: merge, or targets in attention alone"
         )
         yield Problem(("sync.lora", "model.path"), message)

@@ -175,7 +175,7 @@ def make_ahead(main: MainParts) -> Ahead:
 
 def this_machine() -> Machine:
     """As rank 0 sees it."""
-    return Machine.around(platform.gpu_count())
+    return Machine.from_environment(platform.gpu_count())
 
 
 def make_generator(

@@ -168,7 +168,7 @@ class Saving:
         """Saves what is due after `step` steps. The caller has written the step's metrics: a checkpoint never covers
         more steps than the metrics do."""
         self._step = step
-        cfg, last = self._cfg.kept, step == self._cfg.run.steps or self.is_over
+        cfg, last = self._cfg.effective_checkpoint, step == self._cfg.run.steps or self.is_over
         is_best = self._best is not None and self._best.kept_step == step
         self._attempt(self._saver.poll)
         if cfg.every_steps and (step % cfg.every_steps == 0 or last or is_best):
@@ -204,7 +204,7 @@ class Saving:
         and hf_best. For hf_best the learners load the best weights."""
         with self._phase("checkpoint", self._since_row):
             self._attempt(self._saver.wait)
-            if self._cfg.kept.export_hf:
+            if self._cfg.effective_checkpoint.export_hf:
                 self._exports.whole("hf", self._step)
                 self._exports.adapter("adapter", self._step)
                 if isinstance(average := self._parts.get("ema"), PolicyCopy):  # the exported actor's average

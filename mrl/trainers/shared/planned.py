@@ -57,7 +57,7 @@ def planned(cfg: Config, run_dir: Path, recorder: Recorder | SilentRecorder) -> 
     goes on.
     """
     try:
-        machine, (chip, why) = Machine.around(platform.gpu_count()), _chip(cfg)
+        machine, (chip, why) = Machine.from_environment(platform.gpu_count()), _chip(cfg)
         shapes = read_shapes(cfg)
         on_gpu, fused = bool(platform.gpu_names()), platform.transformer_engine_usable()
         models = models_of(cfg, shapes, machine.world_size, on_gpu, fused)

@@ -66,7 +66,7 @@ class Loop:
     def _compare_with_deadline(self, step: int, seconds: float) -> None:
         """Warns once if a step takes longer than the scheduler's warning leaves for finishing and saving it."""
         deadline = self.cfg.resilience.save_deadline_s
-        if self._is_deadline_told or not self.cfg.kept.every_steps or seconds <= deadline:
+        if self._is_deadline_told or not self.cfg.effective_checkpoint.every_steps or seconds <= deadline:
             return
         self._is_deadline_told = True
         self.recorder.note(
