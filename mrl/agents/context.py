@@ -87,8 +87,8 @@ class Context:
     async def generate(self) -> Turn:
         """Returns the model's next turn, after everything that was said to it.
 
-        Raises NoTurnsLeft if there is none, RuntimeError with agent.endpoint or if another call of this trajectory waits for
-        its turn. A cancelled call, as by asyncio.wait_for, is not lost: the next call returns its turn.
+        Raises NoTurnsLeft if there is none, RuntimeError with agent.endpoint or if another call of this trajectory
+        waits for its turn. A cancelled call, as by asyncio.wait_for, is not lost: the next call returns its turn.
         """
         if self.endpoint is not None:
             raise RuntimeError("with agent.endpoint turns are asked for at ctx.endpoint")

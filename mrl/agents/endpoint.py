@@ -135,7 +135,8 @@ class EndpointServer:
     """HTTP server of the endpoint, in a thread with its own event loop: programs may block the worker's loop.
 
     A connection is unauthenticated until it has sent the key of a running trajectory. Unauthenticated connections share
-    MAX_UNAUTHENTICATED slots; each sends at most MAX_HEAD_BYTES within HEAD_S, and only the head of its request is read.
+    MAX_UNAUTHENTICATED slots; each sends at most MAX_HEAD_BYTES within HEAD_S, and only the head of its request is
+    read.
     """
 
     def __init__(self) -> None:

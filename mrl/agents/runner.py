@@ -29,7 +29,7 @@ WORLD_STREAM = 1 << 46  # keeps the seeds of environments apart from samples'
 Generate = Callable[[list[Request], SamplingParams], list[Sample]]
 OnSamples = Callable[[list[Sample]], None]
 NextRequests = Callable[[bool], list[Request]]  # returns further requests; argument: wait for them
-PromptMessages = Callable[[Prompt], tuple[list[Message], Message]]  # a prompt's messages, and its further template variables
+PromptMessages = Callable[[Prompt], tuple[list[Message], Message]]  # messages, template variables
 
 
 class AgentRunner:

@@ -80,8 +80,8 @@ class Cursor:
         return repr(self.text[self.at : self.at + 24]) if self.at < len(self.text) else "the end of the turn"
 
     def until(self, end: str, *never: str) -> str:
-        """Returns the text before `end`, and moves behind it. Raises BadToolCall if `end` is missing, or one of `never` is
-        before it.
+        """Returns the text before `end`, and moves behind it. Raises BadToolCall if `end` is missing, or one of `never`
+        is before it.
         """
         after = self.text.find(end, self.at)
         found = self.text[self.at : after if after >= 0 else len(self.text)]

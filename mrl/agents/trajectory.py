@@ -80,8 +80,8 @@ class ChatState:
 
 @dataclass(frozen=True)
 class TurnPosition:
-    """Position of the next turn: after the tokens `said` of `words`, at the end of a sequence (the trajectory's, or a new
-    one). chat: the messages and tools of its request
+    """Position of the next turn: after the tokens `said` of `words`, at the end of a sequence (the trajectory's, or a
+    new one). chat: the messages and tools of its request
     """
 
     sequence: TokenSequence

@@ -2,7 +2,8 @@
 state.
 
 Saving has two halves. `stage` is collective and produces a checkpoint that further training does not change.
-`StagedCheckpoint.write` is then independent of the training, and may run in a thread beside it over its own process group.
+`StagedCheckpoint.write` is then independent of the training, and may run in a thread beside it over its own process
+group.
 """
 
 from __future__ import annotations
@@ -128,7 +129,8 @@ def stage(
 
     learners: trainable ones, and copies, by the name that `load` uses
     state: anything that JSON can hold; rank 0's is written
-    samples: of a replay buffer, or prefetched; immutable tensors and plain values; rank 0's are written, for `load_samples`
+    samples: of a replay buffer, or prefetched; immutable tensors and plain values; rank 0's are written, for
+    `load_samples`
     writers: the ranks that write concurrently; the others take turns
     copy: training may go on before `write`; without it the learners must not change until then
 

@@ -42,8 +42,8 @@ def machine_on_nodes(nodes: int, gpus: int | None = None) -> Callable[[AnyConfig
 
 
 def start_local(cfg: AnyConfig, config: Path, overrides: Sequence[str], fork_server: ForkServer | None) -> int:
-    """Runs a world on this machine for `mrl train CONFIG OVERRIDES`; returns the exit code. fork_server: fork server of the
-    own launcher's ranks."""
+    """Runs a world on this machine for `mrl train CONFIG OVERRIDES`; returns the exit code. fork_server: fork server of
+    the own launcher's ranks."""
     from mrl.config.derived import Machine, is_on_one_machine
     from mrl.launcher import ElasticJob, LaunchError, launch, launch_elastic
     from mrl.observe import RunExists, refuse_existing

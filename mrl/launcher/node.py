@@ -29,7 +29,8 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True)
 class NodeRank:
-    """Number of a node among the nodes of a run. number: from 0, the head's. head: HOST:PORT, where node 0 listens for the others."""
+    """Number of a node among the nodes of a run. number: from 0, the head's. head: HOST:PORT, where node 0 listens for
+    the others."""
 
     number: int
     count: int

@@ -87,7 +87,8 @@ def drop_torn_line(file: Path) -> None:
 
 
 def read_jsonl(file: Path) -> list[dict[str, Any]]:
-    """Returns all rows, without a last line that is still being written; empty without a file. Raises UnreadableFile."""
+    """Returns all rows, without a last line that is still being written; empty without a file. Raises
+    UnreadableFile."""
     if not file.is_file():
         return []
     rows = []

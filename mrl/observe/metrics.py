@@ -47,7 +47,8 @@ def flatten(stats: StepStats) -> Row:
 def read_metrics(run_dir: Path) -> list[Row]:
     """Returns the run's rows in order of steps, without nulls.
 
-    A run resumed from a checkpoint repeats later steps; rows of the abandoned attempt are left out. Raises UnreadableFile.
+    A run resumed from a checkpoint repeats later steps; rows of the abandoned attempt are left out. Raises
+    UnreadableFile.
     """
     rows: list[Row] = []
     file = run_dir / METRICS

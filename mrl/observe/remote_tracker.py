@@ -69,7 +69,8 @@ class RemoteTracker(ABC):
 
 
 class TrackerQueue:
-    """Queue of a `RemoteTracker`. The loop's thread calls it; `notes` come from the sending thread and are for the user."""
+    """Queue of a `RemoteTracker`. The loop's thread calls it; `notes` come from the sending thread and are for the
+    user."""
 
     def __init__(self, name: str, remote: RemoteTracker, run_dir: Path, retry_s: float = FIRST_RETRY_S) -> None:
         self.name, self._remote, self._run_dir, self._retry_s = name, remote, run_dir, retry_s

@@ -64,8 +64,8 @@ def write_report(run_dir: str | Path, refresh_s: float | None = None) -> Path:
 
     refresh_s: seconds after which a browser reloads the page; None: never
 
-    It works during a run and before the first logged step. Raises FileNotFoundError for a missing directory, UnreadableFile
-    for a file that is not in the format of a run.
+    It works during a run and before the first logged step. Raises FileNotFoundError for a missing directory,
+    UnreadableFile for a file that is not in the format of a run.
     """
     run_dir = Path(run_dir)
     if not run_dir.is_dir():

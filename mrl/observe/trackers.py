@@ -34,7 +34,7 @@ class Tracker(Protocol):
         """Ends the run, also after a failure."""
 
 
-# An external tracker, which may be down, is a Remote: a thread sends metrics to it during training.
+# An external tracker, which may be down, is a RemoteTracker: a thread sends metrics to it during training.
 TRACKERS: dict[str, type[Tracker] | type[RemoteTracker]] = {
     "tensorboard": TensorboardWriter,
     "wandb": Wandb,

@@ -23,7 +23,8 @@ SECTIONS = ("setup", "rollout", "reward", "update", "sync", "checkpoint")
 
 @dataclass(frozen=True)
 class RankStatus:
-    """Current section of a rank. attempt: incremented by each restart. section: the innermost open one. since: Unix time."""
+    """Current section of a rank. attempt: incremented by each restart. section: the innermost open one. since: Unix
+    time."""
 
     rank: int
     pid: int

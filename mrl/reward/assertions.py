@@ -25,8 +25,8 @@ def split_tests(texts: Sequence[str], *, trust: bool = False) -> list[Test]:
     """Returns the tests of one answer: one a text, where a text without assertion belongs to the next one. Functions
     named test... are called as in pytest.
 
-    `trust`: a test that cannot be split becomes one statement that passes unless it raises; otherwise UnsplittableTest is
-    raised. Raises ValueError for text that is not a test.
+    `trust`: a test that cannot be split becomes one statement that passes unless it raises; otherwise UnsplittableTest
+    is raised. Raises ValueError for text that is not a test.
     """
     splitter, tests, steps = _Statements(), list[Test](), list[Step]()
     for number, text in enumerate(texts, 1):

@@ -1,8 +1,8 @@
 r"""Final answers and programs in a model's response. Standard library only: reward workers start quickly.
 
-Thoughts and tool output never hold the answer: they are removed first (`visible_text`). In the rest the last \boxed{} or
-\fbox{} counts, else the last line `#### 42`, else the last readable "the answer is ...", else whatever the reader finds
-in the text (`final_answers`). Programs are taken from fenced blocks (`program`).
+Thoughts and tool output never hold the answer: they are removed first (`visible_text`). In the rest the last \boxed{}
+or \fbox{} counts, else the last line `#### 42`, else the last readable "the answer is ...", else whatever the reader
+finds in the text (`final_answers`). Programs are taken from fenced blocks (`program`).
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def load(
     *,
     pictures: bool = False,
 ) -> RewardFunction:
-    """Returns the function that `spec`, the value of reward.`where`, names, as a function of a Call: a built-in or
+    """Returns the function that `spec`, the value of reward.`where`, names, as a function of a ScoreRequest: a built-in or
     `path/to/file.py:name`.
 
     A user's function gets (prompt, response, row), and with `pictures` a list of PIL images. Raises RewardError, which

@@ -1,8 +1,8 @@
 """Plain values: results that a sandboxed program claims for its calls, and expressions over them, evaluated outside.
 
 A value is None or of exactly bool, int, float, complex, Decimal, Fraction, str, bytes, range, list, tuple, dict, set or
-frozenset, or `OpaqueItems` of any other iterable. Text from a program and expressions from a data set are harmless here: both
-are bounded in size, and nothing is called except FUNCTIONS and METHODS.
+frozenset, or `OpaqueItems` of any other iterable. Text from a program and expressions from a data set are harmless
+here: both are bounded in size, and nothing is called except FUNCTIONS and METHODS.
 """
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ class Expressions:
     calls_program: bool = False  # names of FUNCTIONS are the program's
 
     def check(self, node: ast.expr) -> None:
-        """Adds the steps of an assertion: queries to the program, and the condition on their values. Raises UnsplittableTest for
-        an assertion that cannot be split, or can never hold.
+        """Adds the steps of an assertion: queries to the program, and the condition on their values. Raises
+        UnsplittableTest for an assertion that cannot be split, or can never hold.
         """
         names = {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)} - self.known.keys()
         # assert sum(10, 15) == 6: the program defines its own sum
@@ -143,7 +143,8 @@ class Expressions:
         return self.query(node, compared)
 
     def sides(self, nodes: list[ast.expr], compared: bool | None) -> list[ast.expr]:
-        """Returns the operands. Raises UnsplittableTest if the program answers two adjacent operands: it could make them equal.
+        """Returns the operands. Raises UnsplittableTest if the program answers two adjacent operands: it could make
+        them equal.
 
         `compared` None: operands are compared with each other; a truth value or None is easy to guess.
         """
@@ -165,8 +166,8 @@ class Expressions:
         return name if name in FUNCTIONS and not taken else None
 
     def call(self, node: ast.Call, compared: bool) -> ast.expr:
-        """Returns the call of a function that is known outside, with its arguments split. Raises UnsplittableTest for a call
-        that is not plain.
+        """Returns the call of a function that is known outside, with its arguments split. Raises UnsplittableTest for a
+        call that is not plain.
         """
         name = self.function(node) or ""
         keywords = [self.value(keyword.value) for keyword in node.keywords if keyword.arg]
@@ -193,8 +194,8 @@ class Expressions:
         return ast.Call(ast.Attribute(base, node.func.attr, ast.Load()), [a for a in arguments if a], [])
 
     def query(self, node: ast.expr, compared: bool) -> ast.Constant:
-        """Adds a query for this expression's value. Raises UnsplittableTest if the program could answer with a value that
-        decides the test.
+        """Adds a query for this expression's value. Raises UnsplittableTest if the program could answer with a value
+        that decides the test.
         """
         if not isinstance(node, (ast.Call, ast.Attribute, ast.Subscript, ast.Name, *_COMPREHENSIONS)):
             raise UnsplittableTest(f"{shown(node)} is a {type(node).__name__}")

@@ -26,7 +26,7 @@ class ServerApi:
     path: below the server's address
     item: one sample as JSON text; raises ValueError, TypeError or RecursionError for values that JSON cannot represent
     body: request body from the items of a call
-    results: result of each item in an answer, parsed from JSON; raises BadAnswer for another form
+    results: result of each item in an answer, parsed from JSON; raises BadResponse for another form
     """
 
     path: str
@@ -36,7 +36,7 @@ class ServerApi:
 
 
 def read_answer(api: ServerApi, data: bytes, count: int) -> list[Outcome | str]:
-    """Returns the outcome of each sample, or its error. Raises BadAnswer unless there is one result a sample."""
+    """Returns the outcome of each sample, or its error. Raises BadResponse unless there is one result a sample."""
     try:
         answer = json.loads(data)
     except (ValueError, RecursionError) as error:

@@ -2,8 +2,8 @@
 
 `mrl train` makes it while it looks at the configuration, and it ends with that: an engine that is started again is a
 copy, too. A copy is a supervisor (supervisor.py), whose engine is a copy of it. It belongs to the process that wanted
-the engine, which is told how it has ended, but is not its parent. Where that cannot be (no Linux, no fork server, an import
-that fails, variables that the imports would read otherwise) engines are started as programs.
+the engine, which is told how it has ended, but is not its parent. Where that cannot be (no Linux, no fork server, an
+import that fails, variables that the imports would read otherwise) engines are started as programs.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ def without_effect(section: BaseModel, key: str, names: Sequence[str], because: 
         yield Problem((f"{key}.{name}", other), f"has no effect: {because}")
 
 
-def join_with_or(values: Sequence[int]) -> str:
+def one_of(values: Sequence[int]) -> str:
     """1, 2 or 4; long lists are cut in the middle."""
     shown = [str(value) for value in (values if len(values) <= 9 else [*values[:4], *values[-4:]])]
     if len(values) > 9:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from mrl.config.checks.base import Archs, join_with_or, without_effect
+from mrl.config.checks.base import Archs, one_of, without_effect
 from mrl.config.derived import Machine
 from mrl.config.engines import ENGINES
 from mrl.config.model_dirs import is_converted
@@ -127,7 +127,7 @@ def _engine_reads(cfg: RLConfig, arch: ModelArch | None, machine: Machine) -> It
         return
     if odd := sorted({layer.ffn_size for layer in arch.layers if layer.ffn_size % multiple}):
         message = (
-            f"SGLang on a CPU fills MLPs up to a multiple of {multiple}, the model has {join_with_or(odd)}: an adapter would "
+            f"SGLang on a CPU fills MLPs up to a multiple of {multiple}, the model has {one_of(odd)}: an adapter would "
             "not fit it and end the engine: merge, or targets in attention alone"
         )
         yield Problem(("sync.lora", "model.path"), message)

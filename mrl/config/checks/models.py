@@ -17,8 +17,8 @@ from mrl.families import FAMILIES, ModelArch, UnsupportedModel, is_reward_model,
 
 
 def read_archs(cfg: Config, problems: list[Problem], shapes_only: bool = False) -> Archs:
-    """The shapes of the run's models; what is wrong with their directories is added to `tokenizer_problems`, of config.json alone
-    with `shapes_only`."""
+    """The shapes of the run's models; what is wrong with their directories is added to `tokenizer_problems`, of
+    config.json alone with `shapes_only`."""
     model = cfg.model
     actor = _arch("model.path", model.path, problems)
     if actor is not None and not model.from_scratch and not shapes_only:

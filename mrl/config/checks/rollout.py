@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from mrl.config.checks import lora
-from mrl.config.checks.base import join_with_or, without_effect
+from mrl.config.checks.base import one_of, without_effect
 from mrl.config.derived import Machine
 from mrl.config.engines import ENGINES
 from mrl.config.fp8_shapes import BLOCK, widths
@@ -90,7 +90,7 @@ def _engine(cfg: RLConfig, arch: ModelArch | None, machine: Machine) -> Iterator
     if "tensor" not in ignored and arch is not None and not _fits(rollout.tensor, arch):
         heads = f"{arch.num_heads} heads and {arch.num_kv_heads} key-value heads"
         would = [size for size in range(1, min(arch.num_heads, 64) + 1) if _fits(size, arch)]
-        message = f"{rollout.tensor} does not divide the model's {heads}: {join_with_or(would)} would"
+        message = f"{rollout.tensor} does not divide the model's {heads}: {one_of(would)} would"
         yield Problem(("rollout.tensor", "model.path"), message)
     if "tensor" not in ignored and arch is not None:
         yield from _served(rollout, arch, machine)

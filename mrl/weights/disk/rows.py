@@ -76,7 +76,8 @@ class ZeroRows:
 
 @dataclass(frozen=True)
 class MatrixPiece:
-    """Piece of an assembled matrix: rows `row` .. `row + rows` of `source`, all its columns, at (`at_row`, `at_col`)."""
+    """Piece of an assembled matrix: rows `row` .. `row + rows` of `source`, all its columns, at (`at_row`,
+    `at_col`)."""
 
     at_row: int
     rows: int
@@ -137,7 +138,8 @@ def stack_rows(parts: Sequence[tuple[Rows, int, int]]) -> AssembledRows:
 
 @dataclass(frozen=True)
 class TransformedRows:
-    """Rows [n, columns] of the transformation `transform` of a tensor. They are not rows of the tensor itself, so every read
+    """Rows [n, columns] of the transformation `transform` of a tensor. They are not rows of the tensor itself, so every
+    read
     of a block reads the whole tensor: `whole` should fit into one block. whole_shape: shape of that tensor, one or
     two dimensions.
     """

@@ -22,7 +22,8 @@ WIDE_BYTES = 4  # of a float32
 
 @dataclass(frozen=True)
 class TensorShard:
-    """Shard of an HF tensor for one engine parameter: `size` rows (dim 0) or columns (dim 1, ...), from `start`; the whole tensor if dim is None.
+    """Shard of an HF tensor for one engine parameter: `size` rows (dim 0) or columns (dim 1, ...), from `start`; the
+    whole tensor if dim is None.
 
     transposed: in its last two dimensions; wide: in float32; nbytes: in the engine's memory
     """

@@ -88,7 +88,8 @@ class EngineSync(ABC):
 
     def resync(self, url: str) -> SyncReport:
         """Syncs the engine at `url`, which was restarted or has joined, to the weights and version of the last sync;
-        collective over all ranks, which must not have changed the weights since. Always verified; raises as `update_weights`.
+        collective over all ranks, which must not have changed the weights since. Always verified; raises as
+        `update_weights`.
         """
         urls = [client.url for client in self._engines.clients]
         self.set_engines([*urls, *({url} - {*urls})], [url])
@@ -96,7 +97,8 @@ class EngineSync(ABC):
             return self._timed(verify=True, again=True)
 
     def mark_restarted(self, urls: Sequence[str]) -> None:
-        """Marks the engines at these addresses as new processes; local, to be called on every rank, as `set_engines`."""
+        """Marks the engines at these addresses as new processes; local, to be called on every rank, as
+        `set_engines`."""
         self.set_engines([client.url for client in self._engines.clients], urls)
 
     def set_engines(self, urls: Sequence[str], new: Sequence[str] = ()) -> None:

@@ -31,8 +31,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class NodeTopology:
-    """Nodes of senders and engines. nodes: of the world. homes: the nodes of the engine at each address, several if it is
-    larger than a node. buckets: every sender's, by its rank.
+    """Nodes of senders and engines. nodes: of the world. homes: the nodes of the engine at each address, several if it
+    is larger than a node. buckets: every sender's, by its rank.
     """
 
     nodes: Nodes

@@ -1,7 +1,8 @@
 """Transport to engines that are larger than a node: every process of an engine reads a bucket in its own node's memory.
 
-A bucket reaches one rank of every node as in `MultiNodeTransport`. A handle is valid on its own node only, so each of these
-ranks makes the handles for the processes on its node, and the sender puts all of an engine's handles into one request.
+A bucket reaches one rank of every node as in `MultiNodeTransport`. A handle is valid on its own node only, so each of
+these ranks makes the handles for the processes on its node, and the sender puts all of an engine's handles into one
+request.
 """
 
 from __future__ import annotations
