@@ -32,7 +32,7 @@ size = sum(tensor.nbytes for tensor in exporter.tensors.values())
 waits = []
 paced_http.RATE = 1e-6 * size
 paced_http.time = SimpleNamespace(monotonic=lambda: 0.0, sleep=waits.append)
-report = sync.push("7")
+report = sync.update_weights("7")
 assert round(sum(waits)) == 10**6 and report.bytes == size and report.transport == "paced_http", (waits, report)
 sync.close()
 """
