@@ -42,7 +42,7 @@ class Zygote(ForkServer):
     """module: what it imports, with `environment`."""
 
     def __init__(self, module: str, environment: Mapping[str, str]) -> None:
-        self._line, theirs = socket.socketpair()
+        self._connection, theirs = socket.socketpair()
         self._is_ready = False
         self.environment = environment
         self._process = subprocess.Popen(

@@ -134,12 +134,12 @@ class EngineSync(ABC):
             self._on_rank_0("pausing the engines", lambda: self._engines.call(EngineClient.pause))
             report = self._update_weights(verify, again, started)
         except BaseException:
-            self._go_on_all_the_same()
+            self._resume_engines_anyway()
             raise
         self._on_rank_0("letting the engines go on", lambda: self._engines.call(EngineClient.go_on))
         return report
 
-    def _go_on_all_the_same(self) -> None:
+    def _resume_engines_anyway(self) -> None:
         """Resumes the engines after a failure: a paused engine would not answer. An engine that is gone is ignored."""
         if self._rank == 0:
             with contextlib.suppress(EngineError):
