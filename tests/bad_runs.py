@@ -98,7 +98,9 @@ def patched(name: str, value: Any) -> Edit:
 
 
 def full(free: int) -> Edit:
-    return patched("mrl.preflight.disk_space.shutil", SimpleNamespace(disk_usage=lambda path: SimpleNamespace(free=free)))
+    return patched(
+        "mrl.preflight.disk_space.shutil", SimpleNamespace(disk_usage=lambda path: SimpleNamespace(free=free))
+    )
 
 
 def sick(**of: Any) -> Edit:

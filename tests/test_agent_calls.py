@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from mrl.agents.tool_call_parsers import PARSERS, ToolCall, load_parser
 from mrl.agents.argument_types import convert_argument, declared_types
+from mrl.agents.tool_call_parsers import PARSERS, ToolCall, load_parser
 from mrl.config.checks import agent as checked
 from mrl.core import Request
 from mrl.reward.sandbox import find_sandbox
@@ -127,7 +127,12 @@ def test_declared_types(schema: Any, types: set[str] | None) -> None:
 
 
 def test_a_value_without_a_declaration_is_text() -> None:
-    assert [convert_argument(text, None) for text in ("1_000", "null", "[1]", "True")] == ["1_000", "null", "[1]", "True"]
+    assert [convert_argument(text, None) for text in ("1_000", "null", "[1]", "True")] == [
+        "1_000",
+        "null",
+        "[1]",
+        "True",
+    ]
 
 
 OWN = """

@@ -18,7 +18,7 @@ import pytest
 from mrl.agents import chat
 from mrl.agents import endpoint as endpoint_module
 from mrl.agents.chat import BadChat
-from mrl.agents.endpoint import EndpointServer, Endpoint, Session
+from mrl.agents.endpoint import Endpoint, EndpointServer, Session
 from mrl.agents.errors import AgentError
 from mrl.agents.runner import AgentRunner
 from mrl.config.schema import AgentConfig

@@ -306,7 +306,10 @@ def test_one_that_is_removed_while_it_is_opened_is_no_checkpoint(tmp_path: Path,
         flock(*arguments)
 
     monkeypatch.setattr(fcntl, "flock", removed_first)
-    with pytest.raises(ValueError, match="step_1 was removed while it was being opened"), directory.hold_for_reading(first):
+    with (
+        pytest.raises(ValueError, match="step_1 was removed while it was being opened"),
+        directory.hold_for_reading(first),
+    ):
         raise AssertionError("not reached")
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mrl.weights.convert import worker_pool
-from mrl.weights.convert.blocks import Block, WorkerShare, FileRange
+from mrl.weights.convert.blocks import Block, FileRange, WorkerShare
 from mrl.weights.convert.worker_pool import WorkerPool
 from mrl.weights.disk import hf_rows
 from mrl.weights.disk.hf_rows import IndexedRows

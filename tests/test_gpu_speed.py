@@ -28,7 +28,7 @@ from mrl.learner.optimizer import sums_overlap  # noqa: E402
 from mrl.models import attention, transformer_config  # noqa: E402
 from mrl.models.gpt import vocab_align  # noqa: E402
 from mrl.parallel.stages import KnownShapes, arrivals  # noqa: E402
-from mrl.platform import transfers, fused, process  # noqa: E402
+from mrl.platform import fused, process, transfers  # noqa: E402
 from mrl.weights.model import load  # noqa: E402
 from tests.second_device import DEVICE  # noqa: E402
 from tests.test_weights_table import small_arch  # noqa: E402

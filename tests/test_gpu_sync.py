@@ -24,12 +24,12 @@ from mrl.rollout.client import EngineClient, EngineError
 from mrl.weights.errors import WeightError
 from mrl.weights.meta import TensorMeta
 from mrl.weights.sync.payload import Bucket, plan_buckets
-from mrl.weights.sync.weight_sync import WeightSync
 from mrl.weights.sync.transports import Deadline, Engines, SenderLocation, resolve
 from mrl.weights.sync.transports import cuda_ipc as cuda_ipc_module
 from mrl.weights.sync.transports.base import HandleTransport
 from mrl.weights.sync.transports.cuda_ipc import CudaIpc
 from mrl.weights.sync.transports.distributed import Distributed
+from mrl.weights.sync.weight_sync import WeightSync
 from tests.conftest import TinyModels
 from tests.sync_tools import FileExporter
 

@@ -20,8 +20,8 @@ from mrl import platform
 from mrl.weights.disk.fp8_state import RECIPES, restorable_state
 from mrl.weights.disk.stored_names import OF_EXPERTS
 from mrl.weights.errors import WeightError
-from mrl.weights.parameter_layout import Row
 from mrl.weights.model.load import ParameterLoad, _mark
+from mrl.weights.parameter_layout import Row
 from tests import fake_te
 from tests.test_convert import mrl
 from tests.test_platform import run_python

@@ -44,7 +44,7 @@ from mrl.observe.lock import Lock
 from mrl.observe.progress import LiveDisplay, PlainDisplay, Progress, headlines
 from mrl.observe.report import image_grids
 from mrl.observe.samples import before_after
-from mrl.observe.timeline import TimelineBar, timeline_bars, draw_timeline
+from mrl.observe.timeline import TimelineBar, draw_timeline, timeline_bars
 
 
 def config(root: Path) -> SFTConfig:
@@ -507,7 +507,11 @@ def test_ctrl_c_ends_a_followed_report(
 
 def test_the_time_line_shows_who_worked_when() -> None:
     waits = {"step": 1, "time/rollout": 2.0, "time/update": 1.0}
-    assert timeline_bars([waits]) == [TimelineBar(0, "rollout", 0, 2.0), TimelineBar(0, "update", 2.0, 1.0), TimelineBar(1, "sampling", 0, 2.0)]
+    assert timeline_bars([waits]) == [
+        TimelineBar(0, "rollout", 0, 2.0),
+        TimelineBar(0, "update", 2.0, 1.0),
+        TimelineBar(1, "sampling", 0, 2.0),
+    ]
     ahead = [
         {"step": n, "time/rollout": 0.5, "time/update": 2.0, "time/sync": 0.5, "perf/train_s": 2.0} for n in (1, 2)
     ]

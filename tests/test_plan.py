@@ -90,7 +90,9 @@ def test_caches_of_engines_on_cpus_are_in_the_plan() -> None:
     def of_node(*keys: str) -> float:
         cfg = recipe("quickstart_real", "model.path=yaml_configs/models/Qwen3-0.6B", *keys)
         machine = machine_of(cfg)
-        plan = make_plan(cfg, Cluster(NO_GPU, machine.world_size, machine.local_world_size), read_shapes(cfg), Assumptions())
+        plan = make_plan(
+            cfg, Cluster(NO_GPU, machine.world_size, machine.local_world_size), read_shapes(cfg), Assumptions()
+        )
         assert plan.engine is not None and plan.engine.holds >= plan.engine.wanted
         return plan.host_of_node
 
@@ -223,7 +225,12 @@ def test_ranks_sit_where_megatron_puts_them(layout: dict[str, int]) -> None:
     for rank in range(world):
         with platform.fake_rank(rank, world):
             mesh, coords = Mesh(grid.layout), grid.coordinates(rank)
-            assert (mesh.tp_rank, mesh.pp_rank, mesh.cp_rank, mesh.dp_rank) == (coords.tp, coords.pp, coords.cp, coords.dp)
+            assert (mesh.tp_rank, mesh.pp_rank, mesh.cp_rank, mesh.dp_rank) == (
+                coords.tp,
+                coords.pp,
+                coords.cp,
+                coords.dp,
+            )
             assert (mesh.ep_rank, mesh.etp_rank, mesh.edp_rank) == (coords.ep, coords.etp, coords.edp)
             for axis in ("tp", "pp", "cp", "dp", "ep"):
                 (mine,) = [ranks for ranks in grid.groups(axis) if rank in ranks]

@@ -10,12 +10,12 @@ import torch
 
 from mrl.config.schema import FP8Config, ParallelConfig, PrecisionConfig, TrainConfig
 from mrl.families import load_arch
+from mrl.plan.built_model import build
 from mrl.plan.engine import weights_per_gpu
 from mrl.plan.grid import Grid
 from mrl.plan.memory import PhaseMemory
 from mrl.plan.parameters import matrices
 from mrl.plan.plan import Plan
-from mrl.plan.built_model import build
 from mrl.weights.sync.quantized import QuantizedSource
 from tests.plan_measured import Case, TinyModels, padded_as_on_gpus, saved_activations
 from tests.sync_tools import FileExporter

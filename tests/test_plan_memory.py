@@ -13,10 +13,10 @@ from mrl.config.schema import ParallelConfig, TrainConfig
 from mrl.families import load_arch
 from mrl.families.table import Role
 from mrl.plan.activations import Tokens
+from mrl.plan.built_model import build
 from mrl.plan.grid import Grid
 from mrl.plan.memory import update_peak
 from mrl.plan.parameters import chunks, model_elements
-from mrl.plan.built_model import build
 from mrl.plan.workload import PlannedModel
 from tests.plan_measured import (
     HEADED,
@@ -77,7 +77,9 @@ def test_every_distinct_rank_of_a_large_model(model: str, layout: dict[str, int]
     """With overlapped sums each bucket of the first stage is padded to what data parallelism divides."""
     arch, train = load_arch(MODELS / model), TrainConfig(parallel=ParallelConfig(**layout))
     grid = Grid(train.parallel, world)
-    distinct = {model_elements(arch, "policy", grid, coords, overlap): coords for coords in reversed(grid.all_coordinates)}
+    distinct = {
+        model_elements(arch, "policy", grid, coords, overlap): coords for coords in reversed(grid.all_coordinates)
+    }
     path = str(MODELS / model)
     for planned, coords in distinct.items():
         built = build(arch, path, "policy", train, coords.rank, world, torch.bfloat16, overlap=overlap)

@@ -16,10 +16,10 @@ from mrl.config.schema import ParallelConfig, TrainConfig  # noqa: E402
 from mrl.families import load_arch  # noqa: E402
 from mrl.families.flops import TowerFlops  # noqa: E402
 from mrl.models.vision import _tower  # noqa: E402
+from mrl.plan.built_model import build  # noqa: E402
 from mrl.plan.dry_run import rank_kinds  # noqa: E402
 from mrl.plan.grid import Grid  # noqa: E402
 from mrl.plan.parameters import chunks, model_elements  # noqa: E402
-from mrl.plan.built_model import build  # noqa: E402
 from mrl.plan.tower import saved_bytes  # noqa: E402
 from tests.plan_measured import padded_as_on_gpus  # noqa: E402
 from tests.test_plan import ROOT, plan_of  # noqa: E402

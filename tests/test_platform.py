@@ -148,7 +148,9 @@ def test_device_context_still_works_after_install() -> None:
     assert done.stdout.split() == ["meta"], done.stderr
 
 
-@pytest.mark.skipif(not kept_memory.returns_large_blocks(), reason="only glibc gives memory back at once, and only CPUs care")
+@pytest.mark.skipif(
+    not kept_memory.returns_large_blocks(), reason="only glibc gives memory back at once, and only CPUs care"
+)
 def test_memory_that_was_given_back_is_had_again_without_new_pages() -> None:
     done = run_python("""
 import resource, torch

@@ -25,7 +25,7 @@ from mrl.config.schema import Config
 from mrl.families import load_arch
 from mrl.packages import pip_install, pip_install_extra
 from mrl.plan.plan import machine_of
-from mrl.preflight import checks, machine, memory, disk_space, versions
+from mrl.preflight import checks, disk_space, machine, memory, versions
 from mrl.rollout.launch import ServerSpec
 from tests.bad_runs import MISTAKES, SCORE, Mistake, full, in_config_json, left_by_a_run, scores, written
 from tests.conftest import TinyModels

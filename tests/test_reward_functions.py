@@ -14,11 +14,11 @@ import pytest
 from mrl.config.builtin_rewards import PARTS
 from mrl.config.schema import FormatConfig
 from mrl.reward import shaping
-from mrl.reward.score_requests import ScoreRequest, Outcome
 from mrl.reward.errors import RewardError
 from mrl.reward.functions import arithmetic, exact_match, multiple_choice, sorted_digits
 from mrl.reward.loading import check_result, load
 from mrl.reward.math_answer import math
+from mrl.reward.score_requests import Outcome, ScoreRequest
 
 
 def test_exact_match() -> None:

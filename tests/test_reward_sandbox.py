@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mrl.reward.sandbox import ProgramResult, Limits, SandboxError, groups, isolate, run_python
+from mrl.reward.sandbox import Limits, ProgramResult, SandboxError, groups, isolate, run_python
 from mrl.reward.sandbox.run import check_isolation
 
 LIMITS = Limits(wall_s=30.0, memory_mib=256, disk_mib=4, output_kib=16)

@@ -161,6 +161,8 @@ def test_later_turns_of_an_agent_are_told_what_its_row_says(tmp_path: Path, monk
     assert first.startswith("<|im_start|>system\nbe brief<|im_end|>") and first.endswith("assistant\n(calm)")
     request = Request(0, 0, prompt, 1)
     line = TokenSequence((1,), [end], [True])
-    trajectory = Trajectory(request, sequences=[line], turns=[Sample(request, np.array([end]), np.zeros(1), "stop", "0")])
+    trajectory = Trajectory(
+        request, sequences=[line], turns=[Sample(request, np.array([end]), np.zeros(1), "stop", "0")]
+    )
     assert agents._heard(trajectory, words) is None and trajectory.next is not None
     assert tokenizer.decode([*trajectory.next.said], special=True).endswith("assistant\n(calm)")

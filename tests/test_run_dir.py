@@ -24,8 +24,17 @@ from mrl.config.loader import dump_resolved
 from mrl.config.schema import RLConfig, SFTConfig
 from mrl.core import StepStats
 from mrl.failure import note
-from mrl.launcher.logs import open_logs, lock_log_dir, collect_failures
-from mrl.observe import WriteFailed, Recorder, RunDir, RunExists, move_aside, read_metrics, refuse_existing, write_report
+from mrl.launcher.logs import collect_failures, lock_log_dir, open_logs
+from mrl.observe import (
+    Recorder,
+    RunDir,
+    RunExists,
+    WriteFailed,
+    move_aside,
+    read_metrics,
+    refuse_existing,
+    write_report,
+)
 from mrl.observe.tensorboard import TensorboardWriter
 from mrl.preflight.disk_space import check_directory
 from mrl.redaction import redact
@@ -229,7 +238,9 @@ class TestFullDisk:
                     if on_error == "warn":
                         recorder.log(StepStats(2, {"loss": 2.0}))
                     else:
-                        with pytest.raises(WriteFailed, match="step's metrics cannot be written: File too large .*warn"):
+                        with pytest.raises(
+                            WriteFailed, match="step's metrics cannot be written: File too large .*warn"
+                        ):
                             recorder.log(StepStats(2, {"loss": 2.0}))
                 recorder.log(StepStats(3, {"loss": 3.0}))
             assert [row["step"] for row in read_metrics(tmp_path / on_error)] == [1, 3], "half a row was left"

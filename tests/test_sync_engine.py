@@ -14,8 +14,8 @@ from mrl.config.schema import SyncConfig
 from mrl.rollout import Engine
 from mrl.weights.errors import SyncError, SyncMismatch
 from mrl.weights.sync.payload import Bucket
-from mrl.weights.sync.weight_sync import WeightSync
 from mrl.weights.sync.transports.shared_memory import SharedMemory
+from mrl.weights.sync.weight_sync import WeightSync
 from tests.served import TRANSPORTS, Served, check_transport, check_world, world
 from tests.sync_tools import FileExporter
 

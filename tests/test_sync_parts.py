@@ -24,7 +24,7 @@ from mrl.weights.errors import WeightError
 from mrl.weights.meta import TensorMeta
 from mrl.weights.sync import transports
 from mrl.weights.sync.checksum import ParamHash, Sha256Hash, StreamHasher, TileHash
-from mrl.weights.sync.engine_params import EngineParam, EngineLayout, TensorShard, engine_params
+from mrl.weights.sync.engine_params import EngineLayout, EngineParam, TensorShard, engine_params
 from mrl.weights.sync.filler import BucketFiller
 from mrl.weights.sync.payload import Bucket, SharedBuffer, pickle_by_value, plan_buckets
 from mrl.weights.sync.transports import Deadline, Engines, SenderLocation, resolve

@@ -13,7 +13,7 @@ import pytest
 from mrl.config.schema import SFTConfig
 from mrl.core import StepStats
 from mrl.observe import Recorder, trackers
-from mrl.observe.remote_tracker import Outcome, RemoteTracker, TrackerQueue, TrackedStep
+from mrl.observe.remote_tracker import Outcome, RemoteTracker, TrackedStep, TrackerQueue
 
 WAIT_S = 30.0
 
@@ -113,7 +113,10 @@ def test_a_run_that_goes_on_is_the_same_run_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("error", "outcome"), [(RuntimeError, "failed"), (SystemExit, "stopped")])
 def test_it_hears_how_the_run_ended(error: type[BaseException], outcome: str, tmp_path: Path) -> None:
     remote = Elsewhere()
-    with pytest.raises(error), Recorder(tmp_path, 2, {"e": TrackerQueue("e", remote, tmp_path)}, live=False) as recorder:
+    with (
+        pytest.raises(error),
+        Recorder(tmp_path, 2, {"e": TrackerQueue("e", remote, tmp_path)}, live=False) as recorder,
+    ):
         recorder.log(StepStats(1, {"loss": 1.0}))
         raise error
     assert remote.outcome == outcome

@@ -19,9 +19,9 @@ from mrl.weights.disk.mxfp4 import unpacked
 from mrl.weights.disk.safetensors_io import HFCheckpoint
 from mrl.weights.disk.unused import unused_tensors
 from mrl.weights.errors import WeightError
-from mrl.weights.parameter_layout import to_megatron
 from mrl.weights.meta import TensorMeta  # noqa: E402
 from mrl.weights.model.export import plan_files, save_hf
+from mrl.weights.parameter_layout import to_megatron
 from tests.conftest import TinyModels
 from tests.full_disk import full_disk
 

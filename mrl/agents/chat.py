@@ -175,7 +175,12 @@ def openai_message(message: Message) -> Message:
 
 def completion(number: int, message: Message, finish: str, tokens: list[int]) -> Message:
     """Returns the answer as one object. number: of the turn; tokens: number in the prompt, and in the answer."""
-    choice = {"index": 0, "message": openai_message(message), "finish_reason": _finish(message, finish), "logprobs": None}
+    choice = {
+        "index": 0,
+        "message": openai_message(message),
+        "finish_reason": _finish(message, finish),
+        "logprobs": None,
+    }
     return {**_head(number, "chat.completion"), "choices": [choice], "usage": _usage(tokens)}
 
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mrl import strict_json, user_functions
-from mrl.agents.tool_call_parsers import ToolCall, ParsedCalls, Parser
 from mrl.agents.argument_types import Tool
 from mrl.agents.endpoint import Endpoint
+from mrl.agents.tool_call_parsers import ParsedCalls, Parser, ToolCall
 
 if TYPE_CHECKING:
     from mrl.reward.sandbox import ProgramResult

@@ -164,7 +164,9 @@ class EndpointServer:
 
     async def _serve(self, listening: socket.socket) -> None:
         # asyncio accepts `backlog` connections at a time: few, so that each is read before a flood makes it the oldest
-        server = await asyncio.start_server(self._connection, sock=listening, limit=MAX_HEAD_BYTES, backlog=ACCEPT_BATCH)
+        server = await asyncio.start_server(
+            self._connection, sock=listening, limit=MAX_HEAD_BYTES, backlog=ACCEPT_BATCH
+        )
         listening.listen(BACKLOG)
         await server.serve_forever()
 

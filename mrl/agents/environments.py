@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from mrl import strict_json
-from mrl.agents.context import Turn, Observation
+from mrl.agents.context import Observation, Turn
 
 Act = Callable[[Turn], Any]
 Show = Callable[[Any], Observation]

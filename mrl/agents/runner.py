@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from mrl.agents.tool_call_parsers import WITH_SPECIAL_TOKENS
 from mrl.agents.errors import AgentError
-from mrl.agents.pool import Message, AgentWorkerPool
+from mrl.agents.pool import AgentWorkerPool, Message
 from mrl.agents.suffix import Suffix
-from mrl.agents.trajectory import TokenSequence, TurnPosition, Trajectory
+from mrl.agents.tool_call_parsers import WITH_SPECIAL_TOKENS
+from mrl.agents.trajectory import TokenSequence, Trajectory, TurnPosition
 from mrl.config.schema import AgentConfig
 from mrl.core import Prompt, Request, Sample, SamplingParams
 from mrl.data import Tokenizer, TokenizerError

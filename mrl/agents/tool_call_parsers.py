@@ -358,7 +358,9 @@ def _gpt_oss(text: str, tools: Sequence[Tool]) -> ParsedCalls:
         else:
             try:
                 if len(to) > 1 or not to[0].startswith("functions.") or to[0] == "functions.":
-                    raise BadToolCall(f"a call is to one function, to=functions.NAME, not to={' to='.join(to)}", header_at)
+                    raise BadToolCall(
+                        f"a call is to one function, to=functions.NAME, not to={' to='.join(to)}", header_at
+                    )
                 arguments = cursor.object("arguments")
                 cursor.skip_space()
                 if cursor.at < len(text) and not cursor.has("<|call|>"):

@@ -206,7 +206,9 @@ class Trajectory:
         self._add(after, turn, message)
         whole = [*after.chat["messages"], message]
         end, is_whole = int(turn.response_ids[-1]), turn.finish_reason == "stop"
-        self.chat_states.append(ChatState(whole, after.chat["tools"], after.sequence, len(after.sequence), end, is_whole))
+        self.chat_states.append(
+            ChatState(whole, after.chat["tools"], after.sequence, len(after.sequence), end, is_whole)
+        )
 
     # ---- the end
 

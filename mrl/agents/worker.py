@@ -25,10 +25,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from mrl import strict_json
-from mrl.agents.tool_call_parsers import Parser, load_parser
-from mrl.agents.context import Context, NoTurnsLeft, Program, parse_calls, load_program, score_of
 from mrl.agents.argument_types import Tool
+from mrl.agents.context import Context, NoTurnsLeft, Program, load_program, parse_calls, score_of
 from mrl.agents.endpoint import EndpointServer, Session
+from mrl.agents.tool_call_parsers import Parser, load_parser
 from mrl.user_functions import FunctionError
 
 MAX_TRACEBACK_CHARS = 1 << 20  # the middle of a longer one, such as of an endless recursion, is left out
@@ -55,7 +55,12 @@ class _Trajectories:
     """All trajectories of this process, each a task of its event loop."""
 
     def __init__(
-        self, connection: Connection, program: Program, parser: Parser | None, server: EndpointServer | None, setup: dict[str, Any]
+        self,
+        connection: Connection,
+        program: Program,
+        parser: Parser | None,
+        server: EndpointServer | None,
+        setup: dict[str, Any],
     ) -> None:
         self._connection, self._program, self._parser, self._server = connection, program, parser, server
         self._limits, self._answer_timeout_s = setup["sandbox"], setup["answer_timeout_s"]

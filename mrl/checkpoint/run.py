@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from mrl import platform
 from mrl.checkpoint import directory, torch_dist, writer_turns
 from mrl.checkpoint.agreement import RANKS, CheckpointAgreement, CheckpointError, describe
-from mrl.checkpoint.learner_state import StateToLoad, copy_shards, tied_copies_are_equal, state_to_save
+from mrl.checkpoint.learner_state import StateToLoad, copy_shards, state_to_save, tied_copies_are_equal
 from mrl.checkpoint.torch_dist import ShardedWrite
 from mrl.checkpoint.writer_turns import Writers
 from mrl.files import sync

@@ -50,7 +50,12 @@ class Saver:
         self._writing: _Writing | None = None
 
     def save(
-        self, step: int, learners: Mapping[str, Checkpointable], state: dict[str, Any], samples: Any = None, best: int | None = None
+        self,
+        step: int,
+        learners: Mapping[str, Checkpointable],
+        state: dict[str, Any],
+        samples: Any = None,
+        best: int | None = None,
     ) -> None:
         """Returns once everything is copied into host memory, while the files are still being written.
 
@@ -118,7 +123,9 @@ class Saver:
 class _Writing:
     """Checkpoint being written to disk."""
 
-    def __init__(self, staged: StagedCheckpoint, group: dist.ProcessGroup, cfg: CheckpointConfig, best: int | None) -> None:
+    def __init__(
+        self, staged: StagedCheckpoint, group: dist.ProcessGroup, cfg: CheckpointConfig, best: int | None
+    ) -> None:
         self.staged, self.cfg, self._best = staged, cfg, best
         self.seconds = 0.0
         self._problem: str | None = None

@@ -153,7 +153,8 @@ def read(state: dict[str, Any], directory: Path) -> dict[str, Any]:
     metadata = RANKS.together(f"comparing the model with {directory}", lambda: _compare(tensors, asked_for, directory))
     with _no_advice():
         return RANKS.together(
-            f"reading {directory}", lambda: load(requested_entries(state, metadata.state_dict_metadata), directory, metadata)
+            f"reading {directory}",
+            lambda: load(requested_entries(state, metadata.state_dict_metadata), directory, metadata),
         )
 
 

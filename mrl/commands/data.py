@@ -34,8 +34,8 @@ def run(args: argparse.Namespace) -> int:
     with importing():
         from mrl.data import DataError, TokenizerError
         from mrl.data.preview import preview
-        from mrl.preflight.inputs import sampled_row_check
         from mrl.preflight.checks import INPUT_CHECKS, run_checks
+        from mrl.preflight.inputs import sampled_row_check
 
     try:
         cfg = shared.load_read_only(args.config, args.overrides)

@@ -73,7 +73,7 @@ def _found(args: argparse.Namespace) -> tuple[list[Finding], bool]:
     from mrl.config.derived import Machine
     from mrl.config.loader import ConfigError, load
     from mrl.config.schema import Config
-    from mrl.preflight.checks import NODE_CHECKS, RUN_CHECKS, run_checks, check_machine, configuration_findings
+    from mrl.preflight.checks import NODE_CHECKS, RUN_CHECKS, check_machine, configuration_findings, run_checks
     from mrl.preflight.memory import check_memory
 
     gpus = world.gpus()
@@ -123,7 +123,9 @@ def _rendezvous(args: argparse.Namespace) -> NodeRendezvous:
     from mrl.launcher import NodeRank
     from mrl.preflight.nodes import NodeRendezvous
 
-    return NodeRendezvous(NodeRank(args.node, args.nodes, args.head), [*filter(None, args.names.split(","))], args.wait_s)
+    return NodeRendezvous(
+        NodeRank(args.node, args.nodes, args.head), [*filter(None, args.names.split(","))], args.wait_s
+    )
 
 
 def _joined(args: argparse.Namespace, gpus: int) -> Machine | None:

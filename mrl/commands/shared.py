@@ -86,8 +86,8 @@ def has_problems(cfg: AnyConfig, machine: Machine) -> bool:
     """
     from mrl.config.schema import Config
     from mrl.ports import MEETING_VARIABLE
+    from mrl.preflight.checks import NODE_CHECKS, RUN_CHECKS, check_machine, run_checks
     from mrl.preflight.finding import problems
-    from mrl.preflight.checks import NODE_CHECKS, RUN_CHECKS, run_checks, check_machine
     from mrl.preflight.memory import check_memory
     from mrl.resilience.protocol import attempt
 

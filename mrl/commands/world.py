@@ -60,7 +60,9 @@ def start_local(cfg: AnyConfig, config: Path, overrides: Sequence[str], fork_ser
             refuse_existing(cfg)
         if cfg.run.launcher == "mrl":
             command = [sys.executable, "-m", *arguments]
-            return _mark_if_preempted(launch(command, nproc, run_dir / "logs", save_s=save_s, fork_server=fork_server), run_dir)
+            return _mark_if_preempted(
+                launch(command, nproc, run_dir / "logs", save_s=save_s, fork_server=fork_server), run_dir
+            )
         is_ft = cfg.run.launcher == "ft"
         job = ElasticJob(
             cfg.run.launcher,

@@ -12,7 +12,6 @@ from pydantic import ValidationError
 
 from mrl.config.checks.all import check_all
 from mrl.config.derived import Machine
-from mrl.config.yaml_dialect import Dumper
 from mrl.config.keys import Key, keys_of, nearest_keys, walk
 from mrl.config.problems import ConfigError, Problem
 from mrl.config.sections.base import Section
@@ -20,6 +19,7 @@ from mrl.config.sections.variants import TAG
 from mrl.config.trainers.base import AnyConfig
 from mrl.config.trainers.table import TRAINERS
 from mrl.config.tree import Node, describe, read
+from mrl.config.yaml_dialect import Dumper
 from mrl.redaction import redact_tree
 
 MAX_ERRORS = 200  # looked at; a file with more is none of ours

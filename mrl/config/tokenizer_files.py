@@ -15,7 +15,9 @@ TOKENIZER, SETTINGS, SPECIAL = "tokenizer.json", "tokenizer_config.json", "speci
 TOKENIZER_FILES = (TOKENIZER, SETTINGS, SPECIAL, "chat_template.jinja")
 
 
-def tokenizer_problems(path: str | Path, vocab_size: int | None, eos_token: str | None = None) -> Iterator[tuple[str, str]]:
+def tokenizer_problems(
+    path: str | Path, vocab_size: int | None, eos_token: str | None = None
+) -> Iterator[tuple[str, str]]:
     """(key, what is wrong) of a model directory's tokenizer; nothing for files that are not there.
 
     vocab_size: the model's, where it is known; eos_token: model.eos_token

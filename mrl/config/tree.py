@@ -15,8 +15,8 @@ from typing import Any
 import yaml
 from yaml.reader import ReaderError
 
-from mrl.config.yaml_dialect import MAX_BYTES, MERGE, Loader
 from mrl.config.problems import Problem, not_a_file, printable, reason, shortened
+from mrl.config.yaml_dialect import MAX_BYTES, MERGE, Loader
 
 _OVERRIDE = re.compile(r"(\w{1,200}(?:\.\w{1,200})*)=(.*)", re.DOTALL)
 _KEY = re.compile(r"[^\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]{1,200}")

@@ -14,10 +14,10 @@ from mrl.config.sections.diffusion import ImageRewardConfig
 from mrl.diffusion.conditions import PromptRow
 from mrl.parallel import Agreement
 from mrl.parallel.agreement import by_reason
-from mrl.reward.score_requests import ScoreRequest, Outcome
 from mrl.reward.errors import RewardError
 from mrl.reward.plan import Component, component_name
 from mrl.reward.pool import FunctionPool, PoolSetup
+from mrl.reward.score_requests import Outcome, ScoreRequest
 from mrl.reward.server import ServerClient
 
 

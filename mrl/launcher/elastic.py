@@ -22,7 +22,16 @@ from typing import Literal
 
 from mrl.launcher import signals
 from mrl.launcher.environment import FOR_RANKS
-from mrl.launcher.logs import PREEMPTED_TEXT, LaunchError, RankLog, root_cause, open_logs, lock_log_dir, show_failure, collect_failures
+from mrl.launcher.logs import (
+    PREEMPTED_TEXT,
+    LaunchError,
+    RankLog,
+    collect_failures,
+    lock_log_dir,
+    open_logs,
+    root_cause,
+    show_failure,
+)
 from mrl.launcher.restarts import RestartTracker
 from mrl.packages import pip_install_extra
 from mrl.ports import MEETING_VARIABLE

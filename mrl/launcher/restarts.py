@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from mrl.launcher.logs import RankLog, root_cause, collect_failures
-from mrl.resilience.protocol import RankStatus, status_file, read_statuses
+from mrl.launcher.logs import RankLog, collect_failures, root_cause
+from mrl.resilience.protocol import RankStatus, read_statuses, status_file
 from mrl.terminal import Terminal
 
 _SLACK_S = 0.2  # between the rank's own clock of a section and its monitor's

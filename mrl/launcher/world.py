@@ -21,8 +21,17 @@ from mrl import failure
 from mrl.failure import Failure
 from mrl.launcher import signals
 from mrl.launcher.environment import FOR_RANKS
-from mrl.launcher.logs import PREEMPTED_TEXT, LaunchError, RankLog, root_cause, open_logs, lock_log_dir, show_failure, collect_failures
 from mrl.launcher.fork_server import IMPORTS_S, Child, ForkServer
+from mrl.launcher.logs import (
+    PREEMPTED_TEXT,
+    LaunchError,
+    RankLog,
+    collect_failures,
+    lock_log_dir,
+    open_logs,
+    root_cause,
+    show_failure,
+)
 from mrl.ports import MEETING_VARIABLE
 from mrl.resilience.protocol import EXIT_PREEMPTED
 from mrl.terminal import Terminal
@@ -187,7 +196,11 @@ class _World:
 
 
 def _start(
-    command: Sequence[str], logs: Sequence[RankLog], env: Mapping[str, str], terminal: Terminal, fork_server: ForkServer | None
+    command: Sequence[str],
+    logs: Sequence[RankLog],
+    env: Mapping[str, str],
+    terminal: Terminal,
+    fork_server: ForkServer | None,
 ) -> list[RankProcess]:
     shared = {
         **{**FOR_RANKS, "PYTHONUNBUFFERED": "1", **env},

@@ -8,8 +8,8 @@ from mrl.observe.files import (
     PLAN,
     RANKS,
     STRAGGLERS,
-    WriteFailed,
     UnreadableFile,
+    WriteFailed,
     append_jsonl,
     write_guarded,
 )
@@ -19,7 +19,15 @@ from mrl.observe.metrics import read_metrics
 from mrl.observe.recorder import Recorder, SilentRecorder
 from mrl.observe.report import write_report
 from mrl.observe.rewind import rewind
-from mrl.observe.run_dir import RunDir, RunExists, is_of_this_launch, move_aside, record_launch, refuse_existing, written_files
+from mrl.observe.run_dir import (
+    RunDir,
+    RunExists,
+    is_of_this_launch,
+    move_aside,
+    record_launch,
+    refuse_existing,
+    written_files,
+)
 from mrl.observe.samples import before_after_table, sample_row, save_pictures, save_samples
 
 __all__ = [

@@ -154,7 +154,9 @@ class TrackerQueue:
         """Waits for steps to send, or for the outcome; after failures it backs off exponentially."""
         patience = min(LAST_RETRY_S, self._retry_s * 2 ** (failures - 1)) if failures else None
         with self._changed:
-            self._changed.wait_for(lambda: self._outcome is not None or (bool(self._waiting) and not failures), patience)
+            self._changed.wait_for(
+                lambda: self._outcome is not None or (bool(self._waiting) and not failures), patience
+            )
             return list(self._waiting), self._outcome
 
     def _opened(self, run_id: str) -> None:

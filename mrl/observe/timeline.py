@@ -64,9 +64,7 @@ def draw_timeline(rows: Sequence[Row], size: tuple[float, float] = (11.2, 2.2)) 
     for what, color in colors.items():
         own = [bar for bar in found if bar.what == what]
         label = "waiting for samples" if what == WAITING else what
-        axes.barh(
-            [b.row for b in own], [b.seconds for b in own], left=[b.start for b in own], color=color, label=label
-        )
+        axes.barh([b.row for b in own], [b.seconds for b in own], left=[b.start for b in own], color=color, label=label)
     axes.set_yticks([TRAINER, ENGINES], ["trainer", "engines"])
     axes.set_xlabel(f"seconds, the last {SHOWN} steps at most", color=INK, fontsize=8.5)
     axes.legend(frameon=False, fontsize=8.5, labelcolor=INK, ncols=7, loc="upper center", bbox_to_anchor=(0.5, 1.25))

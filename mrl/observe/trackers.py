@@ -61,7 +61,9 @@ def make(cfg: AnyConfig, run_dir: Path) -> dict[str, Tracker | TrackerQueue]:
     return {name: _made(TRACKERS[name], name, cfg, run_dir) for name in cfg.run.trackers}
 
 
-def _made(kind: type[Tracker] | type[RemoteTracker], name: str, cfg: AnyConfig, run_dir: Path) -> Tracker | TrackerQueue:
+def _made(
+    kind: type[Tracker] | type[RemoteTracker], name: str, cfg: AnyConfig, run_dir: Path
+) -> Tracker | TrackerQueue:
     if issubclass(kind, RemoteTracker):
         return TrackerQueue(name, kind(cfg, run_dir), run_dir)
     return kind(cfg, run_dir)

@@ -16,10 +16,10 @@ from mrl.data.balance import costs_of, plan_micro_batches
 from mrl.data.packing import sequence_align
 from mrl.families.flops import ForwardFlops
 from mrl.plan import text
+from mrl.plan.built_model import BuiltModel, build
 from mrl.plan.memory import elements_of_model
 from mrl.plan.parameters import ModelElements
 from mrl.plan.plan import Plan
-from mrl.plan.built_model import BuiltModel, build
 from mrl.plan.workload import PlannedModel
 
 

@@ -101,7 +101,9 @@ def forward_peak(model: PlannedModel, coords: RankCoordinates, tokens: Tokens) -
         yield MemoryItem(model.name, "head", _head_rows(model, tokens) + _logits(model, tokens) + rounded)
 
 
-def update_peak(model: PlannedModel, coords: RankCoordinates, tokens: Tokens, micro_batches: int) -> Iterator[MemoryItem]:
+def update_peak(
+    model: PlannedModel, coords: RankCoordinates, tokens: Tokens, micro_batches: int
+) -> Iterator[MemoryItem]:
     """Yields the transient memory of an update: activations of the micro-batches in flight, the current layer, the
     head.
     """
@@ -259,7 +261,10 @@ def _transient(phase: str, work: StepWorkload, coords_of: Mapping[str, RankCoord
         there = [name for name in work.size.passes if name in models]
         each = [list(forward_peak(models[name], coords_of[name], work.tokens[name])) for name in there]
         most = max(each, key=lambda items: sum(item.nbytes for item in items), default=[])
-        return [*most, *_experts(routing_replay.pass_bytes(models["actor"], work) + routing_replay.recorded_bytes(work))]
+        return [
+            *most,
+            *_experts(routing_replay.pass_bytes(models["actor"], work) + routing_replay.recorded_bytes(work)),
+        ]
     if phase == "sync":
         return list(sync_peak(models["actor"], coords_of["actor"], work.bucket))
     name = phase.removesuffix("_update")

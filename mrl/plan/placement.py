@@ -32,7 +32,9 @@ class Placement:
         return -(-self.world // self.per_node)
 
     @classmethod
-    def on_gpus(cls, models: Mapping[str, PlannedModel], world: int, per_node: int, engine: EnginePlan | None) -> Placement:
+    def on_gpus(
+        cls, models: Mapping[str, PlannedModel], world: int, per_node: int, engine: EnginePlan | None
+    ) -> Placement:
         """Returns the planned placement; engine: None if no engine is on these GPUs or beside them."""
         if engine is None:
             return cls(models, world, per_node, {}, {})

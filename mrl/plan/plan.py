@@ -206,7 +206,10 @@ def _engine(
     gpus = _engine_gpus(rollout, cluster, size) if nodes is None else ()
     left = float(cluster.chip.memory)  # for engines on their own GPUs
     if shared := [gpu for gpu in gpus if gpu < cluster.gpus]:
-        kinds = {tuple(memory.elements_of_model(m, m.grid.coordinates(gpu)) for m in work.models.values()): gpu for gpu in shared}
+        kinds = {
+            tuple(memory.elements_of_model(m, m.grid.coordinates(gpu)) for m in work.models.values()): gpu
+            for gpu in shared
+        }
         left = min(memory.left_for_engine(work, rank, cluster.chip.memory, assumed) for rank in kinds.values())
     return plan_engine(
         actor.arch,

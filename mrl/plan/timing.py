@@ -11,7 +11,7 @@ from mrl.plan import fp8, tower
 from mrl.plan.chips import Assumptions, Cluster
 from mrl.plan.engine import EnginePlan
 from mrl.plan.memory import elements_of_model, offloaded_memory
-from mrl.plan.workload import MicroBatchPlan, SampleLengths, PlannedModel, StepWorkload
+from mrl.plan.workload import MicroBatchPlan, PlannedModel, SampleLengths, StepWorkload
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,9 @@ class ClusterRates:
         return self.cluster.chip.network * self.assumed.link_share
 
 
-def passes(rates: ClusterRates, model: PlannedModel, phase: str, batches: MicroBatchPlan, lengths: SampleLengths, trained: bool) -> Iterator[TimedPart]:
+def passes(
+    rates: ClusterRates, model: PlannedModel, phase: str, batches: MicroBatchPlan, lengths: SampleLengths, trained: bool
+) -> Iterator[TimedPart]:
     """Yields the parts of a mini-batch's passes: forward, and backward if `trained`. Parts add up without overlap."""
     matrices, attention, head = model_flops(model, batches.per_replica * model.grid.dp, lengths)
     chip, assumed = rates.cluster.chip, rates.assumed
@@ -97,7 +99,9 @@ def passes(rates: ClusterRates, model: PlannedModel, phase: str, batches: MicroB
     yield from _communication(rates, model, phase, batches, 2 + again if trained else 1)
 
 
-def _communication(rates: ClusterRates, model: PlannedModel, phase: str, batches: MicroBatchPlan, moved: float) -> Iterator[TimedPart]:
+def _communication(
+    rates: ClusterRates, model: PlannedModel, phase: str, batches: MicroBatchPlan, moved: float
+) -> Iterator[TimedPart]:
     """Yields the communication of all micro-batches of a rank.
 
     moved: multiple of a forward pass's traffic; backward passes and recomputation add to it.
@@ -192,7 +196,9 @@ def sync(rates: ClusterRates, work: StepWorkload, apart: int) -> Iterator[TimedP
     """
     actor = work.models["actor"]
     senders = actor.layout.pipeline
-    total = sum(elements_of_model(actor, coords).weights for coords in actor.grid.all_coordinates if coords.dp == coords.cp == 0)
+    total = sum(
+        elements_of_model(actor, coords).weights for coords in actor.grid.all_coordinates if coords.dp == coords.cp == 0
+    )
     nbytes = total * actor.dtype / senders
     speed, link = rates.link(actor, "tp")
     yield TimedPart("sync", "gathering weights", nbytes / speed if actor.layout.tensor > 1 else 0.0, link)

@@ -10,7 +10,7 @@ from mrl.families.arch import VisionArch
 from mrl.families.flops import BACKWARD, TowerFlops
 from mrl.plan.activations import FLOAT32, Tokens
 from mrl.plan.grid import RankCoordinates
-from mrl.plan.workload import SampleLengths, PlannedModel
+from mrl.plan.workload import PlannedModel, SampleLengths
 
 # vectors of its width that autograd keeps of a patch, as saved by transformers' modules on a CPU: those of a layer of
 # Qwen3-VL, of Qwen2.5-VL (whose norms are of float32), of the ends, and of each merger for deep features

@@ -56,7 +56,9 @@ class PlannedModel:
         return self.is_trained and self.on_gpu and self.grid.dp * self.layout.context > 1 and not self.trains_tower
 
 
-def models_of(cfg: Config, archs: Mapping[str, ModelArch], world: int, on_gpu: bool, fused: bool) -> tuple[PlannedModel, ...]:
+def models_of(
+    cfg: Config, archs: Mapping[str, ModelArch], world: int, on_gpu: bool, fused: bool
+) -> tuple[PlannedModel, ...]:
     """Returns the run's models.
 
     archs: by the models' names. fused: the GPUs can use transformer-engine's layers.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from mrl.config.problems import ConfigError
 from mrl.config.schema import AnyConfig, Config
-from mrl.preflight import inputs, machine, disk_space, versions, weights
+from mrl.preflight import disk_space, inputs, machine, versions, weights
 from mrl.preflight.finding import Finding
 
 Check = Callable[[Config], Iterator[Finding]]

@@ -99,7 +99,9 @@ class NodeRendezvous:
         return self._store
 
 
-def check_nodes(rendezvous: NodeRendezvous, found: Sequence[Finding], mib: int | None, at_least: float | None) -> list[Finding]:
+def check_nodes(
+    rendezvous: NodeRendezvous, found: Sequence[Finding], mib: int | None, at_least: float | None
+) -> list[Finding]:
     """Returns problems of other nodes, or the network's speed; equal on all nodes but for a node's own problems.
 
     found: this node's findings

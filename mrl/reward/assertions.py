@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mrl.reward.program_queries import Comparison, Expressions, Statement, Step, UnsplittableTest, is_expressible
 from mrl.reward.plain_values import FUNCTIONS, MATH
+from mrl.reward.program_queries import Comparison, Expressions, Statement, Step, UnsplittableTest, is_expressible
 from mrl.reward.python_text import asserts, bound, bound_in, parse, root_name, shown
 
 MAX_STEPS = 2000
@@ -119,7 +119,9 @@ class _Statements(Expressions):
             case ast.For(orelse=[]):
                 self.loop(node)
             case _:
-                raise UnsplittableTest(f"{shown(node)} is a {type(node).__name__.lower()} statement: it decides by itself")
+                raise UnsplittableTest(
+                    f"{shown(node)} is a {type(node).__name__.lower()} statement: it decides by itself"
+                )
 
     def imports(self, node: ast.Import | ast.ImportFrom) -> None:
         self.run(node)
@@ -189,7 +191,9 @@ class _Statements(Expressions):
         arguments, parameters = function.args, [argument.arg for argument in function.args.args]
         others = (arguments.vararg, arguments.kwarg, *arguments.kwonlyargs, *arguments.posonlyargs, *call.keywords)
         if any(others) or len(call.args) != len(parameters):
-            raise UnsplittableTest(f"{shown(call)} has other arguments than the {len(parameters)} plain ones of its definition")
+            raise UnsplittableTest(
+                f"{shown(call)} has other arguments than the {len(parameters)} plain ones of its definition"
+            )
         self.called.add(function.name)
         for name, value in zip(parameters, call.args, strict=True):
             self.bind(ast.Name(name, ast.Store()), value)

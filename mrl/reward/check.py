@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mrl.reward.score_requests import ScoreRequest
 from mrl.reward.errors import RewardError, SampleError
 from mrl.reward.loading import answer_problem
 from mrl.reward.manager import pool_setup, prompt_text
@@ -15,6 +14,7 @@ from mrl.reward.plan import Component, Mix, ScoringPlan, make_plan
 from mrl.reward.pool import FunctionPool
 from mrl.reward.process import STARTUP_TIMEOUT_S
 from mrl.reward.sandbox.isolate import readable_through
+from mrl.reward.score_requests import ScoreRequest
 from mrl.reward.server_api import unserializable_value
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from mrl import user_functions
 from mrl.config.builtin_rewards import IMAGE_SCORER
-from mrl.reward.score_requests import ScoreRequest
 from mrl.reward.errors import RewardError
 from mrl.reward.loading import Settings, load_file
+from mrl.reward.score_requests import ScoreRequest
 
 if TYPE_CHECKING:
     import numpy as np

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mrl import user_functions
 from mrl.config.builtin_rewards import BUILTIN_REWARDS, COMPARISONS, OF_AGENTS, RESERVED, SHAPES
-from mrl.reward.score_requests import ScoreRequest, Outcome
 from mrl.reward.errors import RewardError
+from mrl.reward.score_requests import Outcome, ScoreRequest
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -31,8 +31,8 @@ def load(
     *,
     pictures: bool = False,
 ) -> RewardFunction:
-    """Returns the function that `spec`, the value of reward.`where`, names, as a function of a ScoreRequest: a built-in or
-    `path/to/file.py:name`.
+    """Returns the function that `spec`, the value of reward.`where`, names, as a function of a ScoreRequest: a built-in
+    or `path/to/file.py:name`.
 
     A user's function gets (prompt, response, row), and with `pictures` a list of PIL images. Raises RewardError, which
     says what is missing and suggests similar names.
@@ -47,7 +47,9 @@ def load(
     return lambda call: function(call.prompt, call.response, call.row)
 
 
-def load_batch(spec: str, where: str = "function", *, pictures: bool = False) -> Callable[[Sequence[ScoreRequest]], Any]:
+def load_batch(
+    spec: str, where: str = "function", *, pictures: bool = False
+) -> Callable[[Sequence[ScoreRequest]], Any]:
     """Returns a user's batch function of (prompts, responses, rows), lists of equal length; with `pictures` a fourth
     list.
     """

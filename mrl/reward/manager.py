@@ -8,11 +8,11 @@ from concurrent.futures import Future, as_completed
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mrl.reward.score_requests import ScoreRequest, Outcome
 from mrl.reward.errors import NoVerdict, RewardError, SampleError
 from mrl.reward.model import RewardModelSource, ScoreSamples
 from mrl.reward.plan import MODEL, Component, ScoringPlan, make_plan
 from mrl.reward.pool import FunctionPool, PoolSetup
+from mrl.reward.score_requests import Outcome, ScoreRequest
 from mrl.reward.server import ServerClient
 
 if TYPE_CHECKING:
@@ -57,7 +57,9 @@ class RewardManager:
         self.on_scored: Callable[[object], None] = lambda future: None  # after each call, in any thread
         self._running: dict[Sample, dict[str, Future[Outcome]]] = {}
         with ExitStack() as stack:
-            self._sources: dict[str, ScoreSource] = _open_sources(cfg, self.plan, answer_key, max_response_tokens, stack)
+            self._sources: dict[str, ScoreSource] = _open_sources(
+                cfg, self.plan, answer_key, max_response_tokens, stack
+            )
             self._open = stack.pop_all()
 
     def submit(self, sample: Sample) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-from mrl.reward.score_requests import ScoreRequest, Outcome, set_outcome
 from mrl.reward.errors import RewardError, SampleError
 from mrl.reward.plan import Component
+from mrl.reward.score_requests import Outcome, ScoreRequest, set_outcome
 
 if TYPE_CHECKING:
     from mrl.core import Sample

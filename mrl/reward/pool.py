@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from mrl.reward.score_requests import ScoreRequest, Outcome, PendingScores, set_outcome
 from mrl.reward.errors import NoVerdict, RewardError, SampleError
 from mrl.reward.loading import Settings
 from mrl.reward.plan import Component
 from mrl.reward.process import STARTUP_TIMEOUT_S, Job, Worker
+from mrl.reward.score_requests import Outcome, PendingScores, ScoreRequest, set_outcome
 
 MAX_JOBS_A_MESSAGE = 32
 

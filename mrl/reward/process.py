@@ -17,9 +17,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from mrl.reward.score_requests import Outcome, set_outcome
 from mrl.reward.errors import SampleError
 from mrl.reward.plan import Component
+from mrl.reward.score_requests import Outcome, set_outcome
 
 STARTUP_TIMEOUT_S = 120.0
 SOCKET_TIMEOUT_S = 10  # for a message in transit; only a stopped process takes so long

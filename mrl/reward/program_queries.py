@@ -223,7 +223,9 @@ class Expressions:
         for inner in ast.walk(node):
             names = {name.id for name in ast.walk(inner) if isinstance(name, ast.Name)} - own
             if isinstance(inner, ast.Compare) and not all(map(self.is_helper, names)):
-                raise UnsplittableTest(f"{shown(inner)} is decided inside, where what the program gives could equal everything")
+                raise UnsplittableTest(
+                    f"{shown(inner)} is decided inside, where what the program gives could equal everything"
+                )
 
     # names
 

@@ -14,10 +14,10 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from mrl.reward.score_requests import ScoreRequest, Outcome, PendingScores, set_outcome
 from mrl.reward.errors import RewardError, SampleError
 from mrl.reward.plan import Component
-from mrl.reward.server_api import APIS, BadResponse, known_defect, head, read_answer
+from mrl.reward.score_requests import Outcome, PendingScores, ScoreRequest, set_outcome
+from mrl.reward.server_api import APIS, BadResponse, head, known_defect, read_answer
 
 if TYPE_CHECKING:
     from mrl.config.schema import ServerConfig
@@ -168,7 +168,9 @@ class ServerClient:
     async def _read(self, reply: httpx.Response) -> bytes:
         """Returns the whole answer, within its limits."""
         if reply.headers.get("content-encoding", "identity") != "identity":
-            raise BadResponse(f"the answer is compressed ({reply.headers['content-encoding']}), which was not asked for")
+            raise BadResponse(
+                f"the answer is compressed ({reply.headers['content-encoding']}), which was not asked for"
+            )
         limit, data = self.cfg.max_answer_mib << 20, bytearray()
         async for chunk in reply.aiter_raw():
             data += chunk

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mrl.reward.score_requests import ScoreRequest, Outcome
 from mrl.reward.images import encode_image
 from mrl.reward.loading import check_result
+from mrl.reward.score_requests import Outcome, ScoreRequest
 
 BIASED_IN_SGLANG = ("Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification")
 

@@ -69,7 +69,12 @@ def train(learners: dict[str, Learner], updates: range) -> None:
 
 
 def save(
-    run: Path, step: int, learners: Mapping[str, Checkpointable], state: dict[str, Any], keep_last: int, kept: Any = None
+    run: Path,
+    step: int,
+    learners: Mapping[str, Checkpointable],
+    state: dict[str, Any],
+    keep_last: int,
+    kept: Any = None,
 ) -> Path:
     """Waited for."""
     saver = Saver(run, CheckpointConfig(keep_last=keep_last, timeout_s=120), lambda written: None)

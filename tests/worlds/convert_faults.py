@@ -72,7 +72,9 @@ class Faults:
     def to_hf(self, source: Path, options: ConvertOptions = SMALL, target: Path | None = None) -> dict[str, Any]:
         return self._attempt(megatron_to_hf, source, options, target)
 
-    def _attempt(self, convert: Callable[..., Any], source: Path, options: ConvertOptions, to: Path | None) -> dict[str, Any]:
+    def _attempt(
+        self, convert: Callable[..., Any], source: Path, options: ConvertOptions, to: Path | None
+    ) -> dict[str, Any]:
         target = to or self.fresh() / "target"
         error = ""
         try:

@@ -23,8 +23,8 @@ from mrl.config.schema import SyncConfig
 from mrl.parallel import Nodes
 from mrl.weights.errors import SyncError
 from mrl.weights.sync.payload import Bucket, plan_buckets
-from mrl.weights.sync.weight_sync import WeightSync
 from mrl.weights.sync.transports import SharedMemory
+from mrl.weights.sync.weight_sync import WeightSync
 from tests.sync_tools import FileExporter
 
 

@@ -161,7 +161,9 @@ def child(direction: str, source: str, target: str, workers: str) -> None:
     meshes = Meshes()
     platform.reset_peak_memory()
     before = platform.peak_memory_bytes()
-    report = convert(Path(source), Path(target), ConvertOptions(workers=int(workers), max_file_bytes=SHARD_BYTES), meshes)
+    report = convert(
+        Path(source), Path(target), ConvertOptions(workers=int(workers), max_file_bytes=SHARD_BYTES), meshes
+    )
     peak = platform.peak_memory_bytes()
     if peak - before > GROWTH_LIMIT:
         sys.exit(f"{direction}: resident memory grew by {(peak - before) / 1e6:.0f} MB")

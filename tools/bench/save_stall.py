@@ -91,7 +91,7 @@ class Bench:
         """Of one checkpoint: seconds that training stood still, of these to put the copy together, until the files were
         there, and the median update meanwhile; MiB of tensors, and by which this rank's memory grew at most."""
         from mrl import platform
-        from mrl.checkpoint import Saver, SavedCheckpoint
+        from mrl.checkpoint import SavedCheckpoint, Saver
         from mrl.config.schema import CheckpointConfig
 
         found: list[SavedCheckpoint] = []

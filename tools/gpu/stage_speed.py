@@ -20,9 +20,9 @@ from mrl.families import load_arch  # noqa: E402
 from mrl.learner import Learner, losses  # noqa: E402
 from mrl.parallel import Meshes  # noqa: E402
 from mrl.weights.sync.payload import Bucket, plan_buckets  # noqa: E402
-from mrl.weights.sync.weight_sync import BucketFiller  # noqa: E402
 from mrl.weights.sync.transports import Deadline, Engines, SenderLocation, Transport  # noqa: E402
 from mrl.weights.sync.transports.base import double_buffer, largest_bucket_bytes  # noqa: E402
+from mrl.weights.sync.weight_sync import BucketFiller  # noqa: E402
 from tools.gpu.kernel_checks import head, head_by_torch, token_kernels  # noqa: E402
 from tools.gpu.stage import ROOT, Check, Numbers, Setting  # noqa: E402
 from tools.gpu.timing import DTYPE, ROUNDS, copied_bytes, product_flops, rounds_of, seconds  # noqa: E402

@@ -27,7 +27,9 @@ def check_kl(cfg: RLConfig) -> Iterator[Problem]:
     on = f"{key}.use_in_reward" if kl.use_in_reward else f"{key}.use_in_loss"
     if not needs_ref(cfg):
         names = ["coef", "penalty", "bias_correction", "controller", "target", "horizon_samples"]
-        yield from without_effect(kl, key, names, "use_in_reward and use_in_loss are both false", f"{key}.use_in_reward")
+        yield from without_effect(
+            kl, key, names, "use_in_reward and use_in_loss are both false", f"{key}.use_in_reward"
+        )
         yield from without_effect(cfg.ref, "ref", list(RefConfig.model_fields), "no KL term uses a reference model", on)
         return
     if kl.use_in_reward and kl.use_in_loss:
@@ -104,7 +106,9 @@ def _gdpo(cfg: RLConfig) -> Iterator[Problem]:
         yield Problem(("algorithm.kl.use_in_reward", ESTIMATOR), message)
     if algorithm.pf_ppo is None or (algorithm.score_clip is None and not _is_drawn_by_centred_scores(algorithm)):
         names = ["use_score_scaling", "use_score_norm", "score_clip"]
-        yield from without_effect(algorithm, "algorithm", names, "gdpo reads the reward's components, not the score", ESTIMATOR)
+        yield from without_effect(
+            algorithm, "algorithm", names, "gdpo reads the reward's components, not the score", ESTIMATOR
+        )
 
 
 def _scores(cfg: RLConfig) -> Iterator[Problem]:

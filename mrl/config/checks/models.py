@@ -174,7 +174,9 @@ def check_heads(cfg: RLConfig, archs: Archs) -> Iterator[Problem]:
     if judge is None:
         return
     if arch is not None and arch.score_heads == 1:
-        yield from without_effect(judge, "reward.model", ["heads", "std_coef"], "it has one score head", "reward.model.path")
+        yield from without_effect(
+            judge, "reward.model", ["heads", "std_coef"], "it has one score head", "reward.model.path"
+        )
     elif judge.heads == "min":
         yield from without_effect(judge, "reward.model", ["std_coef"], "the least score counts", "reward.model.heads")
 

@@ -11,7 +11,7 @@ from mrl.config.fp8_shapes import BLOCK, token_unit, widths
 from mrl.config.problems import Problem
 from mrl.config.sections.models import TrainConfig
 from mrl.config.sections.precision import FP8Config
-from mrl.config.trainers.base import ModelSpec, Config
+from mrl.config.trainers.base import Config, ModelSpec
 from mrl.families import FAMILIES, ModelArch
 
 _SECTIONS = {"reward": "reward.model"}  # model -> section, where they have different names

@@ -236,7 +236,9 @@ def _sync(cfg: RLConfig, machine: Machine) -> Iterator[Problem]:
         )
         yield Problem(("sync.transport", "rollout.urls"), message)
     if transport == "disk":
-        yield from without_effect(cfg.sync, "sync", ["bucket_mib"], "disk transport writes files, not buckets", "sync.transport")
+        yield from without_effect(
+            cfg.sync, "sync", ["bucket_mib"], "disk transport writes files, not buckets", "sync.transport"
+        )
 
 
 def _quantization(cfg: RLConfig, arch: ModelArch | None, machine: Machine) -> Iterator[Problem]:

@@ -97,7 +97,9 @@ def check_resilience(cfg: AnyConfig) -> Iterator[Problem]:
 def _timeouts(cfg: AnyConfig) -> Iterator[Problem]:
     timeouts, key = cfg.resilience.timeouts_s, "resilience.timeouts_s"
     if not cfg.is_sampling:
-        yield from without_effect(timeouts, key, ["rollout", "reward", "sync"], f"{cfg.trainer} does not sample", "trainer")
+        yield from without_effect(
+            timeouts, key, ["rollout", "reward", "sync"], f"{cfg.trainer} does not sample", "trainer"
+        )
     elif timeouts.reward > timeouts.rollout:
         message = f"{timeouts.reward:g} s is never reached: the rollout, of which rewards are a part, has less"
         yield Problem((f"{key}.reward", f"{key}.rollout"), message)

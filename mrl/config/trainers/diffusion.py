@@ -205,7 +205,9 @@ def _sampler(cfg: DDPOConfig, name: str, config: dict, scheduler: str, settings:
     if NETS[name].told == "labels":
         if cfg.sampler.guidance != 1 and blank_label(name, config) is None:
             yield Problem((GUIDANCE, "model.path"), f"must be 1: this {name} is told nothing that guidance could weigh")
-        yield from without_effect(cfg.sampler, "sampler", ["negative_prompt"], f"a {name} is told classes", "model.path")
+        yield from without_effect(
+            cfg.sampler, "sampler", ["negative_prompt"], f"a {name} is told classes", "model.path"
+        )
     elif cfg.sampler.guidance == 1:
         yield from without_effect(cfg.sampler, "sampler", ["negative_prompt"], "there is no guidance", GUIDANCE)
 
@@ -240,7 +242,9 @@ def _reward(reward: ImageRewardConfig) -> Iterator[Problem]:
         yield Problem(("reward.function", "reward.server"), "one of them scores the images: give one, not both")
     if reward.server is not None:
         yield from check_server("reward.server", reward.server)
-        yield from without_effect(reward.server, "reward.server", ["api"], "images are sent as mrl sends them", "reward.server")
+        yield from without_effect(
+            reward.server, "reward.server", ["api"], "images are sent as mrl sends them", "reward.server"
+        )
         yield from without_effect(reward, "reward", ["workers", "timeout_s"], "a server scores", "reward.server")
     if (reward.function == IMAGE_SCORER) != (reward.scorer is not None):
         yield Problem(("reward.function", "reward.scorer"), f"`function: {IMAGE_SCORER}` and its section go together")

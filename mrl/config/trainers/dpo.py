@@ -9,7 +9,7 @@ from mrl.config.checks.base import Archs, without_effect
 from mrl.config.derived import Machine
 from mrl.config.problems import Problem
 from mrl.config.sections.preference import PreferenceConfig, PreferenceRefConfig
-from mrl.config.trainers.base import ModelSpec, DataUse, ModelUse
+from mrl.config.trainers.base import DataUse, ModelSpec, ModelUse
 from mrl.config.trainers.preferences import PreferencesConfig, check_common
 
 LOSS, REF = "preference.loss", "ref.policy"
@@ -82,7 +82,9 @@ def check(cfg: DPOConfig, archs: Archs, machine: Machine) -> Iterator[Problem]:
     yield from _losses(cfg)
     yield from _reference(cfg)
     yield from _pictures(cfg, archs)
-    yield from without_effect(cfg.data, "data", ["answer_key"], "dpo learns from chosen_key and rejected_key", "trainer")
+    yield from without_effect(
+        cfg.data, "data", ["answer_key"], "dpo learns from chosen_key and rejected_key", "trainer"
+    )
     kind, others = "pairs", ["completion_key", "label_key"]
     if cfg.preference.is_unpaired:
         kind, others = "responses with a label", ["completions_key", "ranked_pairs"]

@@ -11,7 +11,7 @@ from mrl.config.derived import Machine
 from mrl.config.problems import Problem
 from mrl.config.sections.data import RewardDataConfig
 from mrl.config.sections.reward_model import RewardModelTraining, reward_model_training
-from mrl.config.trainers.base import ModelSpec, DataUse, ModelUse
+from mrl.config.trainers.base import DataUse, ModelSpec, ModelUse
 from mrl.config.trainers.preferences import PreferencesConfig, check_common
 from mrl.families import ModelArch, UnsupportedModel, is_reward_model, load_arch
 

@@ -15,7 +15,7 @@ from mrl.config.sections.policy import RolloutCorrectionConfig
 from mrl.config.sections.reuse import EMAConfig, PTXConfig, ReplayConfig
 from mrl.config.sections.reward import RewardConfig, RewardModelConfig
 from mrl.config.sections.rollout import RolloutConfig, SyncConfig, ValidationConfig
-from mrl.config.trainers.base import ModelSpec, Config, DataUse, ModelUse, StepSize
+from mrl.config.trainers.base import Config, DataUse, ModelSpec, ModelUse, StepSize
 from mrl.options.estimators import OwnEstimator
 from mrl.options.losses import OwnLoss
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mrl import checkpoint
-from mrl.checkpoint import CheckpointError, Checkpointable, Saver, SavedCheckpoint
+from mrl.checkpoint import Checkpointable, CheckpointError, SavedCheckpoint, Saver
 from mrl.config import resume
 from mrl.config.schema import AnyConfig, Config
 from mrl.core import StepStats

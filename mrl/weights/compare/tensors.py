@@ -12,7 +12,7 @@ from mrl.families.table import weight_table
 from mrl.weights.disk.hf_rows import hf_rows
 from mrl.weights.disk.megatron_dirs import MegatronModel
 from mrl.weights.disk.megatron_source import MegatronCheckpoint
-from mrl.weights.disk.rows import Rows, ZeroRows, flat_shape, tensor_memory, row_blocks
+from mrl.weights.disk.rows import Rows, ZeroRows, flat_shape, row_blocks, tensor_memory
 from mrl.weights.disk.safetensors_io import HFCheckpoint
 from mrl.weights.disk.stored_names import StoredNames, pattern_of
 from mrl.weights.disk.unused import unused_tensors

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mrl.files import file_error
-from mrl.weights.disk.rows import Rows, tensor_memory, require_finite
+from mrl.weights.disk.rows import Rows, require_finite, tensor_memory
 from mrl.weights.disk.torch_dist_files import BlockLocation
 from mrl.weights.errors import WeightError
 

@@ -24,7 +24,6 @@ from mrl.parallel import Meshes
 from mrl.weights.agreement import raise_together
 from mrl.weights.convert import WORKERS
 from mrl.weights.convert.blocks import Block, WorkerShare, split_blocks
-from mrl.weights.convert.worker_pool import WorkerPool
 from mrl.weights.convert.plan import (
     SourceModel,
     TorchDistPlan,
@@ -32,6 +31,7 @@ from mrl.weights.convert.plan import (
     plan_safetensors,
     plan_torch_dist,
 )
+from mrl.weights.convert.worker_pool import WorkerPool
 from mrl.weights.disk.digest import file_digests, weight_files
 from mrl.weights.disk.hf_rows import parameter_rows
 from mrl.weights.disk.megatron_dirs import open_megatron
@@ -181,7 +181,9 @@ def _bytes(blocks: Sequence[Block]) -> int:
     return sum(block.nbytes for block in blocks)
 
 
-def _complete_megatron(staging: Staging, source: SourceModel, plan: TorchDistPlan, items: Sequence[BlockLocation]) -> None:
+def _complete_megatron(
+    staging: Staging, source: SourceModel, plan: TorchDistPlan, items: Sequence[BlockLocation]
+) -> None:
     root, weights = staging.directory, staging.directory / RELEASE
     write_metadata(weights, plan.tensors, items)
     torch.save({"checkpoint_version": 3.0, "iteration": 0}, weights / "common.pt")

@@ -24,9 +24,9 @@ from mrl.weights.disk.safetensors_io import HFCheckpoint
 from mrl.weights.disk.stored_names import StoredNames, leading_shape
 from mrl.weights.disk.torch_dist_files import pickle_object
 from mrl.weights.errors import WeightError
-from mrl.weights.parameter_layout import parameter_shape
 from mrl.weights.meta import TensorMeta
 from mrl.weights.model.export import OutputFile, plan_files
+from mrl.weights.parameter_layout import parameter_shape
 
 
 @dataclass(frozen=True)

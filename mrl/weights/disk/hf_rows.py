@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mrl.families import ModelArch
 from mrl.families.rows import Alias, Row
-from mrl.weights.disk.rows import FileRows, AssembledRows, Rows, TransformedRows, ZeroRows, flat_shape, stack_rows
+from mrl.weights.disk.rows import AssembledRows, FileRows, Rows, TransformedRows, ZeroRows, flat_shape, stack_rows
 from mrl.weights.disk.safetensors_io import HFCheckpoint, TensorSource
 from mrl.weights.parameter_layout import TRANSFORMED, parameter_shape, segments, to_megatron
 

@@ -16,7 +16,17 @@ from mrl.families import ModelArch
 from mrl.families.rows import Row
 from mrl.families.stacks import slice_of
 from mrl.families.table import weight_table
-from mrl.weights.disk.rows import AssembledRows, MatrixPiece, Rows, RowsTensor, SlicesRows, TransformedRows, covers, flat_shape, stack_rows
+from mrl.weights.disk.rows import (
+    AssembledRows,
+    MatrixPiece,
+    Rows,
+    RowsTensor,
+    SlicesRows,
+    TransformedRows,
+    covers,
+    flat_shape,
+    stack_rows,
+)
 from mrl.weights.disk.stored_names import StoredNames, stored_key
 from mrl.weights.disk.torch_dist_files import ArchiveRows, BlockLocation, StoredTensor, read_metadata
 from mrl.weights.errors import WeightError
@@ -32,7 +42,9 @@ class MegatronCheckpoint:
     of another shape or partly unwritten, and a truncated block.
     """
 
-    def __init__(self, path: str | Path, names: StoredNames, arch: ModelArch, table: Mapping[str, Row] | None = None) -> None:
+    def __init__(
+        self, path: str | Path, names: StoredNames, arch: ModelArch, table: Mapping[str, Row] | None = None
+    ) -> None:
         """Opens the checkpoint. table: rows of the tensors to read; None: the model's weights"""
         self.path, self._arch, self._names = Path(path), arch, names
         self._stored = read_metadata(self.path)

@@ -226,7 +226,9 @@ class _TensorPickle(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return lambda storage, offset, size, stride, *rest: _StoredLayout(storage, offset, tuple(size), tuple(stride))
+            return lambda storage, offset, size, stride, *rest: _StoredLayout(
+                storage, offset, tuple(size), tuple(stride)
+            )
         if (module, name) == ("collections", "OrderedDict"):
             return dict
         if module == "torch" and name.endswith("Storage"):

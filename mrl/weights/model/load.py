@@ -26,8 +26,8 @@ from mrl.weights.disk.rows import all_finite
 from mrl.weights.disk.safetensors_io import HFCheckpoint
 from mrl.weights.disk.unused import Checkpoint, unused_tensors
 from mrl.weights.errors import WeightError
-from mrl.weights.parameter_layout import Sliceable, to_megatron
 from mrl.weights.model.names import named_parameters
+from mrl.weights.parameter_layout import Sliceable, to_megatron
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from mrl.weights.agreement import SyncAgreement
 from mrl.weights.errors import SyncMismatch, WeightError
 from mrl.weights.meta import TensorMeta
 from mrl.weights.sync.checksum import Key, Mismatch, ParamHash, Sha256Hash, StreamHasher, TileHash
-from mrl.weights.sync.engine_params import EngineParam, EngineLayout, engine_params
+from mrl.weights.sync.engine_params import EngineLayout, EngineParam, engine_params
 from mrl.weights.sync.transports import Engines
 
 MAX_LISTED = 8
@@ -25,7 +25,9 @@ class Verifier:
     Raises WeightError if the engines' parameters and the exported tensors do not cover each other.
     """
 
-    def __init__(self, shape: EngineLayout, kind: type[ParamHash], metas: Sequence[TensorMeta], arch: ModelArch) -> None:
+    def __init__(
+        self, shape: EngineLayout, kind: type[ParamHash], metas: Sequence[TensorMeta], arch: ModelArch
+    ) -> None:
         self._kind = kind
         self._senders = {meta.name: meta.sender for meta in metas}
         self._params: dict[Key, EngineParam] = {}

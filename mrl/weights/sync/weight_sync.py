@@ -26,7 +26,14 @@ from mrl.weights.sync.checksum import StreamHasher
 from mrl.weights.sync.engine_sync import CLEANUP_TIMEOUT_S, EngineSync, Guard, SyncReport
 from mrl.weights.sync.filler import BucketFiller
 from mrl.weights.sync.payload import Bucket, WeightSource, plan_buckets
-from mrl.weights.sync.transports import HopCosts, MultiNodeTransport, SenderLocation, MultiNodeEngineTransport, NodeTopology, Transport
+from mrl.weights.sync.transports import (
+    HopCosts,
+    MultiNodeEngineTransport,
+    MultiNodeTransport,
+    NodeTopology,
+    SenderLocation,
+    Transport,
+)
 
 __all__ = ["SyncError", "SyncMismatch", "SyncReport", "WeightSync"]
 

@@ -18,8 +18,8 @@ from mrl.weights.sync.transports.disk import Disk, make_directory
 from mrl.weights.sync.transports.distributed import Distributed, own_address
 from mrl.weights.sync.transports.http import Http
 from mrl.weights.sync.transports.multi_node import MultiNodeTransport, NodeTopology
-from mrl.weights.sync.transports.shared_memory import SharedMemory
 from mrl.weights.sync.transports.multi_node_engine import MultiNodeEngineTransport
+from mrl.weights.sync.transports.shared_memory import SharedMemory
 
 __all__ = [
     "RELAY_GRACE_S",

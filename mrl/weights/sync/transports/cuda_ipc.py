@@ -12,7 +12,7 @@ from torch.multiprocessing import reductions
 from mrl import platform
 from mrl.weights.errors import WeightError
 from mrl.weights.sync.payload import Bucket, pickle_flat
-from mrl.weights.sync.transports.base import HandleTransport, Engines, SenderLocation
+from mrl.weights.sync.transports.base import Engines, HandleTransport, SenderLocation
 
 _DEVICE_ARGUMENT = 6  # of reductions.rebuild_cuda_tensor
 

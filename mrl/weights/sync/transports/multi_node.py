@@ -23,7 +23,15 @@ from mrl import platform
 from mrl.parallel import Nodes
 from mrl.weights.errors import WeightError
 from mrl.weights.sync.payload import Bucket
-from mrl.weights.sync.transports.base import RELAY_GRACE_S, Deadline, Engines, HopCosts, SenderLocation, Transport, largest_bucket_bytes
+from mrl.weights.sync.transports.base import (
+    RELAY_GRACE_S,
+    Deadline,
+    Engines,
+    HopCosts,
+    SenderLocation,
+    Transport,
+    largest_bucket_bytes,
+)
 
 GO, STOP = 1, 0
 T = TypeVar("T")
@@ -70,7 +78,9 @@ class Route:
         self._members, limit = sorted({sender, *self.relays.values()}), timedelta(seconds=timeout_s)
         self._control_group = dist.new_group(self._members, backend="gloo", timeout=limit)
         on_gpu = platform.backend() != "gloo"
-        self._data_group = dist.new_group(self._members, backend="nccl", timeout=limit) if on_gpu else self._control_group
+        self._data_group = (
+            dist.new_group(self._members, backend="nccl", timeout=limit) if on_gpu else self._control_group
+        )
 
     def send_command(self, word: int) -> None:
         """Sends a command from the sender: GO before a bucket, STOP after the last one."""
@@ -100,7 +110,9 @@ class Route:
 class MultiNodeTransport(Transport):
     """Transport `kind`, from one rank of every node. Construction is collective over the world."""
 
-    def __init__(self, kind: type[Transport], engines: Engines, location: SenderLocation, topology: NodeTopology) -> None:
+    def __init__(
+        self, kind: type[Transport], engines: Engines, location: SenderLocation, topology: NodeTopology
+    ) -> None:
         super().__init__(engines, location)
         self.name = f"{kind.name} over nodes"  # type: ignore[misc]
         self._kind, self._topology = kind, topology
@@ -240,5 +252,7 @@ class Relay:
     def _scratch(self) -> Tensor:
         """Returns a buffer for buckets that no engine here needs."""
         if self._discarded is None:
-            self._discarded = torch.empty(largest_bucket_bytes(self._buckets), dtype=torch.uint8, device=platform.device())
+            self._discarded = torch.empty(
+                largest_bucket_bytes(self._buckets), dtype=torch.uint8, device=platform.device()
+            )
         return self._discarded

@@ -19,8 +19,8 @@ from mrl import platform
 from mrl.rollout.client import EngineClient
 from mrl.weights.errors import WeightError
 from mrl.weights.sync.payload import Bucket
-from mrl.weights.sync.transports.base import HandleTransport, Engines, SenderLocation, Transport
-from mrl.weights.sync.transports.multi_node import GO, MultiNodeTransport, Relay, Route, NodeTopology
+from mrl.weights.sync.transports.base import Engines, HandleTransport, SenderLocation, Transport
+from mrl.weights.sync.transports.multi_node import GO, MultiNodeTransport, NodeTopology, Relay, Route
 
 DONE = 2  # the engines have read the bucket, or will not
 
@@ -38,7 +38,9 @@ class MultiNodeEngineTransport(MultiNodeTransport):
 
     _kind: type[HandleTransport]
 
-    def __init__(self, kind: type[Transport], engines: Engines, location: SenderLocation, topology: NodeTopology) -> None:
+    def __init__(
+        self, kind: type[Transport], engines: Engines, location: SenderLocation, topology: NodeTopology
+    ) -> None:
         if not issubclass(kind, HandleTransport):
             raise WeightError(f"sync.transport {kind.name} knows no engine larger than a node: leave it out")
         super().__init__(kind, engines, location, topology)
