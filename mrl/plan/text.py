@@ -161,10 +161,10 @@ def _stages(model: PlannedModel) -> str:
 
 
 def _spans(model: PlannedModel, ranks: Sequence[int]) -> str:
-    coords_of = [model.grid.coordinates(rank) for rank in ranks]
+    all_coords = [model.grid.coordinates(rank) for rank in ranks]
     found = []
     for axis in ("pp", "dp", "cp", "tp", *(("ep",) if model.layout.expert > 1 else ())):
-        values = sorted({dict(vars(coords))[axis] for coords in coords_of})
+        values = sorted({dict(vars(coords))[axis] for coords in all_coords})
         found.append(f"{axis} {values[0]}" if len(values) == 1 else f"{axis} {values[0]}-{values[-1]}")
     return "  ".join(found)
 
