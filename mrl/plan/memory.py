@@ -221,7 +221,7 @@ def phases(work: StepWorkload, rank: int, engine: EnginePlan | None, assumed: As
         for model in work.models.values():
             level = levels.get(model.name, "nothing") if work.is_sampling else "all"
             items += resident_memory(model, coords_of[model.name], level)
-        items += _copies(work, coords_of["actor"], offloaded_memory=False)
+        items += _copies(work, coords_of["actor"], on_host=False)
         items += _transient(name, work, coords_of)
         computed = sum(item.nbytes for item in items[1:])
         items.append(MemoryItem("process", "fragments", assumed.fragments_share * computed))
@@ -277,10 +277,10 @@ def _experts(nbytes: float) -> list[MemoryItem]:
     return [MemoryItem("actor", "experts of tokens", nbytes)] if nbytes else []
 
 
-def _copies(work: StepWorkload, coords: RankCoordinates, offloaded_memory: bool) -> Iterator[MemoryItem]:
+def _copies(work: StepWorkload, coords: RankCoordinates, on_host: bool) -> Iterator[MemoryItem]:
     """Yields the copies of the actor's weights; each rank holds the range that it updates."""
     for name, is_on_host in work.copies.items():
-        if is_on_host == offloaded_memory:
+        if is_on_host == on_host:
             yield MemoryItem("actor", name, FLOAT32 * elements_of_model(work.models["actor"], coords).shard)
 
 
@@ -297,7 +297,7 @@ def host_items(work: StepWorkload, rank: int, written: Mapping[str, int]) -> lis
         if model.name in written:
             nbytes = elements_of_model(model, coords).shard * written[model.name]
             found.append(MemoryItem(model.name, "checkpoint being written", nbytes))
-    found += _copies(work, work.models["actor"].grid.coordinates(rank), offloaded_memory=True)
+    found += _copies(work, work.models["actor"].grid.coordinates(rank), on_host=True)
     size, mean = work.size, work.lengths
     flat = size.learnt * (mean.mean * 8 + mean.response * FLOAT32 * SAMPLE_VECTORS)
     dense = size.learnt * (work.size.response_tokens or work.lengths.longest) * FLOAT32 * DENSE_VECTORS
