@@ -196,7 +196,7 @@ def test_an_engine_larger_than_a_node_is_on_several_and_talks_over_the_network()
     limits = [{part.limit for part in plan.parts if part.phase == "rollout"} for plan in (whole, spread)]
     assert "network" in limits[1] - limits[0]
     placed = Placement.of(spread.cfg, {}, Machine(64, 8, gpus=8, joined=True))
-    assert placed.engine_of == spread.places.engine_of and not placed.beside
+    assert placed.engine_of == spread.placement.engine_of and not placed.beside
     idle = Placement.of(spread.cfg, {}, Machine(64, 8, gpus=0, joined=True))
     assert idle.beside == {node: (node // 2,) for node in range(8)}
 
