@@ -297,7 +297,9 @@ def test_what_failed_in_a_sender_comes_before_what_came_of_it() -> None:
         raise WeightError("the engine hangs")
 
     sender = MultiNodeTransport.__new__(MultiNodeTransport)
-    route = SimpleNamespace(relays={1: 1}, send_command=lambda word: None, start=lambda part: SimpleNamespace(wait=lost))
+    route = SimpleNamespace(
+        relays={1: 1}, send_command=lambda word: None, start=lambda part: SimpleNamespace(wait=lost)
+    )
     here = SimpleNamespace(engines=SimpleNamespace(clients=["one"]), deliver=hangs)
     sender._mine, sender._here, sender._unannounced = route, here, 1  # type: ignore[assignment]
     (bucket,) = plan_buckets([meta("a", 4)], limit=1 << 20)
