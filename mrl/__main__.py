@@ -23,7 +23,7 @@ def _listen() -> None:
         return
     from mrl.resilience import preemption
 
-    preemption.begin_later()
+    preemption.exit_as_resumable()
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from rich.text import Text
 from mrl import platform
 from mrl.packages import pip_install, pip_install_extra
 from mrl.platform import Feature
-from mrl.preflight.tested import TESTED
+from mrl.preflight.versions import TESTED
 from mrl.reward import sandbox
 from mrl.rollout.sglang.command import unavailable
 
@@ -58,11 +58,11 @@ def parts() -> Iterator[Feature]:
     """Yields one row a part."""
     for feature in platform.features():
         yield _sglang(feature) if feature.part == "sglang" else feature
-    (version, problem), unbound = sandbox.found(), sandbox.groups.problem()
+    (version, problem), unbound = sandbox.find_sandbox(), sandbox.groups.problem()
     without = "these rewards are refused, unless reward.code.isolation is none"
     yield Feature("bubblewrap", version, "code rewards: sandbox for programs that a model wrote", without, problem)
     bound = "code rewards: kernel limits on a program's memory and processes"
-    yield Feature("control groups", "found", bound, "limits per process, without the kernel's buffers", unbound)
+    yield Feature("control groups", "find_sandbox", bound, "limits per process, without the kernel's buffers", unbound)
     for part, module in (("tensorboard", "tensorboard"), ("wandb", "wandb"), ("mlflow-skinny", "mlflow")):
         yield _tracker(part, module)
 

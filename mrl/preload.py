@@ -1,4 +1,4 @@
-"""Imports of the ranks, including late ones, for their fork server (`launcher/nursery.py`)."""
+"""Imports of the ranks, including late ones, for their fork server (`launcher/fork_server.py`)."""
 
 from mrl import platform
 

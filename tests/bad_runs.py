@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from mrl import platform, ports
-from mrl.platform.gpu_health import SIZE, GpuHealth, judged
+from mrl.platform.gpu_health import SIZE, GpuHealth, assess
 
 Edit = Callable[[Path, dict[str, Any]], None]
 
@@ -84,7 +84,7 @@ def versions(**found: str) -> Edit:
                 raise importlib.metadata.PackageNotFoundError(part)
             return found.get(part) or importlib.metadata.version(part)
 
-        patch["mrl.preflight.tested.metadata"] = SimpleNamespace(
+        patch["mrl.preflight.versions.metadata"] = SimpleNamespace(
             version=version,
             requires=lambda name: ["torch>=2.8", "transformers>=5.0,<6"],
             PackageNotFoundError=importlib.metadata.PackageNotFoundError,
@@ -98,7 +98,9 @@ def patched(name: str, value: Any) -> Edit:
 
 
 def full(free: int) -> Edit:
-    return patched("mrl.preflight.space.shutil", SimpleNamespace(disk_usage=lambda path: SimpleNamespace(free=free)))
+    return patched(
+        "mrl.preflight.disk_space.shutil", SimpleNamespace(disk_usage=lambda path: SimpleNamespace(free=free))
+    )
 
 
 def sick(**of: Any) -> Edit:
@@ -319,7 +321,7 @@ MISTAKES = [
     Mistake(
         "no file can be made",
         ("run.root", "choose another run.root"),
-        edit=patched("mrl.preflight.space.tempfile", SimpleNamespace(TemporaryFile=no_room)),
+        edit=patched("mrl.preflight.disk_space.tempfile", SimpleNamespace(TemporaryFile=no_room)),
     ),
     Mistake(
         "a file system without locks",
@@ -443,7 +445,7 @@ MISTAKES = [
     Mistake(
         "a GPU that somebody uses",
         ("GPU 1 (H100): other processes use", "nvidia-smi"),
-        edit=sick(**vars(judged(1, "H100", 20 * 10**9, 80 * 10**9, (9, 0), SIZE))),
+        edit=sick(**vars(assess(1, "H100", 20 * 10**9, 80 * 10**9, (9, 0), SIZE))),
     ),
     Mistake("GPUs that hang", ("did not finish within 60 s", "dmesg"), edit=patched("mrl.platform.gpu_health", hangs)),
 ]

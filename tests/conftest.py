@@ -15,7 +15,7 @@ from mrl.config.schema import RolloutConfig
 from mrl.imports import importing
 from mrl.kernels import native
 from mrl.rollout import Engine, start_engine
-from tests import engine_nurseries
+from tests import engine_fork_servers
 from tests.tiny import make_tiny
 
 TinyModels = Callable[..., Path]
@@ -32,7 +32,7 @@ LONG = (  # these files first, so that of several workers none ends alone with o
 def pytest_configure() -> None:
     """A shell starts background jobs with SIGINT ignored, and what they start inherits that."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    engine_nurseries.start()
+    engine_fork_servers.start()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -29,7 +29,7 @@ from mrl.models.build import build_model  # noqa: E402
 from mrl.parallel import Mesh  # noqa: E402
 from mrl.plan.activations import Tokens, saved_bytes  # noqa: E402
 from mrl.plan.grid import Grid, chunk_layers  # noqa: E402
-from mrl.plan.parameters import held  # noqa: E402
+from mrl.plan.parameters import model_elements  # noqa: E402
 
 TinyModels = Callable[..., Path]
 Bytes = tuple[int, int, int]  # of weights, gradients, main weights with Adam's moments
@@ -121,7 +121,7 @@ def state_bytes(case: Case, dtype: torch.dtype, tiny_models: TinyModels) -> tupl
     """(measured, planned) of a rank in the middle of the world, once its optimizer has state."""
     path, rank = directory(case, tiny_models), case.world // 2
     arch, train = load_arch(path), TrainConfig(parallel=ParallelConfig(**case.layout))
-    with platform.imagined_rank(rank, case.world, "cpu"), (mesh := Mesh(train.parallel)).active():
+    with platform.fake_rank(rank, case.world, "cpu"), (mesh := Mesh(train.parallel)).active():
         models = build_model(arch, str(path), train, mesh, dtype, "policy", seed=None)
         wrapped = wrap_ddp(models)
         optimizer, _ = build_optimizer(OptimizerConfig(), wrapped, dtype)
@@ -134,7 +134,7 @@ def state_bytes(case: Case, dtype: torch.dtype, tiny_models: TinyModels) -> tupl
     adam = sum(state[name].nbytes for state in states for name in ("exp_avg", "exp_avg_sq"))
     own = {p.untyped_storage().data_ptr(): p.nbytes for p in mains if p.untyped_storage().data_ptr() not in weights}
     grid = Grid(train.parallel, case.world)
-    plan = held(arch, "policy", grid, grid.seat(rank))
+    plan = model_elements(arch, "policy", grid, grid.coordinates(rank))
     planned = (
         plan.weight_bytes(dtype.itemsize, trained=True),
         plan.gradient_bytes(),
@@ -165,7 +165,7 @@ def saved_activations(
         if not in_c:
             patch.setattr(native, "serves", lambda *tensors: False)
         saved, tokens = measured(str(path), role, train, rank, case.world, dtype)
-    layers = chunk_layers(train.parallel, arch.num_layers, grid.seat(rank).pp)[0]
+    layers = chunk_layers(train.parallel, arch.num_layers, grid.coordinates(rank).pp)[0]
     return saved, saved_bytes(arch, role, train, layers, dtype.itemsize, "local", tokens)
 
 
@@ -189,7 +189,7 @@ def measured(
         kept.setdefault(x.untyped_storage().data_ptr(), x)
         return x
 
-    with platform.imagined_rank(rank, world, "cpu"), (mesh := Mesh(train.parallel)).active():
+    with platform.fake_rank(rank, world, "cpu"), (mesh := Mesh(train.parallel)).active():
         (model,) = build_model(arch, path, train, mesh, dtype, role, seed=1)
         batch = pack(rollout, range(len(lengths)), mesh.cp, mesh.cp_rank, align_total=mesh.cp * mesh.tp)
         made = ModelBatch.make(batch, mesh, 1.0, "log_probs" if role == "policy" else "values")

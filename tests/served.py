@@ -10,7 +10,7 @@ from typing import Any
 
 from mrl.config.schema import SyncConfig
 from mrl.rollout import Engine, EngineClient
-from mrl.weights.sync.push import WeightSync
+from mrl.weights.sync.weight_sync import WeightSync
 from tests.sync_tools import FileExporter
 from tests.world import run_world
 
@@ -52,7 +52,7 @@ def check_transport(served: Served, transport: str, expected: list[Any]) -> None
     assert served.load(served.old) != expected
     with closing(served.sync(transport)) as sync:
         for version in ("3", "4"):  # the second push reuses what the first one set up
-            report = sync.push(version)
+            report = sync.update_weights(version)
             assert served.hashes() == expected
             assert report.transport == transport
             assert report.verified == report.tensors == len(FileExporter(served.new).tensors)

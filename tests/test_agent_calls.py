@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from mrl.agents.calls import PARSERS, Call, load_parser
-from mrl.agents.declared import converted, declared_types
+from mrl.agents.argument_types import convert_argument, declared_types
+from mrl.agents.tool_call_parsers import PARSERS, ToolCall, load_parser
 from mrl.config.checks import agent as checked
 from mrl.core import Request
-from mrl.reward.sandbox import found
+from mrl.reward.sandbox import find_sandbox
 from mrl.rollout.sglang.command import SHIM
 from mrl.user_functions import FunctionError
 from tests.test_agents import FakeEngine, play
@@ -60,7 +60,7 @@ def test_where_sglang_reads_the_same_calls() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     answers = [json.loads(line) for line in done.stdout.splitlines()[-len(TEXTS) :]]
     for given, answer in zip(TEXTS, answers, strict=True):
-        calls = None if answer is None else tuple(Call(name, arguments) for name, arguments in answer)
+        calls = None if answer is None else tuple(ToolCall(name, arguments) for name, arguments in answer)
         assert (calls == given.calls) is given.same, (given, calls)
 
 
@@ -127,7 +127,12 @@ def test_declared_types(schema: Any, types: set[str] | None) -> None:
 
 
 def test_a_value_without_a_declaration_is_text() -> None:
-    assert [converted(text, None) for text in ("1_000", "null", "[1]", "True")] == ["1_000", "null", "[1]", "True"]
+    assert [convert_argument(text, None) for text in ("1_000", "null", "[1]", "True")] == [
+        "1_000",
+        "null",
+        "[1]",
+        "True",
+    ]
 
 
 OWN = """
@@ -151,7 +156,7 @@ def test_a_parser_may_be_ones_own(tmp_path: Path) -> None:
     file = tmp_path / "own.py"
     file.write_text(OWN)
     parser = load_parser(f"{file}:braces")
-    assert parser("{a} and {b}", TOOLS).calls == (Call("a", {"known": 2}), Call("b", {"known": 2}))
+    assert parser("{a} and {b}", TOOLS).calls == (ToolCall("a", {"known": 2}), ToolCall("b", {"known": 2}))
     assert parser("{a", TOOLS).error == "close your braces"
     assert "not JSON compliant" in load_parser(f"{file}:nan")("x", ()).error
     with pytest.raises(TypeError, match="expected .name, arguments by name."):
@@ -188,7 +193,7 @@ async def uses_python(ctx, prompt):
 """
 
 
-@pytest.mark.skipif(found()[1] is not None, reason=f"programs cannot be shut in here: {found()[1]}")
+@pytest.mark.skipif(find_sandbox()[1] is not None, reason=f"programs cannot be shut in here: {find_sandbox()[1]}")
 def test_a_program_of_the_model_is_run_shut_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "tools.py"
     file.write_text(PROGRAM)

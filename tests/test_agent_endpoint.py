@@ -18,9 +18,9 @@ import pytest
 from mrl.agents import chat
 from mrl.agents import endpoint as endpoint_module
 from mrl.agents.chat import BadChat
-from mrl.agents.endpoint import Door, Endpoint, Session
+from mrl.agents.endpoint import Endpoint, EndpointServer, Session
 from mrl.agents.errors import AgentError
-from mrl.agents.play import Agents
+from mrl.agents.runner import AgentRunner
 from mrl.config.schema import AgentConfig
 from mrl.core import Prompt, Request, Sample
 from mrl.data import collate
@@ -203,7 +203,7 @@ class Model:
 
 def play(file: Path, name: str, model: Model, count: int = 1, row: Any = None, **settings: Any) -> list[Sample]:
     cfg = AgentConfig(rollout=f"{file}:{name}", endpoint=True, **settings)
-    agents = Agents(cfg, model.tokenizer, ids_of(model.tokenizer, END), is_chat=True)
+    agents = AgentRunner(cfg, model.tokenizer, ids_of(model.tokenizer, END), is_chat=True)
     prompt = Prompt(5, (1, 2), row or {}, "go")
     try:
         asked = [Request(i, 0, prompt, 100 + i) for i in range(count)]
@@ -358,7 +358,7 @@ def test_an_error_of_a_parser_is_told_to_the_harness() -> None:
 
     told = {"answer": {"text": "x", "finish": "stop", "tokens": [1, 1]}}
     session = Session(lambda question: threading.Timer(0.1, lambda: session.answer(told)).start(), broken, 20, 1000)
-    endpoint = Door().open(session)
+    endpoint = EndpointServer().open(session)
     reply = httpx.post(
         f"{endpoint.url}/chat/completions",
         headers={"Authorization": f"Bearer {endpoint.key}"},
@@ -377,7 +377,7 @@ def opened() -> Endpoint:
         lambda told, number, tools: {"role": "assistant", "content": told["text"]},
         *(20, 1000),
     )
-    return Door().open(session)
+    return EndpointServer().open(session)
 
 
 ASKED = b'{"messages": [{"role": "user", "content": "hi"}]}'
@@ -406,7 +406,7 @@ def test_a_connection_is_used_again_and_a_body_may_be_announced() -> None:
 
 def test_without_a_key_little_is_read_for_a_short_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that waits longest is dropped for one too many; who has shown a key is not counted."""
-    monkeypatch.setattr(endpoint_module, "MAX_STRANGERS", 3)
+    monkeypatch.setattr(endpoint_module, "MAX_UNAUTHENTICATED", 3)
     monkeypatch.setattr(endpoint_module, "HEAD_S", 1.0)
     endpoint = opened()
     with contextlib.ExitStack() as stack:
@@ -444,7 +444,7 @@ def test_harnesses_that_are_none(harnesses: Path, name: str, message: str) -> No
 )
 def test_a_message_is_the_same_however_a_client_writes_it(content: Any) -> None:
     message = {"role": "assistant", "content": content, "refusal": None, "audio": None, "annotations": []}
-    assert chat.read({"messages": [message]}).messages == [{"role": "assistant", "content": "a"}]
+    assert chat.parse_request({"messages": [message]}).messages == [{"role": "assistant", "content": "a"}]
 
 
 def test_calls_come_back_as_they_were_sent() -> None:
@@ -452,11 +452,11 @@ def test_calls_come_back_as_they_were_sent() -> None:
     message = {"role": "assistant", "content": "", "tool_calls": [call]}
     [event, end, done] = chat.events(1, message, "stop", [1, 2], with_usage=False)
     assert json.loads(end)["choices"][0]["finish_reason"] == "tool_calls" and done == "[DONE]"
-    for sent in (chat.sent(message), json.loads(event)["choices"][0]["delta"]):
+    for sent in (chat.openai_message(message), json.loads(event)["choices"][0]["delta"]):
         assert isinstance(sent["tool_calls"][0]["function"]["arguments"], str)
-        assert chat.read({"messages": [sent]}).messages == [message]
+        assert chat.parse_request({"messages": [sent]}).messages == [message]
     with pytest.raises(BadChat, match="1 to 10000"):
-        chat.read({"messages": [message] * 10_001})
+        chat.parse_request({"messages": [message] * 10_001})
 
 
 # ---- a run

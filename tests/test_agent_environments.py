@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from mrl.agents.errors import AgentError
-from mrl.agents.play import Agents
+from mrl.agents.runner import AgentRunner
 from mrl.algo import token_rewards
 from mrl.config.schema import AgentConfig, BatchConfig, RLConfig
 from mrl.core import Prompt, Request, Rollout, Sample
@@ -34,7 +34,7 @@ from tests.tiny import EOS
 
 PROGRAMS = '''
 import os
-from mrl.agents.environments import of_gymnasium, of_openenv
+from mrl.agents.environments import from_gymnasium, from_openenv
 
 class Walk:
     """As gymnasium.Env: from 0 by each action, over at 3 steps."""
@@ -60,8 +60,8 @@ def act(turn):
         raise ValueError("a number, please")
     return int(turn.text[0])
 
-Gym = of_gymnasium(make, act, show=lambda observation: f"at {observation}.", options="options")
-Server = of_openenv(lambda row: row["url"], lambda turn: {"say": turn.text}, show=lambda seen: f"<{seen['echo']}>")
+Gym = from_gymnasium(make, act, show=lambda observation: f"at {observation}.", options="options")
+Server = from_openenv(lambda row: row["url"], lambda turn: {"say": turn.text}, show=lambda seen: f"<{seen['echo']}>")
 
 class Early:
     """Gives 1, 0 and .25, and speaks first."""
@@ -197,7 +197,7 @@ def test_thoughts_that_a_template_strips_begin_a_sequence_at_each_users_message(
     model = Model(STRIPS)
     begin = [{"role": "user", "content": "go"}]
     cfg = AgentConfig(rollout=f"{programs}:talks", thoughts="strip")
-    agents = Agents(cfg, model.tokenizer, ids_of(model.tokenizer, END), True, begins=lambda prompt: (begin, {}))
+    agents = AgentRunner(cfg, model.tokenizer, ids_of(model.tokenizer, END), True, begins=lambda prompt: (begin, {}))
     first = tuple(model.tokenizer.encode_plain([model.tokenizer.dress(begin)])[0])
     try:
         asked = [Request(0, 0, Prompt(0, first, {}, "go"), 3)]
@@ -268,7 +268,7 @@ def test_a_sample_of_an_environment_that_fails_is_left_out(programs: Path) -> No
     asked = requests(4, fails=False)
     asked[1] = Request(1, 0, Prompt(5, asked[1].prompt.token_ids, {"fails": True}, "go"), 101)
     cfg = AgentConfig(rollout=f"{programs}:some_fail", on_error="leave_out", retries=1)
-    agents = Agents(cfg, tokenizer(), (EOS,), is_chat=False)
+    agents = AgentRunner(cfg, tokenizer(), (EOS,), is_chat=False)
     try:
         found = agents.sample(asked, PARAMS, engine.generate, lambda samples: None)
     finally:

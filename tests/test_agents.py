@@ -16,7 +16,7 @@ import pytest
 
 from mrl.agents import trajectory
 from mrl.agents.errors import AgentError
-from mrl.agents.play import Agents
+from mrl.agents.runner import AgentRunner
 from mrl.agents.suffix import Suffix
 from mrl.config.schema import AgentConfig, DataConfig, SourceConfig
 from mrl.core import Prompt, Request, Sample, SamplingParams
@@ -223,7 +223,7 @@ def play(programs: Path, name: str, count: int = 3, engine: FakeEngine | None = 
     row, by_turn = settings.pop("row", {}), settings.pop("by_turn", False)
     cfg = AgentConfig(rollout=f"{programs}:{name}", **settings)
     data = DataConfig(train=(SourceConfig(path="rows.jsonl"),))
-    agents = Agents(
+    agents = AgentRunner(
         cfg, tokenizer(), (EOS,), is_chat=False, by_turn=by_turn, begins=lambda prompt: ([], told(prompt.row, data))
     )
     heard: list[Sample] = []
@@ -381,7 +381,7 @@ def test_who_is_late_at_a_turn_is_begun_anew_and_its_process_lives_on(
     engine = Slow()
     monkeypatch.setattr(trajectory, "time", engine.clock)
     cfg = AgentConfig(rollout=f"{programs}:Guess", workers=1, trajectory_timeout_s=500.0)
-    with closing(Agents(cfg, tokenizer(), (EOS,), is_chat=False)) as agents:
+    with closing(AgentRunner(cfg, tokenizer(), (EOS,), is_chat=False)) as agents:
         [before] = agents._pool._workers
         found = agents.sample(requests(2), PARAMS, engine.generate, lambda samples: None)
         assert agents._pool._workers == [before] and before.process.poll() is None

@@ -19,7 +19,7 @@ from mrl.checkpoint.agreement import CheckpointAgreement
 from mrl.parallel import Agreement, gather, rank
 from mrl.parallel.agreement import by_reason
 from mrl.weights.agreement import SyncAgreement, raise_together
-from mrl.weights.convert.crew import Crew
+from mrl.weights.convert.worker_pool import WorkerPool
 from mrl.weights.errors import SyncMismatch
 
 WORLD = 3
@@ -72,8 +72,8 @@ STEPS: dict[str, Callable[[Room], Any]] = {
     "all fail": lambda room: room.together("writing", lambda: fails_on(0, 1, 2)),
     "rank 0 fails": lambda room: room.on_main("opening", lambda: fails_on(0)),
     "load": lambda room: raise_together(["no norm", f"shard {min(rank(), 1)}"], "it does not fit"),
-    "convert": lambda room: Crew(1, 20.0).on_main("completing it", lambda: fails_on(0)),
-    "a bug": lambda room: Crew(1, 20.0).on_main("completing it", lambda: {}["key"]),
+    "convert": lambda room: WorkerPool(1, 20.0).on_main("completing it", lambda: fails_on(0)),
+    "a bug": lambda room: WorkerPool(1, 20.0).on_main("completing it", lambda: {}["key"]),
     "plan": lambda room: CheckpointAgreement().together("planning", planned),
     "save": lambda room: CheckpointAgreement(room.group).together("saving", lambda: raises(ValueError("too small"))),
     "no words": lambda room: SyncAgreement(20).on_main("sending", lambda: raises(TimeoutError())),

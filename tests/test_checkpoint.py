@@ -17,7 +17,7 @@ import torch
 
 from mrl.checkpoint import directory, latest
 from mrl.checkpoint.optimizer_shards import boxes
-from mrl.checkpoint.turns import in_order
+from mrl.checkpoint.writer_turns import in_order
 from mrl.files import lock_for_reading
 from tests import stored
 from tests.world import run_world
@@ -253,7 +253,7 @@ def test_every_nth_is_kept_besides_the_last(tmp_path: Path) -> None:
 
 def test_a_best_one_stays_until_a_better_one_is_written(tmp_path: Path) -> None:
     write(tmp_path, 10, keep_last=1, best=10)
-    directory.name_best(tmp_path, 10)
+    directory.link_best(tmp_path, 10)
     write(tmp_path, 30, keep_last=1, best=20)  # that of step 20 could not be written
     assert names(tmp_path) == ["best", "step_10", "step_30"]
     write(tmp_path, 40, keep_last=1, best=40)
@@ -306,7 +306,10 @@ def test_one_that_is_removed_while_it_is_opened_is_no_checkpoint(tmp_path: Path,
         flock(*arguments)
 
     monkeypatch.setattr(fcntl, "flock", removed_first)
-    with pytest.raises(ValueError, match="step_1 was removed while it was being opened"), directory.reading(first):
+    with (
+        pytest.raises(ValueError, match="step_1 was removed while it was being opened"),
+        directory.hold_for_reading(first),
+    ):
         raise AssertionError("not reached")
 
 

@@ -12,9 +12,9 @@ import yaml
 
 from mrl.cli import main
 from mrl.config import manual
-from mrl.config.dialect import Loader
 from mrl.config.keys import Key, keys_of, walk
 from mrl.config.schema import RLConfig, SFTConfig
+from mrl.config.yaml_dialect import Loader
 
 DOCS = Path(__file__).parent.parent / "docs" / "configuration.md"
 

@@ -24,15 +24,15 @@ from mrl.config.model_dirs import is_converted, read_converted
 from mrl.config.problems import ConfigError
 from mrl.families import load_arch
 from mrl.families.table import weight_table
-from mrl.weights.kinds import TURNED, segments, to_megatron
+from mrl.weights.parameter_layout import TRANSFORMED, segments, to_megatron
 from tests import zygote
 
 ROOT = Path(__file__).parent.parent
 LIMIT_S = 120
 SLOW = """
 import itertools, sys, time
-from mrl.weights.convert import blocks, crew
-crew.END_TIMEOUT_S = 0.1
+from mrl.weights.convert import blocks, worker_pool
+worker_pool.END_TIMEOUT_S = 0.1
 read, count = blocks._Bucket.read, itertools.count(1)
 def slow(bucket, block):
     if (number := next(count)) >= 9:
@@ -181,7 +181,7 @@ def test_segments_tell_what_to_megatron_does(family: str, tiny_models: Callable[
     """Whole rows, told without a tensor and done with one."""
     arch = load_arch(tiny_models(family, weights=False))
     for name, row in weight_table(arch).items():
-        if row.kind in TURNED:
+        if row.kind in TRANSFORMED:
             assert not list(segments(row, arch)), "columns become rows: it moves no whole rows"
             continue
         sources = [torch.randn(shape) for shape in row.shapes]

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mrl.weights.convert import crew
-from mrl.weights.convert.blocks import Block, Share, Span
-from mrl.weights.convert.crew import Crew
+from mrl.weights.convert import worker_pool
+from mrl.weights.convert.blocks import Block, FileRange, WorkerShare
+from mrl.weights.convert.worker_pool import WorkerPool
 from mrl.weights.disk import hf_rows
 from mrl.weights.disk.hf_rows import IndexedRows
 from mrl.weights.disk.rows import FileRows
@@ -40,8 +40,8 @@ class Waiting:
         out.zero_()
 
 
-def share(source: FileRows | Waiting, target: Path) -> Share:
-    return Share(tuple(Block(source, row, 1, torch.uint8, Span(target, row)) for row in range(ROWS)))
+def share(source: FileRows | Waiting, target: Path) -> WorkerShare:
+    return WorkerShare(tuple(Block(source, row, 1, torch.uint8, FileRange(target, row)) for row in range(ROWS)))
 
 
 @pytest.fixture
@@ -64,15 +64,15 @@ def test_one_that_fails_stops_the_others(tmp_path: Path, target: Path) -> None:
     stop = threading.Timer(0.3, turn.set)
     stop.start()
     with pytest.raises(WeightError, match=r"No such file or directory: '.*gone'"):
-        Crew(2, 20.0).move([missing, share(Waiting(turn, read), target)])
+        WorkerPool(2, 20.0).write_shares([missing, share(Waiting(turn, read), target)])
     assert len(read) < 2, "it went on although the conversion had failed"
 
 
 def test_one_that_hangs_is_not_waited_for(tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crew, "END_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(worker_pool, "END_TIMEOUT_S", 0.1)
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(WeightError, match=r"waited 0\.5 s for 1 worker"):
-        Crew(1, 0.5).move([share(FileRows(tmp_path / "pipe", 0, (ROWS, 1), torch.uint8), target)])
+        WorkerPool(1, 0.5).write_shares([share(FileRows(tmp_path / "pipe", 0, (ROWS, 1), torch.uint8), target)])
 
 
 def test_a_file_is_opened_once_for_all_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

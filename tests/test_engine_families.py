@@ -21,7 +21,7 @@ from mrl.rollout import Engine, sample_seed, start_engine
 from mrl.rollout.routed import ASK
 from mrl.weights.errors import SyncError, SyncMismatch
 from mrl.weights.sync.payload import Bucket, plan_buckets
-from mrl.weights.sync.push import WeightSync
+from mrl.weights.sync.weight_sync import WeightSync
 from tests.conftest import TinyModels
 from tests.served import TRANSPORTS, Served, check_transport, check_world, world
 from tests.sync_tools import FileExporter
@@ -98,7 +98,7 @@ def job(family: str, temperature: float, engine: Engine, model: Path) -> dict[st
 def push_apart(sync: WeightSync, exporter: FileExporter, *, at_once: bool = True) -> None:
     """In buckets of one tensor, but those that an engine takes at once only."""
     sync._buckets = plan_buckets(exporter.metas(), 1, taken_at_once(exporter.arch) if at_once else {})
-    sync.push("7")
+    sync.update_weights("7")
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +163,7 @@ def test_killed_in_the_middle_of_a_push(family: str, served: dict[str, Served]) 
     """An engine of two ranks, and of one. The last test of the file: these servers are gone then."""
     one = served[family]
     with contextlib.closing(one.sync("distributed")) as sync:
-        sync.push("8")
+        sync.update_weights("8")
         assert sync._transport is not None
         send = sync._transport.send
 
@@ -174,5 +174,5 @@ def test_killed_in_the_middle_of_a_push(family: str, served: dict[str, Served]) 
         sync._transport.send = kill_then_send  # type: ignore[method-assign]
         started = time.monotonic()
         with pytest.raises(SyncError, match="sending failed: .*update_weights_from_distributed: no answer"):
-            sync.push("9")
+            sync.update_weights("9")
         assert time.monotonic() - started < 60.0

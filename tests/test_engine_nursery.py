@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from mrl.rollout import nursery
+from mrl.rollout import fork_server
 from tests.test_rollout_supervisor import pids_of, running, wait_until
 from tests.train_tools import Train, write_config
 
@@ -24,12 +24,12 @@ OWNER = """
 import json, os, sys
 from pathlib import Path
 from mrl.rollout.launch import Launch
-from mrl.rollout.nursery import EngineNursery, VARIABLE
+from mrl.rollout.fork_server import EngineForkServer, VARIABLE
 from mrl.rollout.process import EngineProcess
-with EngineNursery("stub", sys.argv[1]) as nursery:
+with EngineForkServer("stub", sys.argv[1]) as fork_server:
     launch = Launch([sys.executable, "-m", "stub", *sys.argv[3:]], {**os.environ, **json.loads(sys.argv[2])}, "stub")
     process = EngineProcess("engine 0", lambda folder: launch, 1, Path("engine.log"))
-    print(json.dumps([os.getpid(), vars(nursery).get("_pid"), process.pid, os.environ.get(VARIABLE)]), flush=True)
+    print(json.dumps([os.getpid(), vars(fork_server).get("_pid"), process.pid, os.environ.get(VARIABLE)]), flush=True)
     for line in sys.stdin:
         getattr(process, line.strip())()
         print(json.dumps(process.exit_code()), flush=True)
@@ -58,7 +58,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="prctl and pidfd
 
 
 class Owner:
-    """A program with a nursery and an engine, the files of both in `folder`."""
+    """A program with a fork server and an engine, the files of both in `folder`."""
 
     def __init__(
         self, folder: Path, imports: str = "heavy", *arguments: str, temporary: str = "/tmp", **environment: str
@@ -66,7 +66,7 @@ class Owner:
         more = {"broken": "raise ImportError", "threads": THREADS}
         for name, text in {"owner": OWNER, "stub": STUB, "heavy": HEAVY, **more}.items():
             (folder / f"{name}.py").write_text(text)
-        here = {name: value for name, value in os.environ.items() if name != nursery.VARIABLE}
+        here = {name: value for name, value in os.environ.items() if name != fork_server.VARIABLE}
         own = json.dumps({"HF_SET": "by an import", **environment})
         self.folder = folder
         self.process = subprocess.Popen(
@@ -77,7 +77,7 @@ class Owner:
             stdout=subprocess.PIPE,
             text=True,
         )
-        self.pid, self.nursery, self.supervisor, place = json.loads(self._line())
+        self.pid, self.fork_server, self.supervisor, place = json.loads(self._line())
         self.place = Path(place or "/")
 
     def ask(self, method: str) -> Any:
@@ -117,7 +117,7 @@ def own(tmp_path: Path) -> Any:
 def test_an_engine_is_a_copy_with_an_environment_and_files_of_its_own(own: Callable[..., Owner]) -> None:
     owner = own(MRL_ENGINE_KEY="secret")
     says = owner.says
-    assert says["imported by"] == owner.nursery != says["pid"] == owner.pids[0]
+    assert says["imported by"] == owner.fork_server != says["pid"] == owner.pids[0]
     assert says["leads"] and says["secret"] == "secret" and says["stdin"] == ""
     assert says["interrupt"] == "default_int_handler"
     assert Path(says["temporary"]).name.startswith("mrl-engine-")
@@ -135,7 +135,7 @@ def test_it_ends_with_close_and_comes_again_as_a_copy(own: Callable[..., Owner])
     assert owner.ask("close") == 128 + signal.SIGKILL
     assert not any(map(running, second))
     lines = (owner.folder / "engine.log").read_text().splitlines()
-    assert [json.loads(line)["imported by"] for line in lines] == [owner.nursery] * 2
+    assert [json.loads(line)["imported by"] for line in lines] == [owner.fork_server] * 2
     assert not Path(json.loads(lines[1])["temporary"]).exists()
 
 
@@ -167,13 +167,13 @@ def test_its_whole_tree_dies_with_its_owner_or_its_supervisor(own: Callable[...,
         os.kill(pids[1], signal.SIGKILL)  # as with a supervisor that is a program: nobody is left to find it
     else:
         assert wait_until(lambda: not running(pids[1]), 30)
-        assert wait_until(lambda: not running(owner.nursery), 30)
+        assert wait_until(lambda: not running(owner.fork_server), 30)
 
 
 def test_it_outlives_its_nursery_and_comes_again_as_a_program(own: Callable[..., Owner]) -> None:
     owner = own()
     pids = owner.pids
-    os.kill(owner.nursery, signal.SIGKILL)
+    os.kill(owner.fork_server, signal.SIGKILL)
     time.sleep(0.5)
     assert all(map(running, pids)) and owner.ask("exit_code") is None
     (owner.folder / "pids").unlink()
@@ -198,7 +198,7 @@ def test_where_there_can_be_no_copy_it_is_a_program(own: Callable[..., Owner], t
 
 def test_a_run_makes_one_for_its_engine(tmp_path: Path, tiny_models: Any) -> None:
     config = write_config(tmp_path, tiny_models("llama"), rollout={"engine": "transformers"})
-    with Train(tmp_path, config, "run.steps=400", copied=False, **{nursery.VARIABLE: ""}) as run:
+    with Train(tmp_path, config, "run.steps=400", copied=False, **{fork_server.VARIABLE: ""}) as run:
         run.wait_for("step 1")
         engine = run.pid_of("transformers_engine.server")
         supervisor = int(Path(f"/proc/{engine}/stat").read_text().rpartition(")")[2].split()[1])

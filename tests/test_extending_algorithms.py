@@ -19,7 +19,7 @@ from mrl.algo import advantages, own, policy_loss
 from mrl.algo.policy_loss import TokenLoss, with_metrics
 from mrl.config import resume
 from mrl.config.schema import RLConfig
-from mrl.preflight.inputs import check_own
+from mrl.preflight.inputs import check_user_functions
 from mrl.resilience import preemption
 from mrl.user_functions import FunctionError
 from tests.recipe import section
@@ -135,7 +135,7 @@ def test_a_loss_that_cannot_be_used_is_one_error_before_a_run(text: str, tmp_pat
     path.write_text(f"from mrl.algo.policy_loss import TokenLoss\n{text}\n")
     cfg = configuration(adv_estimator="grpo", policy_loss={"function": f"{path}:f"})
     with pytest.raises(FunctionError) as error:
-        check_own(cfg.algorithm, has_values=False)
+        check_user_functions(cfg.algorithm, has_values=False)
     said = str(error.value)
     assert said.startswith("algorithm.policy_loss.function '") and LOSSES[text] in said and "\n" not in said
 
@@ -148,7 +148,7 @@ def test_a_signal_in_the_midst_of_a_user_s_loss_ends_the_run_as_a_signal_does(te
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        preemption.close_first()
+        preemption.close_on_signal()
         with pytest.raises(SystemExit) as stopped:
             own.load_loss(f"{path}:f", {})
     finally:
@@ -174,7 +174,7 @@ def test_an_estimator_that_cannot_be_used_is_one_error_before_a_run(text: str, t
     path = tmp_path / "bad.py"
     path.write_text(f"def f(t): {text}\n")
     with pytest.raises(FunctionError) as error:
-        check_own(configuration(advantage={"function": f"{path}:f"}).algorithm, has_values=False)
+        check_user_functions(configuration(advantage={"function": f"{path}:f"}).algorithm, has_values=False)
     said = str(error.value)
     assert said.startswith("algorithm.advantage.function '") and ESTIMATES[text] in said
 

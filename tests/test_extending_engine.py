@@ -16,7 +16,7 @@ from mrl.config.schema import RLConfig, RolloutConfig, SyncConfig
 from mrl.core import SamplingParams
 from mrl.rollout import EngineError, protocol, start_engine
 from mrl.rollout.launch import launcher
-from mrl.weights.sync.push import WeightSync
+from mrl.weights.sync.weight_sync import WeightSync
 from tests.conftest import TinyModels
 from tests.sync_tools import FileExporter
 from tests.test_rollout_engines import requests
@@ -47,7 +47,7 @@ def test_an_engine_of_one_s_own_samples_and_gets_weights(table: None, tiny_model
         assert sum(load.tokens for load in loads.values()) == 160 and waiting.requests == 80
         sync = SyncConfig(transport="disk", timeout_s=60.0)
         with closing(WeightSync(FileExporter(model), engine.urls, sync, access=engine.access)) as weights:
-            assert weights.push("7").tensors > 0
+            assert weights.update_weights("7").tensors > 0
         engine.has_pushed("7")  # from now on samples of other weights are refused
         assert {sample.weight_version for sample in engine.generate(asked, SamplingParams())} == {"7"}
         with pytest.raises(EngineError, match="update_weights_from_disk: HTTP 400: .* has no weights"):

@@ -55,7 +55,7 @@ def test_a_package_that_is_missing_is_said_before_anything_starts(
 ) -> None:
     monkeypatch.setattr(trackers, "find_spec", lambda package: None)
     monkeypatch.setattr("mrl.config.loader.load", lambda *args, **more: sft)
-    monkeypatch.setattr("mrl.preflight.look.OF_RUN", ())
+    monkeypatch.setattr("mrl.preflight.checks.RUN_CHECKS", ())
     assert main(["train", "config.yaml"]) == 1
     assert re.fullmatch(
         r"run.trackers: tensorboard needs the package tensorboard, which is not installed: .*python -m pip install .*, "

@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from mrl.config.schema import SyncConfig
-from mrl.weights.sync.push import WeightSync
+from mrl.weights.sync.weight_sync import WeightSync
 from mrl.weights.sync.transports import paced_http
 from tests.sync_tools import FileExporter
 
@@ -32,7 +32,7 @@ size = sum(tensor.nbytes for tensor in exporter.tensors.values())
 waits = []
 paced_http.RATE = 1e-6 * size
 paced_http.time = SimpleNamespace(monotonic=lambda: 0.0, sleep=waits.append)
-report = sync.push("7")
+report = sync.update_weights("7")
 assert round(sum(waits)) == 10**6 and report.bytes == size and report.transport == "paced_http", (waits, report)
 sync.close()
 """

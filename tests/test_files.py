@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mrl import files
-from mrl.launcher.logs import owned
+from mrl.launcher.logs import lock_log_dir
 from mrl.observe.lock import Lock
 from tests.full_disk import full_disk
 
@@ -35,7 +35,7 @@ def test_where_nothing_can_be_locked_no_run_begins_and_all_can_be_read(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    for begin in (lambda: Lock(tmp_path / "run" / "lock"), owned(tmp_path / "run" / "logs").__enter__):
+    for begin in (lambda: Lock(tmp_path / "run" / "lock"), lock_log_dir(tmp_path / "run" / "logs").__enter__):
         (tmp_path / "run").mkdir(exist_ok=True)
         with pytest.raises(files.NoLocks, match=rf"^the file system of {tmp_path}\S* has no locks .*-o localflock"):
             begin()

@@ -15,7 +15,7 @@ from mrl.config.problems import ConfigError, Problem
 from mrl.config.schema import RLConfig
 from mrl.fp8_chips import RECIPES, chip_problem
 from mrl.platform.fp8 import version_problem
-from mrl.preflight.machine import look_at_fp8
+from mrl.preflight.machine import check_fp8
 from tools.bench import fp8_curves
 
 WIDE = DENSE | {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 4}  # 256 / 4 heads of 64
@@ -287,10 +287,10 @@ def test_chips_and_versions_that_can() -> None:
 
 
 def test_preflight_tells_before_the_start_that_this_machine_has_no_fp8() -> None:
-    found = list(look_at_fp8(loaded(fp8("recipe: current"), *TP2)))
+    found = list(check_fp8(loaded(fp8("recipe: current"), *TP2)))
     assert [(one.check, one.verdict) for one in found] == [("fp8", "problem")]
     assert "actor: precision.fp8.recipe current" in found[0].text
-    assert not list(look_at_fp8(loaded(fp8("recipe: current, emulate: true"), gpus=0)))
+    assert not list(check_fp8(loaded(fp8("recipe: current, emulate: true"), gpus=0)))
 
 
 @pytest.mark.parametrize("form", fp8_curves.FORMS)

@@ -23,7 +23,7 @@ from mrl.kernels.fp8 import E4M3
 from mrl.models import fp8_params
 from mrl.models.mcore import TransformerConfig
 from mrl.models.precision import transformer_engine_fields
-from mrl.preflight.machine import look_at_quantization
+from mrl.preflight.machine import check_quantization
 from mrl.rollout.sglang.command import _common
 from mrl.weights.meta import TensorMeta
 from mrl.weights.sync.payload import plan_buckets
@@ -140,10 +140,10 @@ def test_engines_in_fp8_need_gpus() -> None:
 
 
 def test_preflight_warns_of_engines_whose_log_probs_nothing_corrects() -> None:
-    (found,) = look_at_quantization(loaded(*FP8))
+    (found,) = check_quantization(loaded(*FP8))
     assert found.verdict == "warning" and "algorithm.rollout_correction is off" in found.text
-    assert not list(look_at_quantization(loaded(*FP8, "algorithm.rollout_correction.rollout_is=token")))
-    assert not list(look_at_quantization(loaded()))
+    assert not list(check_quantization(loaded(*FP8, "algorithm.rollout_correction.rollout_is=token")))
+    assert not list(check_quantization(loaded()))
 
 
 def test_the_engine_is_started_in_the_form_of_what_is_pushed() -> None:

@@ -16,7 +16,7 @@ import torch
 from mrl.kernels.fp8 import Recipe
 from mrl.models.fp8_layers import RoundedColumnParallel
 from mrl.models.precision import STATE, Emulation
-from mrl.weights.disk.fp8_state import given_back
+from mrl.weights.disk.fp8_state import restorable_state
 from tests.tiny import make_tiny
 from tests.world import run_world
 
@@ -106,7 +106,7 @@ def test_the_memory_of_other_layers_is_refused() -> None:
     layer.scales.roll(torch.tensor([1.0, 2.0, 3.0]))
     state = layer.get_extra_state()
     assert state is not None and bytes(state[: len(STATE)].tolist()) == STATE
-    kept = given_back([state], "layer._extra_state")
+    kept = restorable_state([state], "layer._extra_state")
     before = layer.scales.state()
     layer.scales.roll(torch.tensor([7.0, 7.0, 7.0]))
     layer.set_extra_state(kept)

@@ -16,7 +16,7 @@ from mrl import platform
 from mrl.checkpoint import saver
 from mrl.config.schema import CheckpointConfig
 from mrl.platform import determinism, speed
-from mrl.resilience.stragglers import Stragglers
+from mrl.resilience.stragglers import StragglerDetector
 from mrl.weights.sync.transports.background import InBackground
 
 
@@ -134,7 +134,7 @@ def test_a_slow_rank_is_told_by_the_time_of_its_passes(stream: Any) -> None:
         own = list(row)
         return [own, [own[0], own[1], own[2] * 9, *own[3:]], own]  # the second one's passes take nine times as long
 
-    stragglers = Stragglers(ranks, peers=0, every_steps=1, ratio=2.0)
+    stragglers = StragglerDetector(ranks, peers=0, every_steps=1, ratio=2.0)
     with stragglers.timed("update"):
         stream(platform.pass_timers(), "forward-compute", 1.0)
         Event.reached = Event.queued
@@ -142,7 +142,7 @@ def test_a_slow_rank_is_told_by_the_time_of_its_passes(stream: Any) -> None:
     assert report.seconds["update"] == [1.0, 9.0, 1.0] and report.metrics()["straggler/slowest_rank"] == 1.0
 
 
-def _without_the_probe(stragglers: Stragglers) -> Any:
+def _without_the_probe(stragglers: StragglerDetector) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(platform, "probe_seconds", lambda: 0.001)
         return stragglers.end_of_step()
@@ -167,7 +167,7 @@ def test_deterministic_is_told_to_all_that_add_in_an_order_of_their_own(monkeypa
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1")
     assert not platform.is_deterministic()
     try:
-        platform.be_deterministic()
+        platform.enable_determinism()
         assert platform.is_deterministic()
         assert os.environ["NCCL_ALGO"] == "Tree", "what a user has chosen fixes the order too"
         assert os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "0"

@@ -28,7 +28,7 @@ from mrl.learner.optimizer import sums_overlap  # noqa: E402
 from mrl.models import attention, transformer_config  # noqa: E402
 from mrl.models.gpt import vocab_align  # noqa: E402
 from mrl.parallel.stages import KnownShapes, arrivals  # noqa: E402
-from mrl.platform import copies, fused, process  # noqa: E402
+from mrl.platform import fused, process, transfers  # noqa: E402
 from mrl.weights.model import load  # noqa: E402
 from tests.second_device import DEVICE  # noqa: E402
 from tests.test_weights_table import small_arch  # noqa: E402
@@ -55,7 +55,7 @@ def same(got: list[Tensor], want: list[Tensor]) -> bool:
 @pytest.mark.parametrize("slot_bytes", [64, 1000, 1 << 20])
 def test_copies_through_two_buffers_are_the_tensors(slot_bytes: int) -> None:
     here = tensors()
-    found = copies.through_buffers(here, slot_bytes)
+    found = transfers.copy_through_buffers(here, slot_bytes)
     assert same(found, here)
     assert not {tensor.data_ptr() for tensor in found if tensor.numel()} & {tensor.data_ptr() for tensor in here}
 
@@ -66,11 +66,11 @@ def test_what_is_sent_together_arrives_apart(monkeypatch: pytest.MonkeyPatch) ->
     there = platform.to_device(here, DEVICE)
     assert [(t.shape, t.dtype, t.device) for t in there] == [(t.shape, t.dtype, DEVICE) for t in here]
     assert len({t.untyped_storage()._cdata for t in there}) == 1, "one block is copied"
-    starts, total = copies._places(here)
+    starts, total = transfers._places(here)
     block = torch.zeros(total, dtype=torch.uint8)
     for start, tensor in zip(starts, here, strict=True):
-        copies._view(block, start, tensor).copy_(tensor)
-    assert same([copies._view(block, start, tensor) for start, tensor in zip(starts, here, strict=True)], here)
+        transfers._view(block, start, tensor).copy_(tensor)
+    assert same([transfers._view(block, start, tensor) for start, tensor in zip(starts, here, strict=True)], here)
 
 
 @pytest.mark.parametrize("cp", [1, 2])

@@ -24,12 +24,12 @@ from mrl.rollout.client import EngineClient, EngineError
 from mrl.weights.errors import WeightError
 from mrl.weights.meta import TensorMeta
 from mrl.weights.sync.payload import Bucket, plan_buckets
-from mrl.weights.sync.push import WeightSync
-from mrl.weights.sync.transports import Deadline, Engines, Place, resolve
+from mrl.weights.sync.transports import Deadline, Engines, SenderLocation, resolve
 from mrl.weights.sync.transports import cuda_ipc as cuda_ipc_module
-from mrl.weights.sync.transports.base import ByHandle
+from mrl.weights.sync.transports.base import HandleTransport
 from mrl.weights.sync.transports.cuda_ipc import CudaIpc
 from mrl.weights.sync.transports.distributed import Distributed
+from mrl.weights.sync.weight_sync import WeightSync
 from tests.conftest import TinyModels
 from tests.sync_tools import FileExporter
 
@@ -88,9 +88,9 @@ def test_a_bucket_in_gpu_memory_is_never_written_again(monkeypatch: pytest.Monke
     monkeypatch.setattr(cuda_ipc_module, "_exported", lambda flat: flat)
     monkeypatch.setattr(cuda_ipc_module, "pickle_flat", lambda bucket, flat: flat)
     collected: list[bool] = []
-    monkeypatch.setattr(platform, "collect_shared", lambda: collected.append(True))
+    monkeypatch.setattr(platform, "release_shared_memory", lambda: collected.append(True))
     reader = SlowReader()
-    place = Place(0, SimpleNamespace(type="cuda"), None)  # type: ignore[arg-type]
+    place = SenderLocation(0, SimpleNamespace(type="cuda"), None)  # type: ignore[arg-type]
     transport = CudaIpc(Engines((reader,), 2, Deadline(5.0)), place)  # type: ignore[arg-type]
     object.__setattr__(place, "device", CPU)
     plan = buckets(3)
@@ -118,14 +118,14 @@ def test_buckets_in_gpu_memory_are_read_while_the_engine_is_paused(
     tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """rollout.overlap: bounded by cuda_ipc; that the engine's requests then go on rightly, a GPU must show."""
-    monkeypatch.setattr(CudaIpc, "__init__", ByHandle.__init__)
+    monkeypatch.setattr(CudaIpc, "__init__", HandleTransport.__init__)
     monkeypatch.setattr(cuda_ipc_module, "_exported", lambda flat: flat)
     monkeypatch.setattr(cuda_ipc_module, "pickle_flat", lambda bucket, flat: flat)
     cfg = SyncConfig(transport="cuda_ipc", bucket_mib=1)
     engine = Noted()
     sync = WeightSync(FileExporter(tiny_models("llama")), [engine.url], cfg, in_flight=True)
     sync._engines.clients = (engine,)
-    assert sync.push("1").transport == "cuda_ipc"
+    assert sync.update_weights("1").transport == "cuda_ipc"
     before, begin, *reads, end, flush, version, after = engine.asked
     assert (before, begin, {*reads}) == ("pause_generation", "begin_weight_update", {"update_weights_from_tensor"})
     assert (end, flush) == ("end_weight_update", "flush_cache")
@@ -172,7 +172,7 @@ class AnEngine:
 
 @contextmanager
 def joined(*engines: AnEngine) -> Iterator[Distributed]:
-    transport = Distributed(Engines(engines, 1, Deadline(LIMIT_S)), Place(0, CPU, None))  # type: ignore[arg-type]
+    transport = Distributed(Engines(engines, 1, Deadline(LIMIT_S)), SenderLocation(0, CPU, None))  # type: ignore[arg-type]
     transport._join = lambda engine: engine.join(transport)  # type: ignore[assignment,method-assign]
     yield transport
 
@@ -252,7 +252,7 @@ def test_a_refused_bucket_over_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mrl.weights.sync.transports.distributed.own_address", lambda url: "127.0.0.1")
     engine = RefusingEngine("refuses")
     engines = Engines((engine,), 1, Deadline(LIMIT_S))  # type: ignore[arg-type]
-    transport, began = Distributed(engines, Place(0, CPU, None)), time.monotonic()
+    transport, began = Distributed(engines, SenderLocation(0, CPU, None)), time.monotonic()
     with pytest.raises(EngineError, match="no session is open"):
         push(transport, 1.0)
     engine.behaviour = "accepts"

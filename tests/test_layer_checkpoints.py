@@ -17,11 +17,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 from mrl import platform
-from mrl.weights.disk.fp8_state import RECIPES, given_back
+from mrl.weights.disk.fp8_state import RECIPES, restorable_state
 from mrl.weights.disk.stored_names import OF_EXPERTS
 from mrl.weights.errors import WeightError
-from mrl.weights.kinds import Row
-from mrl.weights.model.load import Item, _mark
+from mrl.weights.model.load import ParameterLoad, _mark
+from mrl.weights.parameter_layout import Row
 from tests import fake_te
 from tests.test_convert import mrl
 from tests.test_platform import run_python
@@ -73,8 +73,8 @@ def kept(value: Any) -> list[torch.Tensor]:
 
 def test_nothing_but_scales_is_given_to_a_layer_that_unpickles_it(capsys: pytest.CaptureFixture[str]) -> None:
     scales = kept({"scale_fwd": torch.ones(3), "extra_fp8_variables": {"num_gemms": 1}})
-    assert given_back(scales, "layer._extra_state") is scales[0]
-    assert [given_back(x, "") for x in ([None], [torch.empty(0, dtype=torch.uint8)], None)] == [None] * 3
+    assert restorable_state(scales, "layer._extra_state") is scales[0]
+    assert [restorable_state(x, "") for x in ([None], [torch.empty(0, dtype=torch.uint8)], None)] == [None] * 3
     inner = io.BytesIO()
     torch.save(Evil(), inner)
     from_bytes = b"ctorch.storage\n_load_from_bytes\n(" + pickle.dumps(inner.getvalue(), 0)[:-1] + b"tR."
@@ -84,7 +84,7 @@ def test_nothing_but_scales_is_given_to_a_layer_that_unpickles_it(capsys: pytest
         *([torch.frombuffer(bytearray(x), dtype=torch.uint8)] for x in (from_bytes, by_a_module)),
     ):
         with pytest.raises(WeightError, match="layer._extra_state is not the fp8 state of a layer"):
-            given_back(evil, "layer._extra_state")
+            restorable_state(evil, "layer._extra_state")
     assert "run" not in capsys.readouterr().out
 
 
@@ -177,7 +177,7 @@ def test_a_parameter_that_is_missing_or_left_over_is_an_error() -> None:
 def marked(row: Row, **attributes: Any) -> dict[str, Any]:
     parameter = nn.Parameter(torch.zeros(4, 4))
     vars(parameter).update(attributes)
-    _mark(Item("layer.mlp.linear_fc2.weight", parameter, row, []), 2)
+    _mark(ParameterLoad("layer.mlp.linear_fc2.weight", parameter, row, []), 2)
     return vars(parameter)
 
 

@@ -105,12 +105,12 @@ START = """
 import torch
 torch.cuda.is_available = lambda: True
 from types import SimpleNamespace
-from mrl.preflight.machine import look_at_layers
+from mrl.preflight.machine import check_layers
 from mrl.config.schema import TrainConfig
 from mrl.config.trainers.base import ModelUse
 for name in ("auto", "transformer_engine"):
     use = ModelUse(train=TrainConfig(layers=name))
-    print([f.text for f in look_at_layers(SimpleNamespace(models=lambda: {"actor": use}))])
+    print([f.text for f in check_layers(SimpleNamespace(models=lambda: {"actor": use}))])
 """
 
 

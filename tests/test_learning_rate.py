@@ -75,4 +75,4 @@ def test_the_updates_of_each_model_are_counted() -> None:
         "critic": {"warmup_steps": 4}, "algorithm": {"adv_estimator": "gae"}, "reward": {"function": "exact_match"},
         "batch": {"prompts_per_step": 4, "samples_per_prompt": 2, "samples_per_minibatch": 4, "epochs_per_step": 3},
     })  # fmt: skip
-    assert (cfg.least_updates("actor"), cfg.least_updates("critic")) == (36, 60)
+    assert (cfg.min_updates("actor"), cfg.min_updates("critic")) == (36, 60)

@@ -293,7 +293,7 @@ def test_adapters_out_of_a_checkpoint_are_those_that_the_run_had(
     assert main(["convert", "megatron-to-hf", step, str(tmp_path / "adapter"), "--adapter", *files]) == 0
     spec = LoRAConfig(rank=3, alpha=4, targets=("q_proj", "v_proj", "o_proj", "down_proj"), rslora=True, dora=True).spec
     file = read_adapter(tmp_path / "adapter")
-    assert file.found.scale == pytest.approx(spec.scale) and file.found.base_digest is not None
+    assert file.config.scale == pytest.approx(spec.scale) and file.config.base_digest is not None
     tensors = load_file(tmp_path / "adapter/adapter_model.safetensors")
     table = adapter_table(load_arch(models[0]), "policy", spec)
     assert {f"base_model.model.{row.hf[0]}" for row in table.values()} == tensors.keys()

@@ -11,8 +11,8 @@ import torch
 from mrl.families import load_arch
 from mrl.families.rows import Row
 from mrl.weights.disk.megatron_source import MegatronCheckpoint
-from mrl.weights.disk.stored_names import Unstacked
-from mrl.weights.disk.torch_dist_files import Extent, load_metadata, write_metadata
+from mrl.weights.disk.stored_names import UnstackedNames
+from mrl.weights.disk.torch_dist_files import BlockLocation, load_metadata, write_metadata
 from mrl.weights.errors import WeightError
 from tests.conftest import TinyModels
 
@@ -28,14 +28,14 @@ def write_blocks(directory: Path, *starts: int, files: tuple[str, ...] = (FILE, 
         archive = io.BytesIO()
         torch.save(WHOLE[start : start + 2].clone(), archive)
         stream.write(archive.getvalue())
-        items.append(Extent("w", (start, 0), (2, 2), file, at, stream.tell() - at))
+        items.append(BlockLocation("w", (start, 0), (2, 2), file, at, stream.tell() - at))
     (directory / FILE).write_bytes(stream.getvalue())
     write_metadata(directory, {"w": (WHOLE.shape, WHOLE.dtype)}, items)
 
 
 def read(directory: Path, tiny_models: TinyModels) -> torch.Tensor:
     table = {"w": Row("copy", ("w",), ((6, 2),))}
-    checkpoint = MegatronCheckpoint(directory, Unstacked(), load_arch(tiny_models("llama", weights=False)), table)
+    checkpoint = MegatronCheckpoint(directory, UnstackedNames(), load_arch(tiny_models("llama", weights=False)), table)
     return checkpoint.source("w", (6, 2))[:]
 
 

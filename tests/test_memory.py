@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from mrl.platform import HostRoom, host_bytes
+from mrl.platform import OffloadBuffer, host_bytes
 from mrl.rollout import MemoryPart
 from mrl.trainers.rl.memory_order import ORDER
 from mrl.trainers.shared.memory import AWAKE, MemoryOrder
@@ -121,21 +121,21 @@ def storages(tensors: list[torch.Tensor]) -> list[torch.UntypedStorage]:
 def test_a_room_keeps_views_and_bits_and_is_made_once() -> None:
     whole, half = torch.randn(5, 7), torch.randn(3).bfloat16()
     view, before = whole.view(-1)[3:9], (whole.clone(), half.clone())
-    room = HostRoom()
-    assert room.take(storages([whole, half])) == 140 + 6
+    buffer = OffloadBuffer()
+    assert buffer.offload(storages([whole, half])) == 140 + 6
     assert [storage.nbytes() for storage in storages([whole, half, view])] == [0, 0, 0]
-    found = room.read(view)
+    found = buffer.host_view(view)
     assert found is not None and torch.equal(found, before[0].view(-1)[3:9])
     found.zero_()
-    memory = room._room
-    assert room.give_back() == 146 and room.read(whole) is None
+    memory = buffer._buffer
+    assert buffer.reload() == 146 and buffer.host_view(whole) is None
     assert torch.equal(whole.view(-1)[:3], before[0].view(-1)[:3]) and not view.any() and torch.equal(half, before[1])
-    assert room.take(storages([whole, half]), same=True) == 0, "what has not changed is there already"
-    room.give_back()
+    assert buffer.offload(storages([whole, half]), same=True) == 0, "what has not changed is there already"
+    buffer.reload()
     half.fill_(2)
-    room.take(storages([whole, half]))
-    assert room._room is memory
-    room.give_back()
+    buffer.offload(storages([whole, half]))
+    assert buffer._buffer is memory
+    buffer.reload()
     assert torch.equal(half, torch.full_like(half, 2))
 
 
@@ -144,12 +144,12 @@ def test_memory_that_is_shared_is_not_given_up_and_its_bytes_can_be_read_without
     assert bytes(host_bytes(alone)) == alone.numpy().tobytes()
     alone, other = alone.clone(), shared.numpy()
     host_bytes(alone)
-    room = HostRoom()
+    buffer = OffloadBuffer()
     with pytest.raises(RuntimeError, match="this memory is shared"):
-        room.take(storages([alone, shared]))
-    assert not room.is_away and alone.sum() == 15 and other.sum() == 0
-    room.take(storages([alone]))
-    room.give_back()
+        buffer.offload(storages([alone, shared]))
+    assert not buffer.is_offloaded and alone.sum() == 15 and other.sum() == 0
+    buffer.offload(storages([alone]))
+    buffer.reload()
 
 
 class Engines:

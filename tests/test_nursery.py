@@ -19,17 +19,17 @@ ROOT = Path(__file__).parent.parent
 # What it makes of the program "rank": its answers, as what it prints; or "none"
 STARTS = """
 import json, os, signal, sys, threading, time
-from mrl.launcher import Nursery
+from mrl.launcher import ForkServer
 if "thread" in os.environ:
     threading.Thread(target=time.sleep, args=[600], daemon=True).start()
 number, module, *more = sys.argv[1:]
-with Nursery(module) as nursery:
+with ForkServer(module) as fork_server:
     command = [sys.executable, *more, "-m", "rank", "one", "two words"]
     children = []
     for rank in range(int(number)):
         env = {**os.environ, "RANK": str(rank), "GREETING": "h\\udcffi"}
         with open("out", "ab") as out, open(os.devnull) as nothing:
-            children.append(nursery.start(command, env, (nothing.fileno(), out.fileno(), out.fileno())))
+            children.append(fork_server.start(command, env, (nothing.fileno(), out.fileno(), out.fileno())))
 if None in children:
     sys.exit("none")
 print(os.getpid(), *[child.pid for child in children], flush=True)
@@ -149,9 +149,9 @@ def test_only_this_python_s_modules_are_imitated(folder: Path) -> None:
 
 STOPPED = """
 import os, signal, sys
-from mrl.launcher import Nursery, nursery
-nursery.BIRTH_S = 0.5
-with Nursery("json") as made:
+from mrl.launcher import ForkServer, fork_server
+fork_server.BIRTH_S = 0.5
+with ForkServer("json") as made:
     assert made.is_settled(60)
     os.kill(made._pid, signal.SIGSTOP)
     command = [sys.executable, "-m", "json.tool"]

@@ -31,7 +31,7 @@ from mrl.observe import (
     RunLocked,
     SilentRecorder,
     before_after_table,
-    follow,
+    follow_run,
     read_metrics,
     sample_row,
     save_pictures,
@@ -42,9 +42,9 @@ from mrl.observe import (
 from mrl.observe.curves import moving_mean, to_bytes
 from mrl.observe.lock import Lock
 from mrl.observe.progress import LiveDisplay, PlainDisplay, Progress, headlines
-from mrl.observe.report import grids
+from mrl.observe.report import image_grids
 from mrl.observe.samples import before_after
-from mrl.observe.time_line import Bar, bars, draw_time_line
+from mrl.observe.timeline import TimelineBar, draw_timeline, timeline_bars
 
 
 def config(root: Path) -> SFTConfig:
@@ -449,7 +449,7 @@ def test_pictures_of_somebody_s_own_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "images").mkdir()
     for name in ("step_10", "step_2", "step_final", "step_5_copy"):
         (tmp_path / f"images/{name}.png").write_bytes(name.encode())
-    assert [file.stem for file in grids(tmp_path)] == ["step_2", "step_10"]
+    assert [file.stem for file in image_grids(tmp_path)] == ["step_2", "step_10"]
     assert "step 10" in write_report(tmp_path).read_text()
 
 
@@ -483,8 +483,8 @@ def test_a_followed_report_is_written_again_until_the_run_ends(tmp_path: Path, m
         if len(pages) == 2:
             lock.release()
 
-    monkeypatch.setattr("mrl.observe.following.time.sleep", sleep)
-    assert follow(tmp_path, 7.0, said.append) == "the run is not active; last step: 3"
+    monkeypatch.setattr("mrl.observe.follow.time.sleep", sleep)
+    assert follow_run(tmp_path, 7.0, said.append) == "the run is not active; last step: 3"
     assert [line.partition(":")[0] for line in said] == ["step 1", "step 2", "step 3"]
     assert all('<meta http-equiv="refresh" content="7">' in page for page in pages)
     last = (tmp_path / "report.html").read_text()
@@ -500,7 +500,7 @@ def test_ctrl_c_ends_a_followed_report(
     def interrupted(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("mrl.observe.following.time.sleep", interrupted)
+    monkeypatch.setattr("mrl.observe.follow.time.sleep", interrupted)
     assert main(["report", str(tmp_path), "--follow"]) == 0
     lock.release()
     assert f"report   {tmp_path / 'report.html'}" in capsys.readouterr().out
@@ -509,16 +509,20 @@ def test_ctrl_c_ends_a_followed_report(
 
 def test_the_time_line_shows_who_worked_when() -> None:
     waits = {"step": 1, "time/rollout": 2.0, "time/update": 1.0}
-    assert bars([waits]) == [Bar(0, "rollout", 0, 2.0), Bar(0, "update", 2.0, 1.0), Bar(1, "sampling", 0, 2.0)]
+    assert timeline_bars([waits]) == [
+        TimelineBar(0, "rollout", 0, 2.0),
+        TimelineBar(0, "update", 2.0, 1.0),
+        TimelineBar(1, "sampling", 0, 2.0),
+    ]
     ahead = [
         {"step": n, "time/rollout": 0.5, "time/update": 2.0, "time/sync": 0.5, "perf/train_s": 2.0} for n in (1, 2)
     ]
-    found = bars([row | {"perf/generate_s": 2.25} for row in ahead])
-    assert [bar for bar in found if bar.place == 0] == [
-        *(Bar(0, "update", 0, 2.0), Bar(0, "rollout", 2.0, 0.5), Bar(0, "sync", 2.5, 0.5)),
-        *(Bar(0, "update", 3.0, 2.0), Bar(0, "rollout", 5.0, 0.5), Bar(0, "sync", 5.5, 0.5)),
+    found = timeline_bars([row | {"perf/generate_s": 2.25} for row in ahead])
+    assert [bar for bar in found if bar.row == 0] == [
+        *(TimelineBar(0, "update", 0, 2.0), TimelineBar(0, "rollout", 2.0, 0.5), TimelineBar(0, "sync", 2.5, 0.5)),
+        *(TimelineBar(0, "update", 3.0, 2.0), TimelineBar(0, "rollout", 5.0, 0.5), TimelineBar(0, "sync", 5.5, 0.5)),
     ]
-    assert [bar for bar in found if bar.place == 1] == [Bar(1, "sampling", 0, 2.25)]
-    figure = draw_time_line([waits])
+    assert [bar for bar in found if bar.row == 1] == [TimelineBar(1, "sampling", 0, 2.25)]
+    figure = draw_timeline([waits])
     assert figure is not None and len(to_bytes(figure, "png")) > 1000
-    assert draw_time_line([{"step": 1, "time/update": 1.0}]) is None
+    assert draw_timeline([{"step": 1, "time/update": 1.0}]) is None

@@ -33,9 +33,9 @@ from mrl.plan.chips import CHIPS, NO_GPU, Assumptions, Cluster  # noqa: E402
 from mrl.plan.engine import weights_per_gpu  # noqa: E402
 from mrl.plan.grid import Grid  # noqa: E402
 from mrl.plan.memory import NEEDS  # noqa: E402
-from mrl.plan.places import Places  # noqa: E402
-from mrl.plan.plan import Plan, machine_of, make, read_shapes  # noqa: E402
-from mrl.plan.workload import Batches  # noqa: E402
+from mrl.plan.placement import Placement  # noqa: E402
+from mrl.plan.plan import Plan, machine_of, make_plan, read_shapes  # noqa: E402
+from mrl.plan.workload import MicroBatchPlan  # noqa: E402
 from mrl.rollout.routed import RoutedShape  # noqa: E402
 from mrl.trainers.rl.memory_order import ORDER  # noqa: E402
 from tests.conftest import TinyModels  # noqa: E402
@@ -56,7 +56,7 @@ def recipe(name: str, *overrides: str) -> Config:
 def plan_of(name: str, *overrides: str, gpu: str = "h100-80g") -> Plan:
     cfg = recipe(name, *overrides)
     cluster = Cluster(CHIPS[gpu], machine_of(cfg).world_size)
-    return make(cfg, cluster, read_shapes(cfg), Assumptions())
+    return make_plan(cfg, cluster, read_shapes(cfg), Assumptions())
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,9 @@ def test_caches_of_engines_on_cpus_are_in_the_plan() -> None:
     def of_node(*keys: str) -> float:
         cfg = recipe("quickstart_real", "model.path=yaml_configs/models/Qwen3-0.6B", *keys)
         machine = machine_of(cfg)
-        plan = make(cfg, Cluster(NO_GPU, machine.world_size, machine.local_world_size), read_shapes(cfg), Assumptions())
+        plan = make_plan(
+            cfg, Cluster(NO_GPU, machine.world_size, machine.local_world_size), read_shapes(cfg), Assumptions()
+        )
         assert plan.engine is not None and plan.engine.holds >= plan.engine.wanted
         return plan.host_of_node
 
@@ -193,9 +195,9 @@ def test_an_engine_larger_than_a_node_is_on_several_and_talks_over_the_network()
     assert spread.engine.weights < 0.6 * whole.engine.weights
     limits = [{part.limit for part in plan.parts if part.phase == "rollout"} for plan in (whole, spread)]
     assert "network" in limits[1] - limits[0]
-    placed = Places.of(spread.cfg, {}, Machine(64, 8, gpus=8, joined=True))
-    assert placed.engine_of == spread.places.engine_of and not placed.beside
-    idle = Places.of(spread.cfg, {}, Machine(64, 8, gpus=0, joined=True))
+    placed = Placement.of(spread.cfg, {}, Machine(64, 8, gpus=8, joined=True))
+    assert placed.engine_of == spread.placement.engine_of and not placed.beside
+    idle = Placement.of(spread.cfg, {}, Machine(64, 8, gpus=0, joined=True))
     assert idle.beside == {node: (node // 2,) for node in range(8)}
 
 
@@ -221,10 +223,15 @@ def test_ranks_sit_where_megatron_puts_them(layout: dict[str, int]) -> None:
     world = 16
     grid = Grid(ParallelConfig(**layout), world)
     for rank in range(world):
-        with platform.imagined_rank(rank, world):
-            mesh, seat = Mesh(grid.layout), grid.seat(rank)
-            assert (mesh.tp_rank, mesh.pp_rank, mesh.cp_rank, mesh.dp_rank) == (seat.tp, seat.pp, seat.cp, seat.dp)
-            assert (mesh.ep_rank, mesh.etp_rank, mesh.edp_rank) == (seat.ep, seat.etp, seat.edp)
+        with platform.fake_rank(rank, world):
+            mesh, coords = Mesh(grid.layout), grid.coordinates(rank)
+            assert (mesh.tp_rank, mesh.pp_rank, mesh.cp_rank, mesh.dp_rank) == (
+                coords.tp,
+                coords.pp,
+                coords.cp,
+                coords.dp,
+            )
+            assert (mesh.ep_rank, mesh.etp_rank, mesh.edp_rank) == (coords.ep, coords.etp, coords.edp)
             for axis in ("tp", "pp", "cp", "dp", "ep"):
                 (mine,) = [ranks for ranks in grid.groups(axis) if rank in ranks]
                 assert sorted(dist.get_process_group_ranks(vars(mesh)[f"{axis}_group"])) == list(mine), axis
@@ -241,7 +248,7 @@ def test_micro_batches_are_those_of_the_real_planner(layout: dict[str, int], len
     align = 2 * p.context if p.context > 1 else 1
     multiple = p.pipeline if p.virtual_pipeline else 1
     real = plan_micro_batches([length] * samples, grid.dp, 4096, align, multiple_of=multiple)
-    assert Batches.of(model, samples, length).count == len(real[0])
+    assert MicroBatchPlan.of(model, samples, length).count == len(real[0])
 
 
 def test_an_engine_s_weights_are_the_model_s() -> None:

@@ -10,12 +10,12 @@ import torch
 
 from mrl.config.schema import FP8Config, ParallelConfig, PrecisionConfig, TrainConfig
 from mrl.families import load_arch
+from mrl.plan.built_model import build
 from mrl.plan.engine import weights_per_gpu
 from mrl.plan.grid import Grid
-from mrl.plan.memory import Phase
+from mrl.plan.memory import PhaseMemory
 from mrl.plan.parameters import matrices
 from mrl.plan.plan import Plan
-from mrl.plan.proof import build
 from mrl.weights.sync.quantized import QuantizedSource
 from tests.plan_measured import Case, TinyModels, padded_as_on_gpus, saved_activations
 from tests.sync_tools import FileExporter
@@ -33,7 +33,7 @@ def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def item(plan: Plan, phase: str, what: str, owner: str = "actor") -> float:
-    found: Phase = next(one for one in plan.ranks[0] if one.name == phase)
+    found: PhaseMemory = next(one for one in plan.ranks[0] if one.name == phase)
     return sum(each.nbytes for each in found.items if (each.owner, each.what) == (owner, what))
 
 
@@ -63,7 +63,7 @@ def test_the_matrices_of_every_rank_are_those_that_it_builds(model: str, layout:
             for name, numel in chunk
             if "linear_" in name and name.endswith("weight") and "layer_norm" not in name
         ]
-        assert matrices(arch, "policy", parallel, grid.seat(rank).pp, 0) == sum(numel for _, numel in weights)
+        assert matrices(arch, "policy", parallel, grid.coordinates(rank).pp, 0) == sum(numel for _, numel in weights)
     assert matrices(arch, "policy", parallel, 0, 1) < matrices(arch, "policy", parallel, 0, 0)
 
 

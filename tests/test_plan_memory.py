@@ -13,11 +13,11 @@ from mrl.config.schema import ParallelConfig, TrainConfig
 from mrl.families import load_arch
 from mrl.families.table import Role
 from mrl.plan.activations import Tokens
+from mrl.plan.built_model import build
 from mrl.plan.grid import Grid
 from mrl.plan.memory import update_peak
-from mrl.plan.parameters import chunks, held
-from mrl.plan.proof import build
-from mrl.plan.workload import Model
+from mrl.plan.parameters import chunks, model_elements
+from mrl.plan.workload import PlannedModel
 from tests.plan_measured import (
     HEADED,
     LAYOUTS,
@@ -45,13 +45,13 @@ def test_every_rank_holds_what_the_plan_says(case: Case, role: Role, tiny_models
     path = directory(case, tiny_models)
     arch, train = load_arch(path), TrainConfig(parallel=ParallelConfig(**case.layout))
     grid = Grid(train.parallel, case.world)
-    for seat in grid.seats:
-        built = build(arch, str(path), role, train, seat.rank, case.world, torch.bfloat16)
-        planned = chunks(arch, role, train.parallel, seat)
+    for coords in grid.all_coordinates:
+        built = build(arch, str(path), role, train, coords.rank, case.world, torch.bfloat16)
+        planned = chunks(arch, role, train.parallel, coords)
         assert [[numel for _, numel in chunk] for chunk in built.names] == [
             [p.numel for p in chunk] for chunk in planned
         ]
-        assert built.held == held(arch, role, grid, seat), seat
+        assert built.held == model_elements(arch, role, grid, coords), coords
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -77,10 +77,12 @@ def test_every_distinct_rank_of_a_large_model(model: str, layout: dict[str, int]
     """With overlapped sums each bucket of the first stage is padded to what data parallelism divides."""
     arch, train = load_arch(MODELS / model), TrainConfig(parallel=ParallelConfig(**layout))
     grid = Grid(train.parallel, world)
-    distinct = {held(arch, "policy", grid, seat, overlap): seat for seat in reversed(grid.seats)}
+    distinct = {
+        model_elements(arch, "policy", grid, coords, overlap): coords for coords in reversed(grid.all_coordinates)
+    }
     path = str(MODELS / model)
-    for planned, seat in distinct.items():
-        built = build(arch, path, "policy", train, seat.rank, world, torch.bfloat16, overlap=overlap)
+    for planned, coords in distinct.items():
+        built = build(arch, path, "policy", train, coords.rank, world, torch.bfloat16, overlap=overlap)
         assert built.held == planned
 
 
@@ -107,9 +109,9 @@ def test_what_the_head_s_gradients_wait_in(response: int, waiting: int, gradient
     gradients that wait, the room of two blocks, and the gradient of the matrix."""
     path = str(MODELS / "Qwen3-0.6B")
     arch, grid = load_arch(path), Grid(ParallelConfig(), 1)
-    model = Model("actor", path, arch, "policy", TrainConfig(), True, grid, 2, "local", True)
-    (seat,) = grid.seats
-    (head,) = (i for i in update_peak(model, seat, Tokens(16384, response, 1024), 1) if i.what == "head")
+    model = PlannedModel("actor", path, arch, "policy", TrainConfig(), True, grid, 2, "local", True)
+    (coords,) = grid.all_coordinates
+    (head,) = (i for i in update_peak(model, coords, Tokens(16384, response, 1024), 1) if i.what == "head")
     chunk, words, hidden = 1024, 151_936, 1024
     rows, logits = (2 * response + 16384) * hidden * 2, words * (min(chunk, response) * 4 + waiting * 2)
     assert head.nbytes == rows + logits + 2 * (1 << 23) * 4 + words * hidden * gradient

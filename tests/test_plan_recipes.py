@@ -14,7 +14,7 @@ from mrl.config.sections.run import ResilienceConfig
 from mrl.config.trainers.table import trainer_of
 from mrl.config.tree import read
 from mrl.plan.chips import CHIPS, Cluster
-from mrl.plan.memory import model_held
+from mrl.plan.memory import elements_of_model
 from mrl.plan.plan import machine_of
 from tests.conftest import TinyModels
 from tests.diffusion_tools import tiny_directory
@@ -131,7 +131,7 @@ def test_the_page_shows_the_ranks_of_the_largest_recipes() -> None:
     page = (ROOT / "docs" / "benchmarks" / "planning.md").read_text()
     for name in ("ppo_llama70b_64gpu", "ppo_llama70b_64gpu_16k"):
         for model in plan_of(name).work.models.values():
-            kinds = Counter((seat.pp, model_held(model, seat)) for seat in model.grid.seats)
+            kinds = Counter((coords.pp, elements_of_model(model, coords)) for coords in model.grid.all_coordinates)
             for (stage, own), ranks in kinds.items():
                 row = f"| {name} | {model.name} | {stage} | {ranks} | {own.weights} | {own.buffer} |"
                 assert row + (f" {own.shard} |" if model.is_trained else " - |") in page, (

@@ -16,10 +16,10 @@ from mrl.config.schema import ParallelConfig, TrainConfig  # noqa: E402
 from mrl.families import load_arch  # noqa: E402
 from mrl.families.flops import TowerFlops  # noqa: E402
 from mrl.models.vision import _tower  # noqa: E402
-from mrl.plan.dry_run import kinds  # noqa: E402
+from mrl.plan.built_model import build  # noqa: E402
+from mrl.plan.dry_run import rank_kinds  # noqa: E402
 from mrl.plan.grid import Grid  # noqa: E402
-from mrl.plan.parameters import chunks, held  # noqa: E402
-from mrl.plan.proof import build  # noqa: E402
+from mrl.plan.parameters import chunks, model_elements  # noqa: E402
 from mrl.plan.tower import saved_bytes  # noqa: E402
 from tests.plan_measured import padded_as_on_gpus  # noqa: E402
 from tests.test_plan import ROOT, plan_of  # noqa: E402
@@ -50,11 +50,11 @@ def test_every_rank_holds_what_the_plan_says(
 ) -> None:
     arch, train = load_arch(models[family]), TrainConfig(parallel=ParallelConfig(**layout))
     grid = Grid(train.parallel, world)
-    for seat in grid.seats:
-        built = build(arch, str(models[family]), "policy", train, seat.rank, world, torch.bfloat16, tower=trained)
-        planned = chunks(arch, "policy", train.parallel, seat)
+    for coords in grid.all_coordinates:
+        built = build(arch, str(models[family]), "policy", train, coords.rank, world, torch.bfloat16, tower=trained)
+        planned = chunks(arch, "policy", train.parallel, coords)
         assert [sorted(n for _, n in chunk) for chunk in built.names] == [sorted(p.numel for p in c) for c in planned]
-        assert built.held == held(arch, "policy", grid, seat, tower=trained), seat
+        assert built.held == model_elements(arch, "policy", grid, coords, tower=trained), coords
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -81,7 +81,7 @@ def test_what_a_trained_tower_keeps_of_a_patch(models: dict[str, Path], family: 
 def test_the_recipes_ranks_are_built_as_they_are_planned(name: str) -> None:
     plan = plan_of(name)
     for model in plan.work.models.values():
-        assert all(kind.is_right for kind in kinds(model)), model.name
+        assert all(kind.is_right for kind in rank_kinds(model)), model.name
     assert any(item.what == "tower" for item in dict(plan.worst)["actor_update"][1].items)
     assert any("pictures" in part.what for part in plan.parts if part.phase == "rollout")
 

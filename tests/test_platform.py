@@ -148,7 +148,9 @@ def test_device_context_still_works_after_install() -> None:
     assert done.stdout.split() == ["meta"], done.stderr
 
 
-@pytest.mark.skipif(not kept_memory.gives_back(), reason="only glibc gives memory back at once, and only CPUs care")
+@pytest.mark.skipif(
+    not kept_memory.returns_large_blocks(), reason="only glibc gives memory back at once, and only CPUs care"
+)
 def test_memory_that_was_given_back_is_had_again_without_new_pages() -> None:
     done = run_python("""
 import resource, torch
@@ -163,7 +165,7 @@ print(min(pages() for _ in range(9)))  # a small block may have come to lie in t
     assert int(done.stdout) < 1000, (done.stdout, done.stderr)  # 64 MiB are 16,384
 
 
-@pytest.mark.skipif(not kept_memory.gives_back(), reason="as above")
+@pytest.mark.skipif(not kept_memory.returns_large_blocks(), reason="as above")
 def test_large_tensors_are_asked_for_in_huge_pages() -> None:
     """Whether there are any is the system's to say; 'hg' is that this process would like them."""
     done = run_python("""
@@ -210,7 +212,7 @@ def test_unshared_steps_count_once_a_parameter() -> None:
     shared = torch.tensor(1.0)
     for state in inner.state.values():
         state["step"] = shared
-    platform.unshare_steps(wrapper)
+    platform.separate_step_tensors(wrapper)
     step(inner)
     assert [float(s["step"]) for s in inner.state.values()] == [2.0] * 4
 

@@ -25,7 +25,7 @@ from mrl.config.schema import Config
 from mrl.families import load_arch
 from mrl.packages import pip_install, pip_install_extra
 from mrl.plan.plan import machine_of
-from mrl.preflight import look, machine, memory, space, tested
+from mrl.preflight import checks, disk_space, machine, memory, versions
 from mrl.rollout.launch import ServerSpec
 from tests.bad_runs import MISTAKES, SCORE, Mistake, full, in_config_json, left_by_a_run, scores, written
 from tests.conftest import TinyModels
@@ -137,7 +137,7 @@ def test_with_errors_that_score_zero_a_failing_function_is_a_warning(run: Callab
 def test_the_tested_versions_are_those_of_the_constraints() -> None:
     lines = (Path(__file__).parents[1] / "constraints.txt").read_text().splitlines()
     pinned = dict(line.split("==") for line in lines if "==" in line)
-    assert {part: pinned[part] for part in tested.TESTED} == tested.TESTED
+    assert {part: pinned[part] for part in versions.TESTED} == versions.TESTED
 
 
 IN_A_WORLD = Machine(16, 8, 0, joined=True)
@@ -148,19 +148,19 @@ NEED_NOT_LOOK = [{"MRL_MEETING": "x"}, {"TORCHELASTIC_RESTART_COUNT": "1"}, {"LO
 def test_ranks_that_need_not_look_do_not(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "1", "LOCAL_RANK": "0", **environment}.items():
         monkeypatch.setenv(name, value)
-    assert not shared.is_refused(None, IN_A_WORLD)  # type: ignore[arg-type]
+    assert not shared.has_problems(None, IN_A_WORLD)  # type: ignore[arg-type]
 
 
 def test_the_first_rank_of_another_node_looks_at_its_own_machine(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RANK", "8")
-    monkeypatch.setattr(look, "OF_RUN", (lambda cfg: 1 / 0,))
-    monkeypatch.setattr(look, "OF_NODE", ())
-    monkeypatch.setattr(look, "OF_MACHINE", (machine.look_at_temporary_files,))
+    monkeypatch.setattr(checks, "RUN_CHECKS", (lambda cfg: 1 / 0,))
+    monkeypatch.setattr(checks, "NODE_CHECKS", ())
+    monkeypatch.setattr(checks, "MACHINE_CHECKS", (machine.check_temporary_files,))
     monkeypatch.setenv("TMPDIR", "/nowhere")
     cfg: Any = SimpleNamespace(is_language=True)
-    assert shared.is_refused(cfg, IN_A_WORLD)
+    assert shared.has_problems(cfg, IN_A_WORLD)
     assert capsys.readouterr().err.startswith(f"{socket.gethostname()}: TMPDIR is '/nowhere'")
 
 
@@ -175,12 +175,12 @@ def test_space_that_an_earlier_start_has_taken_counts(
     full(one)(Path(), patch := {})
     for name, value in patch.items():
         monkeypatch.setattr(name, value)
-    [finding] = space.look_at_space(cfg)
+    [finding] = disk_space.check_space(cfg)
     assert finding.verdict == "problem"
     (older / "data").write_bytes(bytes(2 * one))
-    [finding] = space.look_at_space(cfg)
+    [finding] = disk_space.check_space(cfg)
     assert finding.verdict == "ok"
-    [finding] = space.look_at_space(
+    [finding] = disk_space.check_space(
         load("config.yaml", ["checkpoint.every_steps=1", "checkpoint.keep_every_steps=1", "run.steps=9"])
     )
     assert finding.verdict == "warning" and "fills up before the run ends" in finding.text
@@ -201,7 +201,7 @@ def test_the_room_for_checkpoints_is_the_most_that_are_there_at_once(
     cfg = load("config.yaml", [*words, f"checkpoint.keep_every_steps={keep_every}"])
     most = 0
     for step in sorted({*range(every, steps + 1, every), steps}):
-        final = directory.of_step(tmp_path, step)
+        final = directory.step_path(tmp_path, step)
         final.mkdir(parents=True)
         (final / "complete").touch()
         most = max(most, len(list(final.parent.iterdir())))
@@ -236,7 +236,7 @@ def test_a_recipe_is_held_against_the_gpus_that_are_here(
     monkeypatch.setattr(platform, "transformer_engine_usable", lambda: True)
     cfg = load(ROOT / "yaml_configs/grpo_qwen0.6b_1gpu.yaml", ["actor.precision.fp8.recipe=mxfp8"], planned=machine_of)
     assert isinstance(cfg, Config)
-    found = [each for each in memory.look_at_memory(cfg, machine_of(cfg)) if each.check == "GPU memory"]
+    found = [each for each in memory.check_memory(cfg, machine_of(cfg)) if each.check == "GPU memory"]
     assert [each.verdict for each in found] == ["ok" if fits else "problem"]
     assert fits or f"mxfp8 needs compute capability 10.0 or above and below 12.0, {name} has 8.9" in found[0].text
 
@@ -266,7 +266,7 @@ def test_an_engine_over_nodes_is_looked_at_as_this_node_s_part(
             "placement": cfg.placement.model_copy(update={"nodes_per_engine": 2}),
         }
     )
-    assert [finding.verdict for finding in machine.look_at_packages(spanning)] == ["ok"]
+    assert [finding.verdict for finding in machine.check_packages(spanning)] == ["ok"]
     assert specs[0].environment()["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,4,5,6,7"
 
 
@@ -276,6 +276,6 @@ def test_engines_of_other_nodes_need_nothing_here(
     monkeypatch.setattr(machine, "launcher", lambda name: pytest.fail("no engine is started here"))
     placement = {"mode": "disaggregated", "nodes": 3, "wait_s": 60.0}
     cfg = load(write_config(tmp_path, tiny_models("llama"), placement=placement))
-    assert [finding.verdict for finding in machine.look_at_packages(cfg)] == ["ok"]
-    (found,) = machine.look_at_services(cfg)
+    assert [finding.verdict for finding in machine.check_packages(cfg)] == ["ok"]
+    (found,) = machine.check_services(cfg)
     assert str(found) == "the run waits up to 60 s for 3 engine nodes (mrl serve)"

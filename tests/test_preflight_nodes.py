@@ -19,12 +19,12 @@ from typing import Any
 import pytest
 
 from mrl import cli
-from mrl.launcher import Elastic, NodePlace, node
+from mrl.launcher import ElasticJob, NodeRank, node
 from mrl.ports import free_port
 from mrl.preflight import nodes
 from mrl.preflight.finding import Finding
-from mrl.preflight.network import Network, rounds, slow_nodes
-from mrl.preflight.nodes import Meeting, look_at_nodes
+from mrl.preflight.network import NetworkBandwidth, rounds, slow_nodes
+from mrl.preflight.nodes import NodeRendezvous, check_nodes
 from tests import zygote
 from tests.conftest import TinyModels
 from tests.train_tools import ROOT, write_config
@@ -58,9 +58,9 @@ def meet(found: Sequence[Sequence[Finding]], count: int, missing: Sequence[int] 
     here = [number for number in range(count) if number not in missing]
 
     def look(number: int) -> list[Finding]:
-        meeting = Meeting(NodePlace(number, count, head), ["n1", "n2", "n3"], meet_s=1.5)
-        result = look_at_nodes(meeting, found[number], 1, None)
-        meeting.part(1.0)
+        rendezvous = NodeRendezvous(NodeRank(number, count, head), ["n1", "n2", "n3"], meet_s=1.5)
+        result = check_nodes(rendezvous, found[number], 1, None)
+        rendezvous.leave(1.0)
         return result
 
     with ThreadPoolExecutor(len(here)) as pool:
@@ -81,7 +81,7 @@ def test_what_ranks_print_is_no_measurement(tmp_path: Path, monkeypatch: pytest.
 def test_nodes_that_do_not_come_are_named() -> None:
     for finding in chain(*meet([[]] * 3, 3, missing=[1])):
         assert finding.verdict == "problem" and finding.text == "node 1 (n2) did not join within 1.5 s"
-    [finding] = look_at_nodes(Meeting(NodePlace(0, 2, "10.255.255.1:17399"), [], meet_s=1.0), [], 1, None)
+    [finding] = check_nodes(NodeRendezvous(NodeRank(0, 2, "10.255.255.1:17399"), [], meet_s=1.0), [], 1, None)
     assert "node 0 cannot listen at 10.255.255.1:17399 (Cannot assign requested address)" in finding.text
     [[finding]] = meet([[]] * 2, 2, missing=[0])
     assert finding.verdict == "problem" and "node 0 (n1) does not answer at 127.0.0.1:" in finding.text
@@ -106,7 +106,7 @@ def test_a_node_that_lacks_a_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_node_is_slow_that_is_so_with_both_neighbours() -> None:
     speeds = {("a", "b"): 40.0, ("b", "c"): 4.0, ("c", "d"): 5.0, ("d", "a"): 42.0}
     pairs = tuple((one, other, speed, 3) for (one, other), speed in speeds.items())
-    seen = Network("nccl", 32, 4, 256, 4.0, pairs)
+    seen = NetworkBandwidth("nccl", 32, 4, 256, 4.0, pairs)
     [slow] = slow_nodes(seen, None)
     assert slow.startswith("c is slow") and "5.00 GB/s at best (GPU 3 of the node)" in slow
     assert len(slow_nodes(seen, 100.0)) == 4
@@ -143,8 +143,8 @@ def test_gloo_listens_where_the_head_sees_a_node(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     started: list[dict[str, str]] = []
     monkeypatch.setattr("mrl.launcher.node.subprocess.Popen", lambda command, env, **more: started.append(env))
-    job = Elastic("torchrun", ["mrl"], 1, max_restarts=0, save_s=None, limits={}, ft_config=None)
+    job = ElasticJob("torchrun", ["mrl"], 1, max_restarts=0, save_s=None, limits={}, ft_config=None)
     for wanted in ("ib0", "eth1"):
-        node._start(job, NodePlace(1, 2, "node17:29500"), "folder", 1.0)
+        node._start(job, NodeRank(1, 2, "node17:29500"), "folder", 1.0)
         assert started[-1]["GLOO_SOCKET_IFNAME"] == wanted
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from mrl import cli
-from mrl.commands.shared import load_to_read
+from mrl.commands.shared import load_read_only
 from mrl.trainers import sft
 from mrl.trainers.dpo import loop as dpo
 from mrl.trainers.reward_model import loop as reward_model
@@ -74,7 +74,7 @@ class Ready(Exception):
 
 def notes_of_training(config: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[int], Any]:
     """What a trainer says of its rows, how many sets have, and its configuration."""
-    cfg, notes, seen = load_to_read(config, ()), list[str](), list[Any]()
+    cfg, notes, seen = load_read_only(config, ()), list[str](), list[Any]()
     recorder = SimpleNamespace(note=notes.append)
 
     def begin(*parts: Any, **named: Any) -> Any:

@@ -166,12 +166,12 @@ def test_an_address_of_another_machine_is_named(a_place: pytest.MonkeyPatch) -> 
 def test_ctrl_c_that_an_import_swallows_is_not_lost() -> None:
     before = signal.getsignal(signal.SIGINT)
     try:
-        signals.note_interrupts()
-        signals.raise_swallowed()
+        signals.record_interrupts()
+        signals.raise_recorded_interrupt()
         with contextlib.suppress(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
-            signals.raise_swallowed()
+            signals.raise_recorded_interrupt()
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -225,7 +225,7 @@ LATE = """
 import signal, sys, time
 from pathlib import Path
 from mrl.resilience import preemption
-preemption.save_first(0.05)
+preemption.save_on_signal(0.05)
 if len(sys.argv) > 1:
     preemption.begin(Path(sys.argv[1]))
 signal.raise_signal(signal.SIGTERM)

@@ -129,7 +129,7 @@ class Engine:
     def resume_memory(self, parts: Sequence[MemoryPart]) -> None:
         self._move("resume", parts)
 
-    def push(self, version: str, *, verify: bool) -> None:
+    def update_weights(self, version: str, *, verify: bool) -> None:
         self.told.append(f"push {version}")
         self.lacks_weights = False
 

@@ -19,7 +19,7 @@ import yaml
 from pydantic import BaseModel
 from transformers import AutoModelForCausalLM
 
-from mrl.config.outline import differing, outline
+from mrl.config.file_fingerprint import changed_files, fingerprint
 from mrl.config.resume import ConfigChanged, check_resume, is_key, may_change, snapshot, unknown
 from mrl.config.schema import RLConfig
 from mrl.config.tokenizer_files import TOKENIZER_FILES
@@ -463,13 +463,13 @@ def test_every_file_that_a_run_is_made_of_anew_is_named() -> None:
         }
     )
     tokenizer = {f"m/{name}" for name in TOKENIZER_FILES}
-    of_rl = {path for _, path in rl.read_anew()}
+    of_rl = {path for _, path in rl.reread_files()}
     assert of_rl == {*(f"{name}.py" for name in "abcdefg"), "chat.jinja", *tokenizer}
-    assert all(is_key(RLConfig, key) for key, _ in rl.read_anew()), "accept_changes takes them"
+    assert all(is_key(RLConfig, key) for key, _ in rl.reread_files()), "accept_changes takes them"
     rows = {"run": {"name": "all"}, "model": model, "data": {"train": "-"}, "batch": {"rows_per_step": 1}}
     for policy, of_reference in (("frozen", {"m"}), ("cached", {"m"}), ("refreshed", tokenizer)):
         dpo = DPOConfig.model_validate({"trainer": "dpo", "ref": {"policy": policy}, **rows})
-        assert {path for _, path in dpo.read_anew()} == {"chat.jinja", *of_reference}
+        assert {path for _, path in dpo.reread_files()} == {"chat.jinja", *of_reference}
     ddpo = DDPOConfig.model_validate(
         {
             **{"trainer": "ddpo", "run": {"name": "all"}, "model": {"path": "m"}, "data": {"train": "-"}},
@@ -477,7 +477,7 @@ def test_every_file_that_a_run_is_made_of_anew_is_named() -> None:
             "reward": {"function": "a.py:score", "scorer": {"path": "clip"}},
         }
     )
-    assert {*ddpo.read_anew()} == {("model.path", "m"), ("reward.function", "a.py"), ("reward.scorer.path", "clip")}
+    assert {*ddpo.reread_files()} == {("model.path", "m"), ("reward.function", "a.py"), ("reward.scorer.path", "clip")}
 
 
 def test_a_long_file_is_looked_at_in_a_few_places(tmp_path: Path) -> None:
@@ -489,12 +489,12 @@ def test_a_long_file_is_looked_at_in_a_few_places(tmp_path: Path) -> None:
             writer.truncate(size)
             writer.seek(trained.start)
             writer.write(b"\1" * len(trained))
-        return outline(tmp_path / name)
+        return fingerprint(tmp_path / name)
 
     size = 100 << 20
-    assert differing(made("long", 140 << 30), made("longer", (140 << 30) + 1)) == ["model.safetensors"]
+    assert changed_files(made("long", 140 << 30), made("longer", (140 << 30) + 1)) == ["model.safetensors"]
     base, same, trained = made("base", size), made("same", size), made("trained", size, range(60 << 20, 62 << 20))
-    assert not differing(base, same) and differing(base, trained) == ["model.safetensors"]
+    assert not changed_files(base, same) and changed_files(base, trained) == ["model.safetensors"]
 
 
 def test_what_was_written_down_after_the_checkpoint_is_dropped(tmp_path: Path) -> None:

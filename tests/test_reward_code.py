@@ -12,7 +12,7 @@ from test_reward_sandbox import needs_bubblewrap
 
 from mrl.config.builtin_rewards import PARTS
 from mrl.config.schema import DataConfig, RewardConfig
-from mrl.reward.assertions import split
+from mrl.reward.assertions import split_tests
 from mrl.reward.check import check_hidden, row_check
 from mrl.reward.code_tests import CodeReward, read_tests
 from mrl.reward.errors import RewardError
@@ -227,7 +227,7 @@ UNSPLIT = {  # a test that a program could pass without solving it, and why
 @pytest.mark.parametrize("test", UNSPLIT)
 def test_what_a_program_could_decide_is_refused(test: str) -> None:
     with pytest.raises(ValueError, match=UNSPLIT[test]):
-        split([test])
+        split_tests([test])
 
 
 def test_refused_tests_are_found_before_a_run() -> None:

@@ -76,7 +76,7 @@ LONG = ("\\boxed{", "```\n", '"""\n```\n', "<think>", "the answer is ", "\\boxed
 @pytest.mark.parametrize("text", LONG)
 def test_extraction_is_bounded(text: str) -> None:
     text, before = text * 10_000, time.monotonic()
-    list(extract.finals(text))
+    list(extract.final_answers(text))
     extract.program(text, {"f"})
     arithmetic(text, "7")
     assert time.monotonic() - before < 3

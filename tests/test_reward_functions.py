@@ -14,11 +14,11 @@ import pytest
 from mrl.config.builtin_rewards import PARTS
 from mrl.config.schema import FormatConfig
 from mrl.reward import shaping
-from mrl.reward.calls import Call, Outcome
 from mrl.reward.errors import RewardError
 from mrl.reward.functions import arithmetic, exact_match, multiple_choice, sorted_digits
 from mrl.reward.loading import check_result, load
 from mrl.reward.math_answer import math
+from mrl.reward.score_requests import Outcome, ScoreRequest
 
 
 def test_exact_match() -> None:
@@ -161,9 +161,9 @@ def test_math_refuses_an_answer_that_it_cannot_parse() -> None:
 
 
 def test_builtins_compare_with_the_configured_key_of_the_row() -> None:
-    assert load("exact_match", "target")(Call("p", "7", {"target": 7})) == 1.0
+    assert load("exact_match", "target")(ScoreRequest("p", "7", {"target": 7})) == 1.0
     with pytest.raises(KeyError, match="no 'answer' .*did you mean 'answers'"):
-        load("exact_match")(Call("p", "7", {"answers": "7"}))
+        load("exact_match")(ScoreRequest("p", "7", {"answers": "7"}))
 
 
 @pytest.fixture
@@ -183,7 +183,7 @@ def test_load_a_users_function_and_its_neighbours(module: Callable[[str], Path],
         def score(prompt, response, row):
             return len(prompt) + len(response) + row["x"] + BONUS
         """)
-    assert load(f"{path}:score")(Call("ab", "c", {"x": 10})) == 18
+    assert load(f"{path}:score")(ScoreRequest("ab", "c", {"x": 10})) == 18
 
 
 def test_files_of_one_name_in_two_folders_are_two_files(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_files_of_one_name_in_two_folders_are_two_files(tmp_path: Path) -> None:
         (folder / "same_stem.py").write_text(text)
     specs = [f"{tmp_path / name / 'same_stem.py'}:score" for name in ("one", "two")]
     first, second = (load(spec) for spec in specs)
-    call = Call("", "", {})
+    call = ScoreRequest("", "", {})
     assert [f(call) for f in (first, second)] == [{"score": 1, "is_own": True}, {"score": 2, "is_own": True}]
     assert load(specs[0])(call)["score"] == 1
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mrl.reward.sandbox import Ended, Limits, SandboxError, groups, isolate, run_python
+from mrl.reward.sandbox import Limits, ProgramResult, SandboxError, groups, isolate, run_python
 from mrl.reward.sandbox.run import check_isolation
 
 LIMITS = Limits(wall_s=30.0, memory_mib=256, disk_mib=4, output_kib=16)
@@ -41,16 +41,16 @@ def nothing_is_left_behind() -> Iterator[None]:
     assert not left, [child.cmdline() for child in left]
 
 
-def run(program: str, stdin: str = "", limits: Limits = LIMITS) -> Ended:
+def run(program: str, stdin: str = "", limits: Limits = LIMITS) -> ProgramResult:
     return run_python(program, stdin, limits=limits)
 
 
 @needs_bubblewrap
 def test_an_honest_program_runs() -> None:
     ended = run("import json, sys; print(json.dumps(sorted(map(int, sys.stdin.read().split()))))", "3 1 2\n")
-    assert ended == Ended("exit code 0", "[1, 2, 3]\n", "")
+    assert ended == ProgramResult("exit code 0", "[1, 2, 3]\n", "")
     ended = run("import sys; print('so far'); print('why', file=sys.stderr); sys.exit(3)")
-    assert ended == Ended("exit code 3", "so far\n", "why\n")
+    assert ended == ProgramResult("exit code 3", "so far\n", "why\n")
 
 
 @needs_bubblewrap
@@ -344,7 +344,7 @@ def test_where_namespaces_are_forbidden_it_is_refused(tmp_path: Path, monkeypatc
 
 
 def test_unisolated_programs_still_have_limits(tmp_path: Path) -> None:
-    def bare(program: str, wall_s: float = 30.0) -> Ended:
+    def bare(program: str, wall_s: float = 30.0) -> ProgramResult:
         return run_python(program, limits=Limits(wall_s=wall_s, memory_mib=128), isolation="none")
 
     assert bare("print(input())").how == "exit code 1"

@@ -21,7 +21,7 @@ from mrl.config.schema import DataConfig, RewardConfig
 from mrl.reward.check import row_check
 from mrl.reward.errors import RewardError
 from mrl.reward.manager import RewardManager
-from mrl.reward.server_api import doubt
+from mrl.reward.server_api import known_defect
 
 SHORT_S, LONG_S = 3.0, 60.0  # of servers that are silent, and of the others
 Speak = Callable[["Answer"], None]
@@ -308,5 +308,5 @@ def test_an_embedding_model_is_no_reward_model(fake: FakeServer) -> None:
     "about", [None, [], {"architectures": None}, {"architectures": [{}, ["LlamaForSequenceClassification"]]}]
 )
 def test_only_a_model_that_is_known_to_be_off_is_doubted(about: Any) -> None:
-    assert doubt(about) == ""
-    assert "serves a Qwen3ForSequence" in doubt({"architectures": [[], "Qwen3ForSequenceClassification"]})
+    assert known_defect(about) == ""
+    assert "serves a Qwen3ForSequence" in known_defect({"architectures": [[], "Qwen3ForSequenceClassification"]})

@@ -22,7 +22,7 @@ from mrl.core import Prompt, Request, Sample, SamplingParams
 from mrl.rollout import RELEASED_PARTS, Engine, EngineError, RolloutError, flight, sample_seed, start_engine
 from mrl.rollout.samples import read_answer
 from mrl.weights.errors import SyncError
-from mrl.weights.sync.push import WeightSync
+from mrl.weights.sync.weight_sync import WeightSync
 from tests.conftest import TinyModels
 from tests.sync_tools import FileExporter
 from tests.tiny import EOS
@@ -306,11 +306,11 @@ def test_memory_given_up_around_an_update(engine: Engine, tiny_models: TinyModel
                 engine.generate(asked, sampling)
             if mode == "all":
                 with pytest.raises(SyncError, match="the memory of its weights is given up; take it back before the"):
-                    sync.push("default")
+                    sync.update_weights("default")
                 engine.resume_memory(["weights"])
                 engine.resume_memory(["weights"])
                 assert engine.lacks_weights
-            assert sync.push("default", verify=True).verified == len(exporter.tensors)
+            assert sync.update_weights("default", verify=True).verified == len(exporter.tensors)
             engine.has_pushed("default")
             engine.resume_memory(parts)
             assert [sample.response_ids.tolist() for sample in engine.generate(asked, sampling)] == before

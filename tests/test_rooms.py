@@ -95,7 +95,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *("resilience.protocol", "resilience.rank", "resilience.preemption"),
     ),
 }
-LOWEST = ("errors", "agreement", "kinds", "meta")
+LOWEST = ("errors", "agreement", "parameter_layout", "meta")
 TALK = ("errors", "answers", "server_info", "protocol", "access", "incoming", "client")
 # room with rooms inside -> inner room or module, "*" for any other -> what it may import of the whole, besides itself
 INSIDE: dict[str, dict[str, tuple[str, ...]]] = {
@@ -118,8 +118,8 @@ INSIDE: dict[str, dict[str, tuple[str, ...]]] = {
         "adapters": ("routed",),
         "sglang": ("errors", "launch"),
         "transformers_engine": ("errors", "launch", "protocol", "routed", "serving", "sglang.cpu_shim"),
-        "nursery": ("launch", "supervisor"),
-        "process": ("errors", "access", "client", "launch", "listener", "nursery"),
+        "fork_server": ("launch", "supervisor"),
+        "process": ("errors", "access", "client", "launch", "listener", "fork_server"),
         "agent": ("errors", "process", "serving"),
         "elsewhere": ("errors", "access", "agent", "process"),
         "restarts": ("errors", "process"),
@@ -146,7 +146,7 @@ INSIDE: dict[str, dict[str, tuple[str, ...]]] = {
     "weights": {
         "errors": (),
         "agreement": ("errors",),
-        "kinds": (),
+        "parameter_layout": (),
         "meta": (),
         "disk": LOWEST,
         "model": (*LOWEST, "disk"),
@@ -302,7 +302,7 @@ def test_the_machine_is_the_platform_room_s_alone() -> None:
         ("config", "from ..models import build"),
         ("families", "from mrl.config.schema import TrainConfig"),
         ("weights/disk", "from mrl.weights.model import load"),
-        ("weights/convert", "from mrl.weights.compare.verdict import judge"),
+        ("weights/convert", "from mrl.weights.compare.verdict import compare_models"),
         ("weights/sync", "from ..model.export import Exporter"),
         ("trainers/shared", "from mrl.trainers.rl.replay import Replay"),
         ("trainers/dpo", "from mrl.trainers.rl.loop import update"),

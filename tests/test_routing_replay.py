@@ -30,7 +30,7 @@ from mrl.rollout.samples import Expected, generate_body, read_answer
 from mrl.rollout.server_info import ServerInfo
 from mrl.trainers.rl.kept_samples import plain, restored
 from mrl.weights.sync.payload import plan_buckets
-from mrl.weights.sync.push import WeightSync
+from mrl.weights.sync.weight_sync import WeightSync
 from tests.conftest import TinyModels
 from tests.sync_tools import FileExporter
 from tests.test_engine_families import sample
@@ -262,7 +262,7 @@ def test_the_transformers_engine_says_its_experts(tiny_models: TinyModels, tmp_p
                 exporter = FileExporter(new)
                 with closing(WeightSync(exporter, engine.urls, PROVED, access=engine.access)) as sync:
                     sync._buckets = plan_buckets(exporter.metas(), 1)
-                    assert sync.push("1").verified == len(exporter.tensors) == len(sync._buckets)
+                    assert sync.update_weights("1").verified == len(exporter.tensors) == len(sync._buckets)
                 drawn.append({"name": "pushed", "model": str(new), "temperature": 1.0, "samples": sample(engine, 1.0)})
     jobs.write_text(json.dumps(drawn))
     run_world(1, "main_job.py", jobs, found, timeout_s=600)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mrl import cli
-from mrl.agents.trajectory import Line, Trajectory
+from mrl.agents.trajectory import TokenSequence, Trajectory
 from mrl.config.schema import DataConfig, PreferenceDataConfig, RewardDataConfig, RLConfig, SFTDataConfig
 from mrl.core import Prompt, Request, Sample
 from mrl.data import (
@@ -152,7 +152,7 @@ def test_later_turns_of_an_agent_are_told_what_its_row_says(tmp_path: Path, monk
         "batch": {"prompts_per_step": 1}, "agent": {"rollout": "a.py:A", "max_tokens": 2048},
         "rollout": {"sampling": {"stop_token_ids": (end,)}},
     })  # fmt: skip
-    monkeypatch.setattr("mrl.agents.play.Pool", lambda *parts: None)
+    monkeypatch.setattr("mrl.agents.runner.AgentWorkerPool", lambda *parts: None)
     assert cfg.agent is not None
     agents = main_parts.make_agents(cfg, cfg.agent, tokenizer)
     row = {"prompt": "1+1?", "system": "be brief", "chat_template_kwargs": {"mood": "calm"}}
@@ -160,7 +160,9 @@ def test_later_turns_of_an_agent_are_told_what_its_row_says(tmp_path: Path, monk
     first = tokenizer.decode(agents._first(prompt, words), special=True)
     assert first.startswith("<|im_start|>system\nbe brief<|im_end|>") and first.endswith("assistant\n(calm)")
     request = Request(0, 0, prompt, 1)
-    line = Line((1,), [end], [True])
-    trajectory = Trajectory(request, lines=[line], turns=[Sample(request, np.array([end]), np.zeros(1), "stop", "0")])
+    line = TokenSequence((1,), [end], [True])
+    trajectory = Trajectory(
+        request, sequences=[line], turns=[Sample(request, np.array([end]), np.zeros(1), "stop", "0")]
+    )
     assert agents._heard(trajectory, words) is None and trajectory.next is not None
     assert tokenizer.decode([*trajectory.next.said], special=True).endswith("assistant\n(calm)")

@@ -24,10 +24,19 @@ from mrl.config.loader import dump_resolved
 from mrl.config.schema import RLConfig, SFTConfig
 from mrl.core import StepStats
 from mrl.failure import note
-from mrl.launcher.logs import open_logs, owned, take_failures
-from mrl.observe import NotWritten, Recorder, RunDir, RunExists, move_aside, read_metrics, refuse_existing, write_report
+from mrl.launcher.logs import collect_failures, lock_log_dir, open_logs
+from mrl.observe import (
+    Recorder,
+    RunDir,
+    RunExists,
+    WriteFailed,
+    move_aside,
+    read_metrics,
+    refuse_existing,
+    write_report,
+)
 from mrl.observe.tensorboard import TensorboardWriter
-from mrl.preflight.space import look_at_directory
+from mrl.preflight.disk_space import check_directory
 from mrl.redaction import redact
 from mrl.terminal import Terminal
 from mrl.trainers.shared.checkpoints import open_run_dir
@@ -135,7 +144,7 @@ class TestNothingIsWrittenOver:
         cfg = sft(tmp_path, trackers=(), nproc=1)
         (tmp_path / "one").mkdir()
         monkeypatch.setattr("mrl.launcher.launch", lambda *args, **more: 75)
-        assert world.start(cfg, Path("config.yaml"), [], None) == 75
+        assert world.start_local(cfg, Path("config.yaml"), [], None) == 75
         left_by_a_run(tmp_path)
         refuse_existing(cfg)
 
@@ -144,8 +153,8 @@ class TestNothingIsWrittenOver:
         left_by_a_run(tmp_path)
         before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
         monkeypatch.setattr("mrl.config.loader.load", lambda *args, **more: sft(tmp_path))
-        monkeypatch.setattr("mrl.preflight.look.OF_RUN", (look_at_directory,))
-        monkeypatch.setattr("mrl.preflight.memory.look_at_memory", lambda *args: ())  # there is no model
+        monkeypatch.setattr("mrl.preflight.checks.RUN_CHECKS", (check_directory,))
+        monkeypatch.setattr("mrl.preflight.memory.check_memory", lambda *args: ())  # there is no model
         assert main(["train", "config.yaml"]) == 1
         said = capfd.readouterr().err
         assert said.count("\n") == 1 and "run.existing=move_aside" in said
@@ -188,7 +197,7 @@ class TestPrivate:
         monkeypatch.setenv("MRL_FAILURE_FILE", str(log.failure_file))
         note(ConnectionError(f"no answer from {URL}"))
         with Terminal(log.path) as terminal:
-            found = take_failures([log], terminal)[0]
+            found = collect_failures([log], terminal)[0]
         assert "hunter2" not in found.message + found.traceback + log.path.read_text()
         assert "scores.example" in found.message
 
@@ -197,7 +206,7 @@ class TestPrivate:
         before = os.umask(umask)
         try:
             RunDir.open(sft(tmp_path / "runs")).close()
-            with owned(tmp_path / "runs/launched/logs"):
+            with lock_log_dir(tmp_path / "runs/launched/logs"):
                 pass
         finally:
             os.umask(before)
@@ -229,7 +238,9 @@ class TestFullDisk:
                     if on_error == "warn":
                         recorder.log(StepStats(2, {"loss": 2.0}))
                     else:
-                        with pytest.raises(NotWritten, match="step's metrics cannot be written: File too large .*warn"):
+                        with pytest.raises(
+                            WriteFailed, match="step's metrics cannot be written: File too large .*warn"
+                        ):
                             recorder.log(StepStats(2, {"loss": 2.0}))
                 recorder.log(StepStats(3, {"loss": 3.0}))
             assert [row["step"] for row in read_metrics(tmp_path / on_error)] == [1, 3], "half a row was left"
@@ -263,7 +274,7 @@ class TestFullDisk:
 import os, sys
 from pathlib import Path
 from mrl import failure
-from mrl.launcher.logs import open_logs, take_failures
+from mrl.launcher.logs import open_logs, collect_failures
 from mrl.terminal import Terminal
 logs = open_logs(Path("."), 1, ["x"])
 try:
@@ -273,7 +284,7 @@ except OSError as error:
     os.environ["MRL_FAILURE_FILE"] = "rank_0.failure"
     failure.note(error)
 with Terminal(logs[0].path) as terminal:
-    print(take_failures(logs, terminal)[0].message)
+    print(collect_failures(logs, terminal)[0].message)
 """
             done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True,
                                   env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
@@ -370,7 +381,7 @@ def test_words_that_are_no_text_and_no_place_for_temporary_files(
     assert main(["train", "config.yaml", "run.name=\udcff"]) == 2
     assert capfd.readouterr().err == "mrl: an argument is not UTF-8: b'run.name=\\xff'\n"
     monkeypatch.setattr("mrl.config.loader.load", lambda *args, **more: sft(tmp_path))
-    monkeypatch.setattr("mrl.preflight.look.OF_RUN", ())
+    monkeypatch.setattr("mrl.preflight.checks.RUN_CHECKS", ())
     monkeypatch.setenv("TMPDIR", str(tmp_path / "missing"))
     assert main(["train", "config.yaml"]) == 1
     assert capfd.readouterr().err.startswith(f"TMPDIR is '{tmp_path / 'missing'}', in which no files can be created")

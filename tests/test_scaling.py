@@ -33,7 +33,7 @@ from mrl.rollout.samples import Expected, read_answer  # noqa: E402
 from mrl.rollout.server import Server  # noqa: E402
 from mrl.trainers.rl.experience import Passes, make_experience, token_weights  # noqa: E402
 from mrl.trainers.rl.policy_update import policy_targets  # noqa: E402
-from mrl.weights.sync.push import WeightSync  # noqa: E402
+from mrl.weights.sync.weight_sync import WeightSync  # noqa: E402
 from tests.bare_run import bare_run  # noqa: E402
 
 VOCAB, TOKENS = 151_000, 20_000
@@ -199,9 +199,9 @@ def test_engines_are_checked_and_opened_at_the_same_time(monkeypatch: pytest.Mon
     monkeypatch.setattr(EngineClient, "begin_weight_update", lambda client: bool(together.wait()) or True)
     for quiet in ("end_weight_update", "flush_when_idle", "update_weight_version"):
         monkeypatch.setattr(EngineClient, quiet, lambda client, *args: None)
-    monkeypatch.setattr("mrl.weights.sync.push.taken_at_once", lambda arch: {})
+    monkeypatch.setattr("mrl.weights.sync.weight_sync.taken_at_once", lambda arch: {})
     exporter: Any = SimpleNamespace(arch=None, metas=list, stream=lambda: iter(()))
     sync = WeightSync(exporter, urls, SyncConfig(transport="http"))
-    sync.push("1")
+    sync.update_weights("1")
     assert sync._open_sessions == []
     sync.close()

@@ -106,7 +106,7 @@ def test_every_process_of_every_engine_reads_all_that_was_sent(tiny_models: Tiny
     model, engines = tiny_models("llama"), [Parts(), Parts()]
     for engine in engines:
         engine.server.wanted = b""
-    run_world(4, "spanning.py", model, *(engine.url for engine in engines), timeout_s=120)
+    run_world(4, "multi_node_engine.py", model, *(engine.url for engine in engines), timeout_s=120)
     assert [sorted(engine.read) for engine in engines] == [["7"], ["7", "8"]]
     sent = load_file(model / "model.safetensors")
     for process in (process for engine in engines for parts in engine.read.values() for process in parts):

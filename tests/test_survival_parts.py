@@ -17,9 +17,9 @@ from nvidia_resiliency_ext.fault_tolerance import FaultToleranceConfig, RankMoni
 
 from mrl import failure
 from mrl.config.schema import SectionTimeouts
-from mrl.launcher.logs import cause
+from mrl.launcher.logs import root_cause
 from mrl.resilience import ft_config, sections
-from mrl.resilience.stragglers import DEVICE, TIMED, Report
+from mrl.resilience.stragglers import DEVICE, TIMED, StragglerReport
 from mrl.rollout import process
 from mrl.rollout.errors import EngineStartError
 from mrl.rollout.launch import Launch
@@ -30,10 +30,10 @@ from mrl.trainers.shared.world import RankZeroError, World, _RankZero
 SLEEP = Launch([sys.executable, "-c", "import time; time.sleep(600)"], dict(os.environ))
 
 
-def report(update: list[float], device: list[float], peers: list[int] | None = None) -> Report:
+def report(update: list[float], device: list[float], peers: list[int] | None = None) -> StragglerReport:
     seconds = {name: [0.0] * len(update) for name in TIMED} | {"update": update, DEVICE: device}
     seconds["rollout"] = [9.0, *[0.1] * (len(update) - 1)]
-    return Report(peers or [0] * len(update), seconds, steps=10, ratio=2.0)
+    return StragglerReport(peers or [0] * len(update), seconds, steps=10, ratio=2.0)
 
 
 class TestStragglers:
@@ -73,7 +73,7 @@ class TestSections:
         server.join(20)
 
     def test_the_monitor_has_the_configuration_s_time_outs(self, monitor: Path) -> None:
-        with sections.watched(SectionTimeouts(update=77.0), monitor.parent) as is_set_up:
+        with sections.watch_rank(SectionTimeouts(update=77.0), monitor.parent) as is_set_up:
             is_set_up()
             with sections.section("rollout"), sections.section("reward"):
                 pass
@@ -84,7 +84,7 @@ class TestSections:
 
     def test_another_one_s_are_refused(self, monitor: Path) -> None:
         with pytest.raises(sections.MonitorError, match=f"--ft-cfg-path {monitor}"):
-            with sections.watched(SectionTimeouts(update=78.0), monitor.parent):
+            with sections.watch_rank(SectionTimeouts(update=78.0), monitor.parent):
                 pass
         assert "update: 78.0" in monitor.read_text()
 
@@ -103,16 +103,16 @@ class TestSections:
 
         go("before")
         with pytest.raises(failure.LostContact, match="monitor of this rank does not respond"), failure.noted():
-            with sections.watched(SectionTimeouts(update=77.0), monitor.parent):
+            with sections.watch_rank(SectionTimeouts(update=77.0), monitor.parent):
                 go("in setup")
                 with sections.section("update"):
                     go("in a section")
         found = failure.read(tmp_path / "rank_0.failure")
         assert found is not None and found.lost_contact
-        assert cause({0: found}, killed=True) is None and cause({0: found}, killed=False) == (0, found)
+        assert root_cause({0: found}, killed=True) is None and root_cause({0: found}, killed=False) == (0, found)
 
     def test_without_a_monitor_a_section_does_nothing(self, tmp_path: Path) -> None:
-        with sections.watched(SectionTimeouts(), tmp_path) as is_set_up, sections.section("update"):
+        with sections.watch_rank(SectionTimeouts(), tmp_path) as is_set_up, sections.section("update"):
             is_set_up()
 
 

@@ -27,7 +27,7 @@ from mrl.rollout.protocol import Endpoint, read_adapters
 from mrl.weights.disk import adapter_files
 from mrl.weights.errors import SyncError, SyncMismatch
 from mrl.weights.meta import TensorMeta
-from mrl.weights.sync.adapter import AdapterSync, zeros_beside
+from mrl.weights.sync.adapter import AdapterSync, missing_adapters
 from mrl.weights.sync.payload import pickle_by_name
 from tests.conftest import TinyModels
 from tests.sync_tools import FileExporter
@@ -115,14 +115,14 @@ def gap(samples: list[Sample], model: Path, adapters: RandomAdapters | None) -> 
 def test_the_engine_draws_with_the_adapters_that_were_pushed_last(engine: Engine, model: Path) -> None:
     first, second = RandomAdapters(model, 1), RandomAdapters(model, 2)
     with closing(make_sync(engine, first, model)) as sync:
-        report = sync.push("1")
+        report = sync.update_weights("1")
         engine.has_pushed("1", report.adapter)
         before = drawn(engine)
         assert gap(before, model, first) < LOG_PROB_TOLERANCE < 0.1 < gap(before, model, None)
         assert report.verified == report.tensors == len(first.tensors)
         assert report.bytes == sum(tensor.nbytes for tensor in first.tensors.values())
         sync._exporter = second
-        engine.has_pushed("2", sync.push("2").adapter)
+        engine.has_pushed("2", sync.update_weights("2").adapter)
         after = drawn(engine)
     assert gap(after, model, second) < LOG_PROB_TOLERANCE
     assert {sample.weight_version for sample in after} == {"2"}
@@ -134,12 +134,12 @@ def test_the_engine_draws_with_the_adapters_that_were_pushed_last(engine: Engine
 def test_an_engine_that_lost_the_adapter_gets_it_again_under_its_name(engine: Engine, model: Path) -> None:
     adapters, url = RandomAdapters(model, 3), engine.urls[0]
     with closing(make_sync(engine, adapters, model)) as sync:
-        name = sync.push("7").adapter
+        name = sync.update_weights("7").adapter
         assert name is not None
         engine.has_pushed("7", name)
         engine.client(url, 60.0).unload_adapter(name)
         for _ in range(2):  # also where it has it
-            assert sync.restore(url).adapter == name
+            assert sync.resync(url).adapter == name
         assert gap(drawn(engine), model, adapters) < LOG_PROB_TOLERANCE
 
 
@@ -161,7 +161,7 @@ def test_a_directory_of_adapters_is_one_that_sglang_loads(engine: Engine, model:
 def test_an_engine_beside_other_weights_is_found_out(engine: Engine, model: Path, tiny_models: TinyModels) -> None:
     other = tiny_models("qwen2", tied=True, seed=1)
     with closing(make_sync(engine, RandomAdapters(model, 1), other)) as sync, pytest.raises(SyncMismatch) as caught:
-        sync.push("1")
+        sync.update_weights("1")
     assert "engine parameters differ from those sent" in str(caught.value)
     assert ".qkv_proj.weight (made of" in str(caught.value)
 
@@ -178,7 +178,7 @@ def test_a_run_on_it_learns_what_its_engine_draws_with(engine: Engine, config: P
 
 def test_joined_layers_are_completed_with_zeros(model: Path) -> None:
     adapters = RandomAdapters(model, 1)
-    names = dict(zeros_beside(adapters.arch, SPEC, adapters.tensors))
+    names = dict(missing_adapters(adapters.arch, SPEC, adapters.tensors))
     layer = {name.removeprefix("model.layers.0.") for name in names if ".layers.0." in name}
     parts = ("self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj")
     assert layer == {f"{part}.lora_{half}.weight" for part in parts for half in "AB"}
@@ -197,4 +197,4 @@ def test_bytes_that_changed_on_their_way_end_the_engine(
 
     monkeypatch.setattr("mrl.weights.sync.adapter.pickle_by_name", spoilt)
     with closing(make_sync(engine, adapters, model)) as sync, pytest.raises(SyncError, match="loading the adapter"):
-        sync.push("9")
+        sync.update_weights("9")

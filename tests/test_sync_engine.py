@@ -14,8 +14,8 @@ from mrl.config.schema import SyncConfig
 from mrl.rollout import Engine
 from mrl.weights.errors import SyncError, SyncMismatch
 from mrl.weights.sync.payload import Bucket
-from mrl.weights.sync.push import WeightSync
 from mrl.weights.sync.transports.shared_memory import SharedMemory
+from mrl.weights.sync.weight_sync import WeightSync
 from tests.served import TRANSPORTS, Served, check_transport, check_world, world
 from tests.sync_tools import FileExporter
 
@@ -40,7 +40,7 @@ def test_samples_come_from_the_new_weights_and_carry_their_version(llama: Served
     llama.load(llama.old)
     before = llama.greedy()  # also fills the prefix cache
     with closing(llama.sync()) as sync:
-        sync.push("12")
+        sync.update_weights("12")
     params = {"max_new_tokens": 1, "temperature": 0}
     answer = llama.client.generate({"input_ids": [5, 17, 99, 200, 42], "sampling_params": params})
     assert answer["meta_info"]["weight_version"] == "12"
@@ -59,7 +59,7 @@ def test_a_corrupted_bucket_is_caught_and_named(llama: Served, monkeypatch: pyte
 
     monkeypatch.setattr(SharedMemory, "send", send)
     with closing(llama.sync()) as sync, pytest.raises(SyncMismatch) as caught:
-        sync.push("5")
+        sync.update_weights("5")
     message = str(caught.value)
     assert "2 of 15 parameters differ" in message
     assert "model.norm.weight: trainer " in message
@@ -69,25 +69,25 @@ def test_a_corrupted_bucket_is_caught_and_named(llama: Served, monkeypatch: pyte
     assert f"engine {llama.engine.urls[0]} {held}" in message
     monkeypatch.undo()
     with closing(llama.sync()) as sync:
-        assert sync.push("6").verified > 0
+        assert sync.update_weights("6").verified > 0
 
 
 def test_without_verification_nothing_is_hashed(llama: Served) -> None:
     with closing(llama.sync(verify="off")) as sync:
-        assert sync.push("9").verified == 0
+        assert sync.update_weights("9").verified == 0
 
 
 def test_cuda_ipc_is_refused_on_a_cpu(llama: Served) -> None:
     if torch.cuda.is_available():
         pytest.skip("for machines without CUDA")
     with pytest.raises(SyncError, match="cuda_ipc needs the model on a CUDA device"):
-        llama.sync("cuda_ipc").push("1")
+        llama.sync("cuda_ipc").update_weights("1")
 
 
 def test_a_wrong_tensor_size_of_the_engine_is_named(llama: Served) -> None:
     cfg = SyncConfig(transport="http", verify="checksum", timeout_s=30.0)
     with pytest.raises(SyncError, match="has 1 tensor-parallel ranks; the sync was for 2"):
-        WeightSync(FileExporter(llama.new), llama.engine.urls, cfg, 2, access=llama.engine.access).push("1")
+        WeightSync(FileExporter(llama.new), llama.engine.urls, cfg, 2, access=llama.engine.access).update_weights("1")
 
 
 def test_megatron_models_on_two_ranks(llama: Served, tmp_path: Path) -> None:

@@ -24,13 +24,13 @@ from mrl.weights.errors import WeightError
 from mrl.weights.meta import TensorMeta
 from mrl.weights.sync import transports
 from mrl.weights.sync.checksum import ParamHash, Sha256Hash, StreamHasher, TileHash
-from mrl.weights.sync.engine_params import EngineParam, EngineShape, Part, engine_params
-from mrl.weights.sync.filler import Filler
+from mrl.weights.sync.engine_params import EngineLayout, EngineParam, TensorShard, engine_params
+from mrl.weights.sync.filler import BucketFiller
 from mrl.weights.sync.payload import Bucket, SharedBuffer, pickle_by_value, plan_buckets
-from mrl.weights.sync.transports import Deadline, Engines, Place, resolve
+from mrl.weights.sync.transports import Deadline, Engines, SenderLocation, resolve
 from mrl.weights.sync.transports.disk import Disk
 from mrl.weights.sync.transports.http import Http
-from mrl.weights.sync.transports.over_nodes import OverNodes
+from mrl.weights.sync.transports.multi_node import MultiNodeTransport
 from mrl.weights.sync.verify import Verifier, hash_kind
 from tests.sync_tools import FileExporter
 
@@ -73,7 +73,7 @@ class Held(Http):
     """Delivers a bucket when the one after it has begun to be filled; to nobody."""
 
     def __init__(self) -> None:
-        super().__init__(Engines((), 1, Deadline(20.0)), Place(0, torch.device("cpu"), None))
+        super().__init__(Engines((), 1, Deadline(20.0)), SenderLocation(0, torch.device("cpu"), None))
         self.begun = [threading.Event() for _ in range(9)]
         self.delivered: list[float] = []
 
@@ -87,10 +87,10 @@ def test_a_bucket_is_filled_while_the_one_before_it_is_on_its_way() -> None:
     plan = plan_buckets([meta(str(number), 4) for number in range(8)], limit=16)
     transport = Held()
     transport.prepare(plan)
-    filler = Filler(transport, plan, None)
+    filler = BucketFiller(transport, plan, None)
     for number in range(8):
         transport.begun[number].set()
-        filler.take(str(number), torch.full((4,), float(number)))
+        filler.add(str(number), torch.full((4,), float(number)))
     transport.begun[8].set()
     filler.delivered()
     assert transport.delivered == [float(number) for number in range(8)]
@@ -101,8 +101,8 @@ def test_what_goes_wrong_on_the_way_is_raised_with_the_next_bucket_or_at_the_end
     transport = Held()
     transport.begun[1].wait = lambda timeout: False  # type: ignore[method-assign]
     transport.prepare(plan)
-    filler = Filler(transport, plan, None)
-    filler.take("0", torch.zeros(4))
+    filler = BucketFiller(transport, plan, None)
+    filler.add("0", torch.zeros(4))
     with pytest.raises(AssertionError, match="nobody filled bucket 1"):
         filler.delivered()
     filler.delivered()
@@ -175,7 +175,7 @@ def slow_gpu_hash(raw: bytes) -> str:
 
 PIECES = [torch.randn(30, 500), torch.randn(20, 500), torch.randn(7, 500)]
 WHOLE = torch.cat([*PIECES, torch.zeros(3, 500)])
-PARAM = EngineParam("fused", tuple(Part(f"p{i}", p.nbytes) for i, p in enumerate(PIECES)), padding=3 * 500 * 4)
+PARAM = EngineParam("fused", tuple(TensorShard(f"p{i}", p.nbytes) for i, p in enumerate(PIECES)), padding=3 * 500 * 4)
 EXPECTED = {Sha256Hash: tensor_checksum(WHOLE), TileHash: slow_gpu_hash(WHOLE.numpy().tobytes())}
 
 
@@ -231,7 +231,7 @@ def test_layout_replicates_kv_heads_when_the_engine_has_more_ranks(tiny_models) 
     name = "model.layers.0.self_attn.qkv_proj.weight"
     starts = []
     for rank in range(4):
-        params, unknown = engine_params(EngineShape((name,), 4), rank, exporter.metas(), exporter.arch)
+        params, unknown = engine_params(EngineLayout((name,), 4), rank, exporter.metas(), exporter.arch)
         q, k, v = params[name].parts
         assert (q.start, q.size) == (16 * rank, 16) and (v.start, v.size) == (k.start, k.size) and not unknown
         starts.append((k.start, k.size))
@@ -240,7 +240,7 @@ def test_layout_replicates_kv_heads_when_the_engine_has_more_ranks(tiny_models) 
 
 def test_layout_pads_the_vocabulary_of_the_last_ranks(tiny_models) -> None:
     arch = replace(load_arch(tiny_models("llama")), vocab_size=130)
-    shape = EngineShape(("model.embed_tokens.weight", "model.layers.0.self_attn.qkv_proj.weight"), 4)
+    shape = EngineLayout(("model.embed_tokens.weight", "model.layers.0.self_attn.qkv_proj.weight"), 4)
     metas = [meta("model.embed_tokens.weight", 130, 8)]
     params = [engine_params(shape, rank, metas, arch)[0]["model.embed_tokens.weight"] for rank in range(4)]
     assert [(p.parts[0].start, p.parts[0].size, p.padding) for p in params] == [
@@ -253,7 +253,7 @@ def test_layout_pads_the_vocabulary_of_the_last_ranks(tiny_models) -> None:
 
 def test_verifier_refuses_tensors_that_the_engine_does_not_have(tiny_models) -> None:
     exporter = FileExporter(tiny_models("llama"))
-    shape = EngineShape(("model.norm.weight", "model.layers.0.self_attn.qkv_proj.weight", "model.extra"), 1)
+    shape = EngineLayout(("model.norm.weight", "model.layers.0.self_attn.qkv_proj.weight", "model.extra"), 1)
     with pytest.raises(WeightError, match=r"only the engine has \['model.extra'\].*only the trainer has .*lm_head"):
         Verifier(shape, Sha256Hash, exporter.metas(), exporter.arch)
 
@@ -262,7 +262,7 @@ def test_an_engine_that_does_not_speak_of_a_parameter_has_not_proved_it(tiny_mod
     exporter = FileExporter(tiny_models("llama"))
     names = ("model.norm.weight", "model.embed_tokens.weight")
     metas = [each for each in exporter.metas() if each.name in names]
-    verifier = Verifier(EngineShape(names, 1), Sha256Hash, metas, exporter.arch)
+    verifier = Verifier(EngineLayout(names, 1), Sha256Hash, metas, exporter.arch)
     expected = {(0, name): "aa" for name in names}
     whole = RankChecksums(0, 1, dict.fromkeys(names, "aa"))
     assert verifier.mismatches("http://a:1", expected, [whole]) == []
@@ -276,7 +276,7 @@ def test_files_that_a_folder_keeps_for_a_while_do_not_end_a_push(
 ) -> None:
     """As NFS does with those that are still open."""
     monkeypatch.setattr("shutil.rmtree", lambda path, ignore_errors: None)
-    Disk(Engines((), 1, Deadline(20.0)), Place(0, torch.device("cpu"), tmp_path)).release(failed=False)
+    Disk(Engines((), 1, Deadline(20.0)), SenderLocation(0, torch.device("cpu"), tmp_path)).release(failed=False)
     assert tmp_path.is_dir()
 
 
@@ -296,10 +296,12 @@ def test_what_failed_in_a_sender_comes_before_what_came_of_it() -> None:
     def hangs(*_: object) -> None:
         raise WeightError("the engine hangs")
 
-    sender = OverNodes.__new__(OverNodes)
-    route = SimpleNamespace(relays={1: 1}, tell=lambda word: None, start=lambda part: SimpleNamespace(wait=lost))
+    sender = MultiNodeTransport.__new__(MultiNodeTransport)
+    route = SimpleNamespace(
+        relays={1: 1}, send_command=lambda word: None, start=lambda part: SimpleNamespace(wait=lost)
+    )
     here = SimpleNamespace(engines=SimpleNamespace(clients=["one"]), deliver=hangs)
-    sender._mine, sender._here, sender._untold = route, here, 1  # type: ignore[assignment]
+    sender._mine, sender._here, sender._unannounced = route, here, 1  # type: ignore[assignment]
     (bucket,) = plan_buckets([meta("a", 4)], limit=1 << 20)
     with pytest.raises(WeightError, match="the engine hangs"):
         sender.send(bucket, torch.empty(16, dtype=torch.uint8))

@@ -15,8 +15,8 @@ from mrl.config.schema import RolloutConfig, SyncConfig
 from mrl.rollout import Engine, start_engine
 from mrl.rollout.transformers_engine.weights import ModelWeights
 from mrl.weights.errors import SyncError
-from mrl.weights.sync.engine_params import EngineShape, engine_params
-from mrl.weights.sync.push import WeightSync
+from mrl.weights.sync.engine_params import EngineLayout, engine_params
+from mrl.weights.sync.weight_sync import WeightSync
 from tests.conftest import TinyModels
 from tests.sync_tools import FileExporter
 from tests.tiny import FAMILIES
@@ -45,7 +45,7 @@ def test_every_transport_of_this_engine(served: Any) -> None:
         client.update_weights_from_disk(str(old), weight_version="old")
         before = client.weights_checksum()
         with closing(make(engine, exporter, transport)) as sync:
-            report = sync.push(f"v-{transport}")
+            report = sync.update_weights(f"v-{transport}")
         assert report.verified == report.tensors == len(exporter.tensors)
         assert client.weights_checksum() != before
         assert client.model_info().weight_version == f"v-{transport}"
@@ -65,7 +65,7 @@ def test_what_is_pushed_into_it_is_the_other_model_to_the_bit(family: str, tiny_
         held.load([(name, tensor)])
     assert held.checksums() == right.checksums()
     assert torch.equal(old(ids).logits, wanted)
-    shape = EngineShape(tuple(held.checksums()), 1)
+    shape = EngineLayout(tuple(held.checksums()), 1)
     params, unknown = engine_params(shape, 0, exporter.metas(), exporter.arch)
     assert not unknown and {name for each in params.values() for name in each.sources} == exporter.tensors.keys()
 
@@ -79,6 +79,6 @@ def test_a_transport_it_does_not_speak_is_an_error(served: Any) -> None:
     engine, _, exporter = served
     with closing(make(engine, exporter, "distributed")) as sync:
         with pytest.raises(SyncError, match="preparing to send failed: .*/init_weights_update_group: HTTP 404"):
-            sync.push("1")
+            sync.update_weights("1")
     with closing(make(engine, exporter, "http")) as sync:
-        assert sync.push("2").verified == len(exporter.tensors)
+        assert sync.update_weights("2").verified == len(exporter.tensors)

@@ -13,12 +13,12 @@ import pytest
 from mrl.config.schema import SFTConfig
 from mrl.core import StepStats
 from mrl.observe import Recorder, trackers
-from mrl.observe.sender import Outcome, Remote, Sender, TrackedStep
+from mrl.observe.remote_tracker import Outcome, RemoteTracker, TrackedStep, TrackerQueue
 
 WAIT_S = 30.0
 
 
-class Elsewhere(Remote):
+class Elsewhere(RemoteTracker):
     """A tracker in this process. down: raises ConnectionError while it is true"""
 
     package: ClassVar[str] = "json"
@@ -55,10 +55,10 @@ def until(condition: Callable[[], object]) -> None:
 
 def log(run_dir: Path, remote: Elsewhere, steps: range, runs: dict[str, str] | None = None) -> str:
     """A run of these steps, each with the loss `step / 10`; returns what it has shown."""
-    sender = Sender("elsewhere", remote, run_dir, retry_s=0.01)
+    sender = TrackerQueue("elsewhere", remote, run_dir, retry_s=0.01)
     recorder = Recorder(run_dir, 9, {"elsewhere": sender}, live=False)
     with recorder:
-        recorder.go_on_with(runs or {})
+        recorder.resume_runs(runs or {})
         for step in steps:
             recorder.log(StepStats(step, {"loss": step / 10}))
     return recorder.tracker_runs()["elsewhere"] if recorder.tracker_runs() else ""
@@ -73,7 +73,7 @@ def test_every_step_arrives_once_and_in_order(tmp_path: Path, capsys: pytest.Cap
 
 def test_one_that_is_down_costs_a_warning_and_no_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     remote = Elsewhere(down=True)
-    sender = Sender("elsewhere", remote, tmp_path, retry_s=0.01)
+    sender = TrackerQueue("elsewhere", remote, tmp_path, retry_s=0.01)
     with Recorder(tmp_path, 9, {"elsewhere": sender}, live=False) as recorder:
         for step in (1, 2, 3):
             recorder.log(StepStats(step, {"loss": step / 10}))
@@ -113,14 +113,17 @@ def test_a_run_that_goes_on_is_the_same_run_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("error", "outcome"), [(RuntimeError, "failed"), (SystemExit, "stopped")])
 def test_it_hears_how_the_run_ended(error: type[BaseException], outcome: str, tmp_path: Path) -> None:
     remote = Elsewhere()
-    with pytest.raises(error), Recorder(tmp_path, 2, {"e": Sender("e", remote, tmp_path)}, live=False) as recorder:
+    with (
+        pytest.raises(error),
+        Recorder(tmp_path, 2, {"e": TrackerQueue("e", remote, tmp_path)}, live=False) as recorder,
+    ):
         recorder.log(StepStats(1, {"loss": 1.0}))
         raise error
     assert remote.outcome == outcome
 
 
 def test_one_that_hangs_does_not_hold_up_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mrl.observe.sender.CLOSE_S", 0.1)
+    monkeypatch.setattr("mrl.observe.remote_tracker.CLOSE_S", 0.1)
     remote = Elsewhere()
     remote.open = lambda run_id: time.sleep(WAIT_S)  # type: ignore[method-assign,assignment,return-value]
     began = time.monotonic()
@@ -152,7 +155,7 @@ def tracked(cfg: SFTConfig, steps: range) -> dict[str, str]:
 def test_mlflow_s_local_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tracking = pytest.importorskip("mlflow.tracking", reason="needs mlflow-skinny (the extra `trackers`)")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.setattr("mrl.observe.sender.CLOSE_S", 120.0)
+    monkeypatch.setattr("mrl.observe.remote_tracker.CLOSE_S", 120.0)
     cfg = config(tmp_path, trackers=("mlflow",), mlflow={"experiment": "sorting", "tags": {"team": "rl"}})
     [run_id] = tracked(cfg, range(1, 3)).values()
     assert tracked(cfg, range(3, 4)) == {"mlflow": run_id}, "the same run goes on"
@@ -168,7 +171,7 @@ def test_mlflow_s_local_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """One run; the file is what `wandb sync` sends. Its first import takes long on a busy machine, and a process of its
     own writes the file down, perhaps after it has said that the run is over."""
-    monkeypatch.setattr("mrl.observe.sender.CLOSE_S", 120.0)
+    monkeypatch.setattr("mrl.observe.remote_tracker.CLOSE_S", 120.0)
     pytest.importorskip("wandb", reason="needs wandb (the extra `trackers`)")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     cfg = config(tmp_path, trackers=("wandb",), wandb={"project": "sorting", "mode": "offline", "tags": ("small",)})

@@ -17,7 +17,7 @@ from mrl.config.schema import DataConfig, RolloutConfig, SyncConfig
 from mrl.core import Prompt, Request, Sample, SamplingParams
 from mrl.data import PromptDataset, load_eyes, load_tokenizer
 from mrl.rollout import Engine, RolloutError, sample_seed, start_engine
-from mrl.weights.sync.push import WeightSync
+from mrl.weights.sync.weight_sync import WeightSync
 from tests.served import Served, check_transport
 from tests.sync_tools import FileExporter
 from tests.tiny_vl import VL_FAMILIES, make_tiny_vl
@@ -97,7 +97,7 @@ def test_both_engines_draw_the_same_of_the_same_pictures_before_and_after_a_push
     assert_the_same(before)
     for served in (one.sglang, one.transformers):
         with contextlib.closing(served.sync()) as sync:
-            report = sync.push("1")
+            report = sync.update_weights("1")
             assert report.verified == report.tensors == len(FileExporter(served.new).tensors)
     after = one.draw()
     assert_the_same(after)
@@ -125,7 +125,7 @@ def test_a_tower_alone_changes_what_is_drawn_of_pictures_alone(both: dict[str, B
     }
     cfg = SyncConfig(verify="checksum", timeout_s=60.0)
     with contextlib.closing(WeightSync(exporter, one.engine.urls, cfg, one.tensor, access=one.engine.access)) as sync:
-        sync.push("1")
+        sync.update_weights("1")
     after, _ = both[family].draw()
     one.load(one.old)
     for a, b in zip(before, after, strict=True):

@@ -19,7 +19,7 @@ from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
 from mrl import cli
 from mrl.config.loader import ConfigError, load
 from mrl.core import Prompt, Request, Sample
-from mrl.reward.calls import Call
+from mrl.reward.score_requests import ScoreRequest
 from mrl.trainers.rl.reward_scores import to_score
 from tests import zygote
 from tests.test_resume import Runs, assert_the_same, results, train
@@ -299,7 +299,8 @@ def test_what_models_and_servers_of_text_alone_are_told_of_a_picture() -> None:
                   picture_row=9)  # fmt: skip
     one, plain = sample(seen, IMAGE, 8), sample(Prompt(0, (5, 6), {}), IMAGE)
     assert (
-        Call("", "", {}, sample=one).token_ids == [5, START, IMAGE, END, IMAGE, 8] and Call("", "", {}).token_ids == []
+        ScoreRequest("", "", {}, sample=one).token_ids == [5, START, IMAGE, END, IMAGE, 8]
+        and ScoreRequest("", "", {}).token_ids == []
     )
     assert to_score([one], sees=False).texts.tokens.tolist() == [5, START, IMAGE, END, IMAGE, 8]
     texts = to_score([one], sees=True).texts

@@ -27,12 +27,12 @@ from mrl.config.schema import AnyConfig, SFTConfig  # noqa: E402
 from mrl.core import StepStats  # noqa: E402
 from mrl.observe import Recorder, append_jsonl, read_metrics, trackers, write_report  # noqa: E402
 from mrl.observe.progress import THREE_DIGITS, number  # noqa: E402
-from mrl.observe.sender import Outcome, Remote, TrackedStep  # noqa: E402
+from mrl.observe.remote_tracker import Outcome, RemoteTracker, TrackedStep  # noqa: E402
 from mrl.plan import picture  # noqa: E402
 from mrl.plan.chips import CHIPS, Assumptions, Cluster, chip_named  # noqa: E402
 from mrl.plan.forecast import PHASES, Samples, forecast  # noqa: E402
-from mrl.plan.places import Places  # noqa: E402
-from mrl.plan.plan import Plan, machine_of, make, read_shapes  # noqa: E402
+from mrl.plan.placement import Placement  # noqa: E402
+from mrl.plan.plan import Plan, machine_of, make_plan, read_shapes  # noqa: E402
 from mrl.plan.workload import models_of  # noqa: E402
 from mrl.rollout.load import Load, Meter  # noqa: E402
 from mrl.trainers import sft  # noqa: E402
@@ -72,7 +72,7 @@ def ppo() -> Plan:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
         cfg = load("yaml_configs/ppo_llama70b_64gpu.yaml", planned=lambda cfg: machine_of(cfg, None, 8))
-        return make(cfg, Cluster(CHIPS["h100-80g"], 64), read_shapes(cfg), Assumptions())
+        return make_plan(cfg, Cluster(CHIPS["h100-80g"], 64), read_shapes(cfg), Assumptions())
 
 
 ALL = ("rollout", "experience", "update", "sync")
@@ -123,9 +123,9 @@ def test_engines_are_drawn_where_they_are(ppo: Plan) -> None:
     cfg = ppo.cfg.model_copy(update={"rollout": ppo.cfg.engines()[0].model_copy(update=keys)})  # type: ignore[index]
     archs = {name: model.arch for name, model in ppo.work.models.items()}
     models = {model.name: model for model in models_of(cfg, archs, 64, on_gpu=True, fused=True)}
-    gpus = Places.of(cfg, models, Machine(64, 8, gpus=8, joined=True))
+    gpus = Placement.of(cfg, models, Machine(64, 8, gpus=8, joined=True))
     assert {rank: engine for rank, engine in gpus.engine_of.items() if rank < 16} == {0: 0, 1: 0, 8: 1, 9: 1}
-    cpus = Places.of(cfg, models, Machine(64, 8, gpus=0, joined=True))
+    cpus = Placement.of(cfg, models, Machine(64, 8, gpus=0, joined=True))
     assert not cpus.engine_of and cpus.beside[7] == (7,) and cpus.data()["engines_beside"]["1"] == [1]
     for places in (gpus, cpus):
         words = list(ElementTree.fromstring(picture.draw(places)).itertext())
@@ -168,7 +168,7 @@ def test_each_step_says_what_it_was_beside_the_plan(
     assert "rank 0" in (tmp_path / "runs/run/ranks.svg").read_text()
 
 
-class Elsewhere(Remote):
+class Elsewhere(RemoteTracker):
     """A tracker that remembers which runs were opened."""
 
     package: ClassVar[str] = "json"
@@ -206,7 +206,7 @@ def test_without_a_gpu_nothing_is_made_up_and_a_checkpoint_knows_the_tracker_s_r
     assert not [name for row in rows for name in row if name.startswith("time/checkpoint_")]
 
     (run_dir / "trackers/wandb.json").unlink()  # the checkpoint alone knows it now
-    monkeypatch.setattr(beside, "make", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(beside, "make_plan", lambda *_, **__: 1 / 0)
     monkeypatch.setattr(platform, "gpu_names", lambda: [H100])
     sft.main(sft_config(tmp_path, tiny_models("llama"), steps=3, trackers=("wandb",)))
     assert Elsewhere.opened == [None, "run-7"] and Elsewhere.steps == [1, 2, 1, 2, 3]
@@ -237,7 +237,7 @@ RENEWED = {
 def profiled(monkeypatch: pytest.MonkeyPatch, file: Path, *words: str) -> AnyConfig:
     """The configuration that `mrl profile` has started."""
     started: list[AnyConfig] = []
-    monkeypatch.setattr("mrl.commands.world.start", lambda cfg, *_: started.append(cfg) or 0)
+    monkeypatch.setattr("mrl.commands.world.start_local", lambda cfg, *_: started.append(cfg) or 0)
     assert main(["profile", str(file), *words]) == 0
     return started[0]
 

@@ -19,9 +19,9 @@ from mrl.weights.disk.mxfp4 import unpacked
 from mrl.weights.disk.safetensors_io import HFCheckpoint
 from mrl.weights.disk.unused import unused_tensors
 from mrl.weights.errors import WeightError
-from mrl.weights.kinds import to_megatron
 from mrl.weights.meta import TensorMeta  # noqa: E402
 from mrl.weights.model.export import plan_files, save_hf
+from mrl.weights.parameter_layout import to_megatron
 from tests.conftest import TinyModels
 from tests.full_disk import full_disk
 
@@ -209,9 +209,9 @@ def test_a_slice_has_a_name_of_its_own(tmp_path: Path) -> None:
     with HFCheckpoint(write_indexed(tmp_path)) as checkpoint:
         assert "a[1]" in checkpoint and "c[1]" not in checkpoint
         assert torch.equal(checkpoint.source("a[1]", (3, 4))[1:], A[1, 1:])
-        assert checkpoint.place("a[1]", (3, 4))[1] - checkpoint.place("a[0]", (3, 4))[1] == A[0].nbytes  # type: ignore[index]
+        assert checkpoint.locate("a[1]", (3, 4))[1] - checkpoint.locate("a[0]", (3, 4))[1] == A[0].nbytes  # type: ignore[index]
         for wrong, shape in (("a[2]", (3, 4)), ("a[1]", (4, 3))):
-            for ask in (checkpoint.source, checkpoint.place):
+            for ask in (checkpoint.source, checkpoint.locate):
                 with pytest.raises(WeightError, match=r"one.safetensors: a has shape \[2, 3, 4\].*of them"):
                     ask(wrong, shape)
 
@@ -234,7 +234,7 @@ def test_numbers_of_four_bits_are_those_of_the_format(tmp_path: Path) -> None:
     both = {"x_blocks": blocks[None].repeat(2, 1, 1, 1), "x_scales": scales.flip(0)[None].repeat(2, 1, 1)}
     save_file(both, tmp_path / "model.safetensors")
     with HFCheckpoint(tmp_path) as checkpoint:
-        assert "x[1]" in checkpoint and checkpoint.place("x[1]", (8192, 16)) is None
+        assert "x[1]" in checkpoint and checkpoint.locate("x[1]", (8192, 16)) is None
         assert torch.equal(checkpoint.source("x[1]", (8192, 16))[32:320], unpacked(blocks, scales).t()[32:320])
         with pytest.raises(WeightError, match=r"x_blocks has \(8192, 16\) each, and config.json requires \(16, 8192\)"):
             checkpoint.source("x[1]", (16, 8192))

@@ -18,7 +18,7 @@ from mrl.families.stacks import stored_name
 from mrl.families.table import weight_table
 from mrl.models.naming import global_name
 from mrl.weights.disk.safetensors_io import HFCheckpoint
-from mrl.weights.kinds import to_hf, to_megatron
+from mrl.weights.parameter_layout import to_hf, to_megatron
 
 PADDED_VOCAB = 352  # 320 in the files; at TP4 the last shard is part padding
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from mrl.agents.calls import Call
+from mrl.agents.tool_call_parsers import ToolCall
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -34,7 +34,7 @@ class Text(NamedTuple):
 
     parser: str
     text: str
-    calls: tuple[Call, ...]
+    calls: tuple[ToolCall, ...]
     error: str = ""
     same: bool = True
 
@@ -78,11 +78,11 @@ def harmony(to: str, arguments: str) -> str:
     return f"<|start|>assistant<|channel|>commentary to={to} <|constrain|>json<|message|>{arguments}<|call|>"
 
 
-def run(**arguments: Any) -> Call:
-    return Call("run", arguments)
+def run(**arguments: Any) -> ToolCall:
+    return ToolCall("run", arguments)
 
 
-LOOK, NONE = Call("look"), ()
+LOOK, NONE = ToolCall("look"), ()
 TEXTS = [
     Text("hermes", "2 + 2 is 4", NONE),
     Text("hermes", "a " + hermes('{"name": "run", "arguments": {"n": 1}}') + " b", (run(n=1),)),
@@ -114,7 +114,7 @@ TEXTS = [
     Text("hermes", hermes('{"name": "run", "arguments": {"code": "\\ud83d"}}'), NONE, "half of a character", False),
     Text("hermes", hermes('{"name": "look"} and more'), NONE, "expected </tool_call>, found 'and more"),
     Text("hermes", hermes('{"name": "look", "parameters": {"a": 1}}'), NONE, "not 'parameters'", False),
-    Text("hermes", hermes('{"name": "other"}'), (Call("other"),), same=False),
+    Text("hermes", hermes('{"name": "other"}'), (ToolCall("other"),), same=False),
     Text("hermes", '<tool_call>{"name": "look"}', NONE, "expected </tool_call>, found the end of the turn", False),
     Text("hermes", '{"name": "look"}</tool_call>', NONE, "stands outside of a call"),
     Text("hermes", hermes('{"name": 3}'), NONE, '"name" must be'),

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.copies import Order, live
-from mrl.launcher.nursery import Nursery, serve
+from mrl.launcher.fork_server import ForkServer, serve
 
 ROOT = Path(__file__).parent.parent
 MARK = "MRL_TEST_RUN"  # in the environment of a program and of all that it starts: 32 characters
@@ -38,11 +38,11 @@ _READ_BY_IMPORTS = (
 _ROOM = 1024  # bytes for a command line
 
 
-class Zygote(Nursery):
+class Zygote(ForkServer):
     """module: what it imports, with `environment`."""
 
     def __init__(self, module: str, environment: Mapping[str, str]) -> None:
-        self._line, theirs = socket.socketpair()
+        self._connection, theirs = socket.socketpair()
         self._is_ready = False
         self.environment = environment
         self._process = subprocess.Popen(

@@ -22,11 +22,11 @@ import torch  # noqa: E402
 
 from mrl.config.loader import load  # noqa: E402
 from mrl.plan.chips import CHIPS, DEFAULT, GIB, Assumptions, Cluster  # noqa: E402
-from mrl.plan.plan import machine_of, make, read_shapes  # noqa: E402
+from mrl.plan.plan import machine_of, make_plan, read_shapes  # noqa: E402
 from tests.plan_measured import HEADED, LAYOUTS, Case, TinyModels, padded_as_on_gpus, saved_activations, state_bytes  # noqa: E402
 from tests.tiny import make_tiny  # noqa: E402
 
-from mrl.plan.dry_run import kinds  # noqa: E402 isort:skip (after megatron's adaptations)
+from mrl.plan.dry_run import rank_kinds  # noqa: E402 isort:skip (after megatron's adaptations)
 
 PAGE = ROOT / "docs" / "benchmarks" / "planning.md"
 BEGIN, END = "<!-- by tools/plan_table.py -->", "<!-- end of tools/plan_table.py -->"
@@ -78,8 +78,8 @@ def ranks() -> Table:
         cfg = load(f"yaml_configs/{name}.yaml", planned=machine_of)
         machine = machine_of(cfg)
         cluster = Cluster(CHIPS[DEFAULT], machine.world_size, machine.local_world_size)
-        for model in make(cfg, cluster, read_shapes(cfg), Assumptions()).work.models.values():
-            for kind in kinds(model):
+        for model in make_plan(cfg, cluster, read_shapes(cfg), Assumptions()).work.models.values():
+            for kind in rank_kinds(model):
                 held = kind.built.held
                 row = [name, model.name, f"{kind.stage}", f"{len(kind.ranks)}", f"{held.weights}", f"{held.buffer}"]
                 gib = held.gradient_bytes() / GIB, held.optimizer_bytes(model.dtype) / GIB

@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 from mrl.observe import read_metrics  # noqa: E402
 from mrl.resilience import EXIT_PREEMPTED  # noqa: E402
-from mrl.resilience.protocol import MARKER, read_places  # noqa: E402
+from mrl.resilience.protocol import MARKER, read_statuses  # noqa: E402
 from tests.tiny import make_tiny  # noqa: E402
 from tests.train_tools import write_config  # noqa: E402
 from tools.bench import record  # noqa: E402
@@ -128,12 +128,12 @@ def is_engine(process: psutil.Process, logs: Path) -> bool:
 
 def hit(logs: Path, name: str, draw: random.Random) -> bool:
     """Whether there was somebody to hit."""
-    places = read_places(logs, RANKS)
+    statuses = read_statuses(logs, RANKS)
     try:
         if name == "engine killed":
             next(filter(lambda one: is_engine(one, logs), psutil.process_iter())).kill()
         else:
-            victim = draw.choice(places).pid
+            victim = draw.choice(statuses).pid
             os.kill(victim, signal.SIGKILL if name == "rank killed" else signal.SIGSTOP)
     except (IndexError, StopIteration, ProcessLookupError, psutil.NoSuchProcess):
         return False

@@ -38,7 +38,7 @@ class BadChat(ValueError):
 
 
 @dataclass(frozen=True)
-class Chat:
+class ChatRequest:
     """Parsed request. messages: normalised; has_stream: stream the answer as events; with_usage: including token
     counts
     """
@@ -54,7 +54,7 @@ class Chat:
         return {"messages": self.messages, "tools": self.tools}
 
 
-def read(body: Any) -> Chat:
+def parse_request(body: Any) -> ChatRequest:
     """Parses a request body. Raises BadChat, which names the field and the problem."""
     if not isinstance(body, dict):
         raise BadChat("the body must be a JSON object")
@@ -63,7 +63,7 @@ def read(body: Any) -> Chat:
         raise BadChat(f"messages must be a list of 1 to {MAX_MESSAGES} messages", "messages")
     _refuse(body)
     stream = body.get("stream_options")
-    return Chat(
+    return ChatRequest(
         [_message(each, f"messages[{i}]") for i, each in enumerate(messages)],
         _tools(body) if body.get("tool_choice") != "none" else [],
         bool(body.get("stream")),
@@ -162,7 +162,7 @@ def _call(call: Any, where: str) -> Message:
     }
 
 
-def sent(message: Message) -> Message:
+def openai_message(message: Message) -> Message:
     """Returns a message in the form of OpenAI's API: arguments of calls are text."""
     if "tool_calls" not in message:
         return message
@@ -175,13 +175,18 @@ def sent(message: Message) -> Message:
 
 def completion(number: int, message: Message, finish: str, tokens: list[int]) -> Message:
     """Returns the answer as one object. number: of the turn; tokens: number in the prompt, and in the answer."""
-    choice = {"index": 0, "message": sent(message), "finish_reason": _finish(message, finish), "logprobs": None}
+    choice = {
+        "index": 0,
+        "message": openai_message(message),
+        "finish_reason": _finish(message, finish),
+        "logprobs": None,
+    }
     return {**_head(number, "chat.completion"), "choices": [choice], "usage": _usage(tokens)}
 
 
 def events(number: int, message: Message, finish: str, tokens: list[int], with_usage: bool) -> Iterator[str]:
     """Yields the data of the answer's events."""
-    head, delta = _head(number, "chat.completion.chunk"), sent(message)
+    head, delta = _head(number, "chat.completion.chunk"), openai_message(message)
     if "tool_calls" in delta:
         delta = {**delta, "tool_calls": [{"index": i, **call} for i, call in enumerate(delta["tool_calls"])]}
     yield strict_json.dumps({**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]})

@@ -15,23 +15,23 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mrl import strict_json, user_functions
-from mrl.agents.calls import Call, Found, Parser
-from mrl.agents.declared import Tool
+from mrl.agents.argument_types import Tool
 from mrl.agents.endpoint import Endpoint
+from mrl.agents.tool_call_parsers import ParsedCalls, Parser, ToolCall
 
 if TYPE_CHECKING:
-    from mrl.reward.sandbox import Ended
+    from mrl.reward.sandbox import ProgramResult
 
 Message = dict[str, Any]  # of a chat: "role", "content", and what else the chat template knows
-Words = str | list[Message]  # text where there is no chat template
+Observation = str | list[Message]  # text where there is no chat template
 Ask = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 Program = Callable[["Context", str], Awaitable[Any]]
 
 
-MAX_OVERS = 32  # number of Over errors before a program is ended
+MAX_IGNORED = 32  # number of NoTurnsLeft errors before a program is ended
 
 
-class Over(Exception):
+class NoTurnsLeft(Exception):
     """Raised if the model has no turn left: agent.max_turns or agent.max_tokens is reached, or its last turn was
     truncated. A program that does not catch it ends with its rewards so far; so does one that catches it and keeps
     asking for turns.
@@ -50,7 +50,7 @@ class Turn:
     ids: tuple[int, ...]
     finish: str
     number: int
-    calls: tuple[Call, ...] = ()
+    calls: tuple[ToolCall, ...] = ()
     call_error: str = ""
 
 
@@ -76,7 +76,7 @@ class Context:
         max_bytes: float = math.inf,
     ) -> None:
         self.tools, self.ended = tools, asyncio.Event()
-        self._max_bytes, self._said_bytes, self._overs, self.why_over = max_bytes, 0, 0, ""
+        self._max_bytes, self._said_bytes, self._ignored, self.why_over = max_bytes, 0, 0, ""
         self._asked: asyncio.Future[dict[str, Any]] | None = None  # a turn not yet received
         self._is_waiting = False
         self._parser, self._limits = parser, dict(limits or {})
@@ -87,8 +87,8 @@ class Context:
     async def generate(self) -> Turn:
         """Returns the model's next turn, after everything that was said to it.
 
-        Raises Over if there is none, RuntimeError with agent.endpoint or if another call of this trajectory waits for
-        its turn. A cancelled call, as by asyncio.wait_for, is not lost: the next call returns its turn.
+        Raises NoTurnsLeft if there is none, RuntimeError with agent.endpoint or if another call of this trajectory
+        waits for its turn. A cancelled call, as by asyncio.wait_for, is not lost: the next call returns its turn.
         """
         if self.endpoint is not None:
             raise RuntimeError("ctx.generate() does not work with agent.endpoint: request turns at ctx.endpoint")
@@ -97,11 +97,11 @@ class Context:
         if self._said_bytes > self._max_bytes:
             self.why_over = f"{self._said_bytes} bytes of messages, more than agent.max_tokens can hold"
         if self.why_over:
-            self._overs += 1
-            if self._overs > MAX_OVERS:
+            self._ignored += 1
+            if self._ignored > MAX_IGNORED:
                 self.ended.set()
                 await asyncio.Event().wait()  # until the worker cancels the program
-            raise Over(self.why_over)
+            raise NoTurnsLeft(self.why_over)
         if self._asked is None:
             said, self._said, self._said_bytes = self._said, [], 0
             self._asked = asyncio.ensure_future(self._ask({"say": said}))
@@ -113,12 +113,12 @@ class Context:
         self._asked = None
         if "over" in answer:
             self.why_over = answer["over"]
-            raise Over(self.why_over)
-        found = found_in(answer, self._parser, self.tools)
+            raise NoTurnsLeft(self.why_over)
+        found = parse_calls(answer, self._parser, self.tools)
         calls, error = (found.calls, found.error) if found is not None else ((), "")
         return Turn(answer["text"], tuple(answer["ids"]), answer["finish"], answer["number"], calls, error)
 
-    async def sandbox(self, code: str, stdin: str = "") -> Ended:
+    async def sandbox(self, code: str, stdin: str = "") -> ProgramResult:
         """Runs a Python program in a sandbox as agent.sandbox says, and returns its result (`how`, `ok`, `stdout`,
         `stderr`); other trajectories continue meanwhile. A failure of the program is not an error; raises
         SandboxError if it cannot be sandboxed.
@@ -129,7 +129,7 @@ class Context:
         isolation = limits.pop("isolation")
         return await asyncio.to_thread(run_python, code, stdin, limits=Limits(**limits), isolation=isolation)
 
-    def say(self, words: Words) -> None:
+    def say(self, words: Observation) -> None:
         """Adds text for the model before its next turn, which is not trained on: messages, such as [{"role": "user",
         "content": "lower"}], or text if data.chat_template is false. Raises ValueError for an unpaired surrogate,
         which no tokenizer accepts, and for NaN and infinities, which JSON does not allow.
@@ -153,7 +153,7 @@ class Context:
         return value
 
 
-def found_in(turn: Mapping[str, Any], parser: Parser | None, tools: Sequence[Tool]) -> Found | None:
+def parse_calls(turn: Mapping[str, Any], parser: Parser | None, tools: Sequence[Tool]) -> ParsedCalls | None:
     """Returns the parser's result for a turn; None without a parser and for a truncated turn."""
     if parser is None or turn["finish"] != "stop":
         return None
@@ -166,12 +166,12 @@ def load_program(spec: str, has_endpoint: bool = False) -> Program:
     """
     found = user_functions.find(spec, "agent.rollout")
     if has_endpoint:
-        return _of_harness(found, spec)
+        return _harness_program(found, spec)
     if inspect.isclass(found):
         lacking = [name for name in ("reset", "step") if not callable(getattr(found, name, None))]
         if lacking:
             raise user_functions.FunctionError(f"agent.rollout {spec!r}: the class has no {' and no '.join(lacking)}")
-        return _of_environment(found)
+        return _environment_program(found)
     if not inspect.iscoroutinefunction(found):
         raise user_functions.FunctionError(
             f"agent.rollout {spec!r} is neither `async def rollout(ctx, prompt)` nor a class with reset and step"
@@ -179,7 +179,7 @@ def load_program(spec: str, has_endpoint: bool = False) -> Program:
     return found
 
 
-def _of_harness(found: Any, spec: str) -> Program:
+def _harness_program(found: Any, spec: str) -> Program:
     if inspect.iscoroutinefunction(found):
         return found
     if not inspect.isfunction(found):
@@ -218,7 +218,7 @@ async def _in_a_thread(found: Callable[[Context, str], Any], ctx: Context, promp
     return await ended
 
 
-def _of_environment(kind: type[Any]) -> Program:
+def _environment_program(kind: type[Any]) -> Program:
     """Returns the program of a class: reset(row, rng) begins, and may return text after the prompt; step(turn) returns
     (text, reward, done); close(), if there is one, ends.
     """

@@ -23,12 +23,12 @@ from mrl.agents.chat import BadChat, Message
 
 HOST = "127.0.0.1"
 MAX_REFUSALS = 32  # of one trajectory; later requests are not forwarded, and agent.step_timeout_s ends it
-MAX_STRANGERS = 1000  # connections that have not shown a valid key; one more ends the oldest of them
+MAX_UNAUTHENTICATED = 1000  # connections that have not shown a valid key; one more ends the oldest of them
 MAX_HEAD_BYTES = 16 << 10  # of a request before its body: all that is read without a valid key
 HEAD_S = 10.0  # until a new connection has sent the head of its first request
 IDLE_S = 60.0  # until a connection with a key sends its next request, the whole body, or takes an answer
 MAX_BODY_BYTES = 64 << 20
-AT_A_TIME = 16
+ACCEPT_BATCH = 16
 BACKLOG = 1024  # connections that the kernel keeps until they are accepted
 CHAT, MODELS = "/v1/chat/completions", "/v1/models"
 
@@ -131,19 +131,20 @@ def _ended() -> BadChat:
     return BadChat("the trajectory of this key has ended", status=401, code="invalid_api_key")
 
 
-class Door:
+class EndpointServer:
     """HTTP server of the endpoint, in a thread with its own event loop: programs may block the worker's loop.
 
     A connection is unauthenticated until it has sent the key of a running trajectory. Unauthenticated connections share
-    MAX_STRANGERS slots; each sends at most MAX_HEAD_BYTES within HEAD_S, and only the head of its request is read.
+    MAX_UNAUTHENTICATED slots; each sends at most MAX_HEAD_BYTES within HEAD_S, and only the head of its request is
+    read.
     """
 
     def __init__(self) -> None:
         self._sessions: dict[bytes, Session] = {}
-        self._strangers: dict[asyncio.StreamWriter, None] = {}  # the oldest first
+        self._unauthenticated: dict[asyncio.StreamWriter, None] = {}  # the oldest first
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-        self._most = MAX_STRANGERS if most == resource.RLIM_INFINITY else min(MAX_STRANGERS, most // 4)
+        self._most = MAX_UNAUTHENTICATED if most == resource.RLIM_INFINITY else min(MAX_UNAUTHENTICATED, most // 4)
         for name in ("no_proxy", "NO_PROXY"):  # clients must not use a proxy for this address
             os.environ[name] = ",".join(filter(None, (os.environ.get(name), HOST)))
         listening = socket.create_server((HOST, 0), backlog=BACKLOG)
@@ -156,22 +157,24 @@ class Door:
         self._sessions[_digest(key)] = session
         return Endpoint(f"http://{HOST}:{self._port}/v1", key)
 
-    def shut(self, endpoint: Endpoint) -> None:
+    def revoke(self, endpoint: Endpoint) -> None:
         """Revokes the endpoint's key."""
         if (session := self._sessions.pop(_digest(endpoint.key), None)) is not None:
             session.close()
 
     async def _serve(self, listening: socket.socket) -> None:
         # asyncio accepts `backlog` connections at a time: few, so that each is read before a flood makes it the oldest
-        server = await asyncio.start_server(self._connection, sock=listening, limit=MAX_HEAD_BYTES, backlog=AT_A_TIME)
+        server = await asyncio.start_server(
+            self._connection, sock=listening, limit=MAX_HEAD_BYTES, backlog=ACCEPT_BATCH
+        )
         listening.listen(BACKLOG)
         await server.serve_forever()
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._strangers[writer] = None
-        if len(self._strangers) > self._most:
-            oldest = next(iter(self._strangers))
-            del self._strangers[oldest]
+        self._unauthenticated[writer] = None
+        if len(self._unauthenticated) > self._most:
+            oldest = next(iter(self._unauthenticated))
+            del self._unauthenticated[oldest]
             oldest.transport.abort()
         try:
             while await self._request(reader, writer):
@@ -179,12 +182,12 @@ class Door:
         except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, TimeoutError):
             pass  # broken or slow connections are the client's problem
         finally:
-            self._strangers.pop(writer, None)
+            self._unauthenticated.pop(writer, None)
             writer.close()
 
     async def _request(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Answers one request; returns True if the connection stays open."""
-        limit_s = HEAD_S if writer in self._strangers else IDLE_S
+        limit_s = HEAD_S if writer in self._unauthenticated else IDLE_S
         head = (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), limit_s)).decode("latin-1")
         first, *lines = head.strip().split("\r\n")
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
@@ -197,7 +200,7 @@ class Door:
                 raise BadChat(
                     "the key belongs to no running trajectory: use ctx.endpoint.key", status=401, code="invalid_api_key"
                 )
-            self._strangers.pop(writer, None)
+            self._unauthenticated.pop(writer, None)
             body = await _body(reader, writer, headers) if method == "POST" else b""
             route = method, path.partition("?")[0]
             if route == ("GET", MODELS):
@@ -218,7 +221,7 @@ class Door:
         self, session: Session, body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, stays: bool
     ) -> bool:
         try:
-            asked = chat.read(strict_json.loads(body))
+            asked = chat.parse_request(strict_json.loads(body))
         except BadChat:
             raise
         except ValueError as error:

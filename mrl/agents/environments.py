@@ -1,9 +1,9 @@
 """Adapters of other environments to classes for `agent.rollout`: Gymnasium's, and OpenEnv's over HTTP. Standard library
 only.
 
-    from mrl.agents.environments import of_gymnasium
+    from mrl.agents.environments import from_gymnasium
 
-    Lake = of_gymnasium(lambda row: gymnasium.make("FrozenLake-v1"), act=lambda turn: "<v>^".index(turn.text))
+    Lake = from_gymnasium(lambda row: gymnasium.make("FrozenLake-v1"), act=lambda turn: "<v>^".index(turn.text))
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from mrl import strict_json
-from mrl.agents.context import Turn, Words
+from mrl.agents.context import Observation, Turn
 
 Act = Callable[[Turn], Any]
-Show = Callable[[Any], Words]
-Step = tuple[Words, float, bool]
+Show = Callable[[Any], Observation]
+Step = tuple[Observation, float, bool]
 HTTP_S = 600.0  # of one request; agent.step_timeout_s ends what takes longer
 MAX_ANSWER_BYTES = 64 << 20
 
@@ -42,7 +42,7 @@ class Gymnasium(Protocol):
     def close(self) -> None: ...
 
 
-def of_gymnasium(
+def from_gymnasium(
     make: Callable[[dict[str, Any]], Gymnasium], act: Act, show: Show = str, options: str | None = None
 ) -> type[Any]:
     """Returns a class for `agent.rollout`.
@@ -55,7 +55,7 @@ def of_gymnasium(
     """
 
     class Environment:
-        def reset(self, row: dict[str, Any], rng: random.Random) -> Words:
+        def reset(self, row: dict[str, Any], rng: random.Random) -> Observation:
             self.inner = make(row)
             given = row.get(options) if options is not None else None
             observation, _ = self.inner.reset(seed=rng.getrandbits(31), options=given)
@@ -78,15 +78,15 @@ def of_gymnasium(
     return Environment
 
 
-def of_openenv(url: str | Callable[[dict[str, Any]], str], act: Act, show: Show = strict_json.dumps) -> type[Any]:
+def from_openenv(url: str | Callable[[dict[str, Any]], str], act: Act, show: Show = strict_json.dumps) -> type[Any]:
     """Returns a class for `agent.rollout` that uses an OpenEnv server: POST /reset and /step, GET /state.
 
     url: of the server, or a function of the row. A server with a single episode serves one trajectory at a time; its
-    state reveals a second one. act: returns the action's fields; otherwise as in `of_gymnasium`
+    state reveals a second one. act: returns the action's fields; otherwise as in `from_gymnasium`
     """
 
     class Environment:
-        async def reset(self, row: dict[str, Any], rng: random.Random) -> Words:
+        async def reset(self, row: dict[str, Any], rng: random.Random) -> Observation:
             self.url = url if isinstance(url, str) else url(row)
             asked = str(uuid.UUID(int=rng.getrandbits(128)))
             told = await self.ask("POST", "/reset", {"seed": rng.getrandbits(31), "episode_id": asked})
@@ -118,7 +118,7 @@ def of_openenv(url: str | Callable[[dict[str, Any]], str], act: Act, show: Show 
     return Environment
 
 
-def _told(error: str, like: Words) -> Words:
+def _told(error: str, like: Observation) -> Observation:
     """Returns the reason why a turn was not an action, in the form of an observation."""
     return error if isinstance(like, str) else [{**like[-1], "content": error}]
 

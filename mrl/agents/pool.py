@@ -80,7 +80,7 @@ class Worker:
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
-class Pool:
+class AgentWorkerPool:
     """Worker pool: trajectory number n runs in process n % workers. For one thread at a time.
 
     setup: of each process; step_timeout_s: longest step of an environment between two turns

@@ -26,7 +26,7 @@ TURN_STREAM, CHAT_STREAM = 1 << 45, 1 << 47  # keep the seeds of later turns and
 
 
 @dataclass
-class Line:
+class TokenSequence:
     """One token sequence. prompt: its first tokens, which are not trained on; ids: the following tokens; drawn: action
     mask of `ids`; log_probs, rewards, versions: of generated tokens; experts: as in `Sample`, of all tokens but the
     last, if requested
@@ -47,12 +47,12 @@ class Line:
     def all_ids(self) -> tuple[int, ...]:
         return (*self.prompt, *self.ids)
 
-    def hear(self, ids: Sequence[int]) -> None:
+    def append_context(self, ids: Sequence[int]) -> None:
         """Appends tokens that are not trained on."""
         self.ids += ids
         self.drawn += [False] * len(ids)
 
-    def take(self, turn: Sample) -> None:
+    def append_turn(self, turn: Sample) -> None:
         """Appends a turn of the model."""
         ids = turn.response_ids.tolist()
         self.ids += ids
@@ -65,26 +65,26 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Node:
+class ChatState:
     """State of a chat: all messages up to an answer, which is the last of `messages`, as the first `length` tokens of a
-    line. last: the last token; is_whole: the answer was not truncated
+    sequence. last: the last token; is_whole: the answer was not truncated
     """
 
     messages: list[Message]
     tools: list[Message]
-    line: Line
+    sequence: TokenSequence
     length: int
     last: int
     is_whole: bool
 
 
 @dataclass(frozen=True)
-class Next:
-    """Position of the next turn: after the tokens `said` of `words`, at the end of a line (the trajectory's, or a new
-    one). chat: the messages and tools of its request
+class TurnPosition:
+    """Position of the next turn: after the tokens `said` of `words`, at the end of a sequence (the trajectory's, or a
+    new one). chat: the messages and tools of its request
     """
 
-    line: Line
+    sequence: TokenSequence
     said: Sequence[int]
     words: Sequence[Any] = ()
     chat: Message | None = None
@@ -97,14 +97,14 @@ class Trajectory:
     request: Request
     faults: int = 0
     ends_at: float = math.inf
-    lines: list[Line] = field(default_factory=list)
+    sequences: list[TokenSequence] = field(default_factory=list)
     turns: list[Sample] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
-    nodes: list[Node] = field(default_factory=list)
-    next: Next | None = None
+    chat_states: list[ChatState] = field(default_factory=list)
+    next: TurnPosition | None = None
     asked: dict[int, int] = field(default_factory=dict)  # number of chats after the same tokens
-    offered: tuple[Next, Sample] | None = None  # an answer of a chat that may not have arrived
-    _last: Line | None = None  # line of the last turn
+    offered: tuple[TurnPosition, Sample] | None = None  # an answer of a chat that may not have arrived
+    _last: TokenSequence | None = None  # sequence of the last turn
 
     @property
     def name(self) -> str:
@@ -121,8 +121,8 @@ class Trajectory:
     def next_request(self) -> Request:
         """Returns the request for the turn at `next`."""
         assert self.next is not None
-        prompt, line = self.request.prompt, self.next.line
-        ids, known = (*line.all_ids, *self.next.said), 0 if line.experts is None else len(line.experts)
+        prompt, sequence = self.request.prompt, self.next.sequence
+        ids, known = (*sequence.all_ids, *self.next.said), 0 if sequence.experts is None else len(sequence.experts)
         return replace(self.request, prompt=Prompt(prompt.index, ids, {}), seed=self._seed(ids), experts_from=known)
 
     def _seed(self, ids: Sequence[int]) -> int:
@@ -146,15 +146,15 @@ class Trajectory:
         told = {"text": text, "shown": shown, "ids": ids, "finish": turn.finish_reason}
         return {"turn": {**told, "number": len(self.turns) - 1}}
 
-    def _add(self, after: Next, turn: Sample, message: Message) -> None:
+    def _add(self, after: TurnPosition, turn: Sample, message: Message) -> None:
         self.messages += [*map(_written, after.words), message]
-        line = after.line
-        if all(line is not each for each in self.lines):
-            self.lines.append(line)
-        line.hear(after.said)
-        line.take(turn)
+        sequence = after.sequence
+        if all(sequence is not each for each in self.sequences):
+            self.sequences.append(sequence)
+        sequence.append_context(after.said)
+        sequence.append_turn(turn)
         self.turns.append(turn)
-        self._last = line
+        self._last = sequence
 
     def reward(self, value: float) -> None:
         """Adds a reward given after the last turn; rewards before the first turn count for the whole trajectory."""
@@ -163,32 +163,32 @@ class Trajectory:
 
     # ---- chats
 
-    def follow(self, chat: Message, suffix: Suffix) -> Next:
+    def follow(self, chat: Message, suffix: Suffix) -> TurnPosition:
         """Returns the position of a request's turn: after the longest earlier conversation that its messages extend,
         with the tokens of that, or else in a sequence of its own. Raises AgentError for messages that the template
         cannot render.
         """
         messages, tools = chat["messages"], chat["tools"]
         more = {"tools": tools} if tools else {}
-        known = [node for node in self.nodes if node.tools == tools and _begins(messages, node.messages)]
+        known = [state for state in self.chat_states if state.tools == tools and _begins(messages, state.messages)]
         if known:
-            node = max(known, key=lambda each: len(each.messages))
-            new = messages[len(node.messages) :]
+            state = max(known, key=lambda each: len(each.messages))
+            new = messages[len(state.messages) :]
             try:
-                said = suffix(new, node.last, more) if node.is_whole else None
+                said = suffix(new, state.last, more) if state.is_whole else None
             except AgentError:  # such as messages that another one has answered
                 said = None
             if said is not None:
-                if node.length == len(node.line):
-                    return Next(node.line, said, new, chat)
-                return Next(Line((*node.line.all_ids[: node.length], *said)), (), new, chat)
-        return Next(Line(tuple(suffix.whole(messages, more))), (), messages, chat)
+                if state.length == len(state.sequence):
+                    return TurnPosition(state.sequence, said, new, chat)
+                return TurnPosition(TokenSequence((*state.sequence.all_ids[: state.length], *said)), (), new, chat)
+        return TurnPosition(TokenSequence(tuple(suffix.whole(messages, more))), (), messages, chat)
 
     def offer(self, turn: Sample, text: str, shown: str | None = None) -> Message:
         """Returns the answer to a chat for the harness; the turn counts once the answer has arrived."""
         assert self.next is not None
         self.offered = self.next, turn
-        tokens = [len(self.next.line) + len(self.next.said), len(turn.response_ids)]
+        tokens = [len(self.next.sequence) + len(self.next.said), len(turn.response_ids)]
         return {"answer": {"text": text, "shown": shown, "finish": turn.finish_reason, "tokens": tokens}}
 
     def settle(self, message: Message | None) -> None:
@@ -201,28 +201,30 @@ class Trajectory:
         if message is None:
             return
         assert after.chat is not None
-        number = _digest((*after.line.all_ids, *after.said))
+        number = _digest((*after.sequence.all_ids, *after.said))
         self.asked[number] = self.asked.get(number, 0) + 1
         self._add(after, turn, message)
         whole = [*after.chat["messages"], message]
         end, is_whole = int(turn.response_ids[-1]), turn.finish_reason == "stop"
-        self.nodes.append(Node(whole, after.chat["tools"], after.line, len(after.line), end, is_whole))
+        self.chat_states.append(
+            ChatState(whole, after.chat["tools"], after.sequence, len(after.sequence), end, is_whole)
+        )
 
     # ---- the end
 
     def sample(self, scores: dict[str, float], by_turn: bool) -> Sample:
         """Returns the finished sample. scores: of the environment; by_turn: include the rewards of each turn"""
-        first, *others = self.lines
-        ids = [*first.ids, *(i for line in others for i in line.all_ids)]
-        drawn = [*first.drawn, *(d for line in others for d in ([False] * len(line.prompt) + line.drawn))]
-        versions = [each for line in self.lines for each in line.versions]
-        rewards = np.array([value for line in self.lines for value in line.rewards], dtype=np.float32)
-        experts = [whole(line.experts) for line in self.lines if line.experts is not None]
+        first, *others = self.sequences
+        ids = [*first.ids, *(i for sequence in others for i in sequence.all_ids)]
+        drawn = [*first.drawn, *(d for sequence in others for d in ([False] * len(sequence.prompt) + sequence.drawn))]
+        versions = [each for sequence in self.sequences for each in sequence.versions]
+        rewards = np.array([value for sequence in self.sequences for value in sequence.rewards], dtype=np.float32)
+        experts = [whole(sequence.experts) for sequence in self.sequences if sequence.experts is not None]
         texts = [m["content"] for m in self.messages if m["role"] == "assistant"]
         return Sample(
             replace(self.request, prompt=replace(self.request.prompt, token_ids=first.prompt)),
             np.array(ids),
-            np.array([value for line in self.lines for value in line.log_probs]),
+            np.array([value for sequence in self.sequences for value in sequence.log_probs]),
             self.turns[-1].finish_reason,
             self.turns[-1].weight_version,
             response_text=texts[-1] or "",
@@ -231,7 +233,7 @@ class Trajectory:
             experts=np.concatenate(experts) if experts else None,
             messages=self.messages,
             environment=scores,
-            sequence_lens=tuple(map(len, self.lines)) if others else (),
+            sequence_lens=tuple(map(len, self.sequences)) if others else (),
             rewards=rewards if by_turn else None,
         )
 

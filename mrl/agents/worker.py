@@ -25,10 +25,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from mrl import strict_json
-from mrl.agents.calls import Parser, load_parser
-from mrl.agents.context import Context, Over, Program, found_in, load_program, score_of
-from mrl.agents.declared import Tool
-from mrl.agents.endpoint import Door, Session
+from mrl.agents.argument_types import Tool
+from mrl.agents.context import Context, NoTurnsLeft, Program, load_program, parse_calls, score_of
+from mrl.agents.endpoint import EndpointServer, Session
+from mrl.agents.tool_call_parsers import Parser, load_parser
 from mrl.user_functions import FunctionError
 
 MAX_TRACEBACK_CHARS = 1 << 20  # the middle of a longer one, such as of an endless recursion, is left out
@@ -47,17 +47,22 @@ def main() -> None:
         _send(connection, {"load_error": str(error)})
         return
     _send(connection, {"ready": True})
-    door = Door() if setup["endpoint"] else None
-    asyncio.run(_Trajectories(connection, program, parser, door, setup).run())
+    server = EndpointServer() if setup["endpoint"] else None
+    asyncio.run(_Trajectories(connection, program, parser, server, setup).run())
 
 
 class _Trajectories:
     """All trajectories of this process, each a task of its event loop."""
 
     def __init__(
-        self, connection: Connection, program: Program, parser: Parser | None, door: Door | None, setup: dict[str, Any]
+        self,
+        connection: Connection,
+        program: Program,
+        parser: Parser | None,
+        server: EndpointServer | None,
+        setup: dict[str, Any],
     ) -> None:
-        self._connection, self._program, self._parser, self._door = connection, program, parser, door
+        self._connection, self._program, self._parser, self._server = connection, program, parser, server
         self._limits, self._answer_timeout_s = setup["sandbox"], setup["answer_timeout_s"]
         self._max_bytes = setup["max_bytes"]
         self._sending = threading.Lock()
@@ -112,15 +117,15 @@ class _Trajectories:
             self._say({"id": number, **question, "reward": ctx.take_reward(), "arrived": session.arrived})
 
         session = Session(ask_chat, self._message, self._answer_timeout_s, self._max_bytes)
-        endpoint = self._door.open(session) if self._door is not None else None
+        endpoint = self._server.open(session) if self._server is not None else None
         if endpoint is not None:
             self._sessions[number] = session
         ctx = Context(ask, row, seed, self._parser, self._limits, endpoint, tools, self._max_bytes)
         try:
             answer = await self._result(ctx, prompt, session)
         finally:
-            if self._door is not None and endpoint is not None:
-                self._door.shut(endpoint)
+            if self._server is not None and endpoint is not None:
+                self._server.revoke(endpoint)
                 self._sessions.pop(number, None)
             self._stop_waiting(number)
         self._tasks.pop(number, None)
@@ -130,7 +135,7 @@ class _Trajectories:
         try:
             try:
                 result = await self._until_ended(ctx, prompt)
-            except Over:
+            except NoTurnsLeft:
                 result = None
             except Exception:
                 if not session.why_over:  # a harness may fail in any way after it was told that
@@ -160,7 +165,7 @@ class _Trajectories:
 
     def _message(self, answer: dict[str, Any], number: int, tools: Sequence[Tool]) -> dict[str, Any]:
         """Returns a turn as the harness's message. An unreadable call stays text."""
-        found = found_in(answer, self._parser, tools)
+        found = parse_calls(answer, self._parser, tools)
         if found is None:
             return {"role": "assistant", "content": answer["text"]}
         if not found.calls:

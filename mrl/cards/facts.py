@@ -100,7 +100,7 @@ class Facts:
         """Collects the facts of the weights in `export`. digests, base_digests: of the weight files there and of the
         base.
 
-        Raises Unreadable if the run's metrics are malformed.
+        Raises UnreadableFile if the run's metrics are malformed.
         """
         found = {p: of for sources in dict(origin.state.get("data_contents", {})).values() for p, of in sources.items()}
         notes = read_data_notes(origin.run_dir)

@@ -1,22 +1,22 @@
 """Checkpoints of a run: atomic, and loadable under another layout."""
 
 from mrl.checkpoint.agreement import CheckpointError
-from mrl.checkpoint.directory import best_of, latest, name_best, of_step, read, reading, step_of
-from mrl.checkpoint.run import Part, load, load_kept
-from mrl.checkpoint.saver import Saver, Written
+from mrl.checkpoint.directory import best_of, hold_for_reading, latest, link_best, read, step_number, step_path
+from mrl.checkpoint.run import Checkpointable, load, load_samples
+from mrl.checkpoint.saver import SavedCheckpoint, Saver
 
 __all__ = [
     "CheckpointError",
-    "Part",
+    "Checkpointable",
     "Saver",
-    "Written",
+    "SavedCheckpoint",
     "best_of",
     "latest",
     "load",
-    "load_kept",
-    "name_best",
-    "of_step",
+    "load_samples",
+    "link_best",
+    "step_path",
     "read",
-    "reading",
-    "step_of",
+    "hold_for_reading",
+    "step_number",
 ]

@@ -23,7 +23,7 @@ from mrl.foreign import read_json
 STATE = "state.json"
 RANDOM = "random"  # folder of each rank's random state
 BEST = "best"  # beside the checkpoints: a link to one of them
-KEPT = "kept.pt"  # state that only rank 0 keeps, if any
+SAMPLES = "kept.pt"  # state that only rank 0 keeps, if any
 VERSION = 2
 
 _NAME = re.compile(r"step_(\d+)")
@@ -44,10 +44,10 @@ def complete_checkpoints(directory: Path) -> list[Path]:
     if not directory.is_dir():
         return []
     found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name) and (path / MANIFEST).is_file()]
-    return sorted(found, key=step_of)
+    return sorted(found, key=step_number)
 
 
-def step_of(path: Path) -> int:
+def step_number(path: Path) -> int:
     """Returns N of .../step_N. Raises ValueError for another name."""
     match = _NAME.fullmatch(path.name)
     if match is None:
@@ -69,7 +69,7 @@ def finish(tmp: Path, final: Path, learners: dict[str, Any], state: dict[str, An
     Raises ValueError if `final` exists and is being read.
     """
     write_atomically(tmp / STATE, json.dumps(state, indent=1))
-    write_manifest(tmp, {"version": VERSION, "step": step_of(final), "learners": learners})
+    write_manifest(tmp, {"version": VERSION, "step": step_number(final), "learners": learners})
     if final.exists() and not remove(final):  # the same step saved again, or an incomplete directory
         raise ValueError(f"{final} exists already, and another process is reading it: wait until it ends")
     rename_durably(tmp, final)
@@ -84,12 +84,12 @@ def prune(directory: Path, keep_last: int, keep_every_steps: int | None, newest:
     """
     stays = (newest, best_of(directory / f"step_{best}") if best is not None else None)
     for path in complete_checkpoints(directory)[:-keep_last]:
-        lasting = keep_every_steps is not None and step_of(path) % keep_every_steps == 0
+        lasting = keep_every_steps is not None and step_number(path) % keep_every_steps == 0
         if path not in stays and not lasting:
             remove(path)
 
 
-def name_best(run_dir: Path, step: int) -> None:
+def link_best(run_dir: Path, step: int) -> None:
     """Points the link RUN_DIR/checkpoints/best to the checkpoint of `step` steps, atomically."""
     link = root(run_dir) / BEST
     temporary = link.with_name(f"{BEST}.tmp")
@@ -108,7 +108,7 @@ def best_of(path: Path) -> Path | None:
     return path if path in found else found[0] if found else None
 
 
-def of_step(run_dir: Path, step: int) -> Path:
+def step_path(run_dir: Path, step: int) -> Path:
     """Returns the path of the checkpoint of `step` steps, which may not exist."""
     return root(run_dir) / f"step_{step}"
 
@@ -130,7 +130,7 @@ def remove(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def reading(path: Path) -> Iterator[None]:
+def hold_for_reading(path: Path) -> Iterator[None]:
     """Prevents all processes of this machine from removing the checkpoint. Raises ValueError if it is not complete."""
     try:
         marker = (path / MANIFEST).open("rb")

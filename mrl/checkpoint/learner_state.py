@@ -23,7 +23,7 @@ ADAM_UPDATES = "adam_updates"
 SCHEDULE_UPDATES = "schedule_updates"
 
 
-def to_write(learner: Learner) -> tuple[dict[str, Any], dict[str, int]]:
+def state_to_save(learner: Learner) -> tuple[dict[str, Any], dict[str, int]]:
     """Returns this rank's state of the learner, uncopied, and the counters, which are equal on every rank.
 
     Offloaded tensors are returned from host memory. Call it inside the learner's mesh.
@@ -64,7 +64,7 @@ class StateToLoad:
                 group["step"] = loaded[ADAM_UPDATES]
         optimizer = self.learner.optimizer
         optimizer.load_state_dict(parts[0] if len(parts) == 1 else dict(enumerate(parts)))
-        platform.unshare_steps(optimizer)
+        platform.separate_step_tensors(optimizer)
         self.learner.schedule.num_steps = loaded[SCHEDULE_UPDATES]
         self.learner.schedule.step(0)
         round_again(optimizer, self.learner.chunks)

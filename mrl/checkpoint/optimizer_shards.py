@@ -58,7 +58,7 @@ def _shards(
     for base in bases:
         base.data = where(base.data)
     shards: list[ShardedTensor] = []
-    for part in parts(optimizer):
+    for part in optimizer_parts(optimizer):
         for parameter, start, end in _ranges(part):
             flat, base = read(part, parameter), by_parameter[id(parameter)]
             for tensor in _tensors(base):
@@ -66,7 +66,7 @@ def _shards(
     return shards
 
 
-def parts(optimizer: Any) -> list[Any]:
+def optimizer_parts(optimizer: Any) -> list[Any]:
     """Returns the optimizer's parts: with expert parallelism two, for dense and for expert parameters."""
     return list(optimizer.chained_optimizers) if hasattr(optimizer, "chained_optimizers") else [optimizer]
 

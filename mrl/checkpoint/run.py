@@ -2,7 +2,8 @@
 state.
 
 Saving has two halves. `stage` is collective and produces a checkpoint that further training does not change.
-`Staged.write` is then independent of the training, and may run in a thread beside it over its own process group.
+`StagedCheckpoint.write` is then independent of the training, and may run in a thread beside it over its own process
+group.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ import torch
 from torch.distributed.checkpoint.storage import WriteResult
 
 from mrl import platform
-from mrl.checkpoint import directory, torch_dist, turns
+from mrl.checkpoint import directory, torch_dist, writer_turns
 from mrl.checkpoint.agreement import RANKS, CheckpointAgreement, CheckpointError, describe
-from mrl.checkpoint.learner_state import StateToLoad, copy_shards, tied_copies_are_equal, to_write
-from mrl.checkpoint.torch_dist import Shards
-from mrl.checkpoint.turns import Writers
+from mrl.checkpoint.learner_state import StateToLoad, copy_shards, state_to_save, tied_copies_are_equal
+from mrl.checkpoint.torch_dist import ShardedWrite
+from mrl.checkpoint.writer_turns import Writers
 from mrl.files import sync
 from mrl.learner import Learner
 from mrl.learner.policy_copy import PolicyCopy
@@ -31,14 +32,14 @@ from mrl.parallel import gather, rank, world_size
 from mrl.weights.disk.torch_dist_files import read_plain
 from mrl.weights.errors import WeightError
 
-Part = Learner | PolicyCopy  # a trained model, or a second set of its weights
+Checkpointable = Learner | PolicyCopy  # a trained model, or a second set of its weights
 
 _WORDS = {("adapters", "base"): "the digest of the adapters' base weights"}
 SHAPE_FREE = ("max_positions", "initializer_range", "eos_token_ids")  # may differ from the checkpoint's
 
 
 @dataclass
-class Staged:
+class StagedCheckpoint:
     """Checkpoint planned on all ranks; this rank's part of it.
 
     final: RUN_DIR/checkpoints/step_N, which exists only after `write` has succeeded
@@ -49,17 +50,17 @@ class Staged:
     final: Path
     nbytes: int
     copy_s: float
-    _parts: list[Shards]
+    _parts: list[ShardedWrite]
     _kinds: dict[str, Any]
     _state: dict[str, Any]
     _random: dict[str, Any]
-    _kept: Any
+    _samples: Any
     _free: int
     _turns: list[int]
 
     @property
     def tmp(self) -> Path:
-        return tmp_of(self.final)
+        return staging_path(self.final)
 
     def write(self, ranks: CheckpointAgreement) -> None:
         """Writes the files and renames them once all are complete. Collective over `ranks`, in any thread.
@@ -70,7 +71,7 @@ class Staged:
         try:
             written = [self._write_in_turns(part, ranks) for part in self._parts]
             ranks.together(f"writing {self.tmp / directory.RANDOM}", self._write_random)
-            ranks.on_main(f"writing {self.tmp / directory.KEPT}", self._write_kept)
+            ranks.on_main(f"writing {self.tmp / directory.SAMPLES}", self._write_samples)
             completing = f"completing {self.final}"
             everyone = ranks.collect(completing, written)
             ranks.on_main(completing, lambda: self._complete(everyone))
@@ -78,14 +79,14 @@ class Staged:
             discard(self.tmp)
             raise
 
-    def _write_in_turns(self, part: Shards, ranks: CheckpointAgreement) -> list[WriteResult]:
+    def _write_in_turns(self, part: ShardedWrite, ranks: CheckpointAgreement) -> list[WriteResult]:
         mine: list[WriteResult] = []
         for turn in range(max(self._turns) + 1):
             is_mine = self._turns[rank()] == turn
             mine += ranks.together(self._what(part), part.write if is_mine else list)
         return mine
 
-    def _what(self, part: Shards) -> str:
+    def _what(self, part: ShardedWrite) -> str:
         return f"writing {part.directory} ({_size(self.nbytes)} in all; {_size(self._free)} were free)"
 
     def _write_random(self) -> None:
@@ -93,10 +94,10 @@ class Staged:
         torch.save(self._random, file)
         sync(file)
 
-    def _write_kept(self) -> None:
-        if self._kept is not None:
-            torch.save(self._kept, self.tmp / directory.KEPT)
-            sync(self.tmp / directory.KEPT)
+    def _write_samples(self) -> None:
+        if self._samples is not None:
+            torch.save(self._samples, self.tmp / directory.SAMPLES)
+            sync(self.tmp / directory.SAMPLES)
 
     def _complete(self, everyone: list[Any]) -> None:
         for part, results in zip(self._parts, zip(*everyone, strict=True), strict=True):
@@ -104,7 +105,7 @@ class Staged:
         directory.finish(self.tmp, self.final, self._kinds, self._state)
 
 
-def tmp_of(final: Path) -> Path:
+def staging_path(final: Path) -> Path:
     return final.with_name(f"{final.name}.tmp")
 
 
@@ -117,18 +118,19 @@ def discard(tmp: Path) -> None:
 def stage(
     run_dir: Path,
     step: int,
-    learners: Mapping[str, Part],
+    learners: Mapping[str, Checkpointable],
     state: dict[str, Any],
-    kept: Any,
+    samples: Any,
     writers: Writers,
     *,
     copy: bool,
-) -> Staged:
+) -> StagedCheckpoint:
     """Plans RUN_DIR/checkpoints/step_N and, with `copy`, copies its contents into host memory. Collective.
 
     learners: trainable ones, and copies, by the name that `load` uses
     state: anything that JSON can hold; rank 0's is written
-    kept: immutable tensors and plain values; rank 0's are written, for `load_kept`
+    samples: of a replay buffer, or prefetched; immutable tensors and plain values; rank 0's are written, for
+    `load_samples`
     writers: the ranks that write concurrently; the others take turns
     copy: training may go on before `write`; without it the learners must not change until then
 
@@ -136,25 +138,25 @@ def stage(
     """
     _require_trainable(learners)
     final = directory.root(run_dir) / f"step_{step}"
-    tmp = tmp_of(final)
+    tmp = staging_path(final)
     try:
         RANKS.on_main(f"making {tmp}", lambda: directory.begin(tmp))
         RANKS.together(f"finding {tmp}", lambda: _require(tmp))
         began = time.monotonic()
         parts = [_stage_part(part, tmp / name, copy) for name, part in learners.items()]
         copy_s = time.monotonic() - began
-        of_main = _nbytes(kept) if rank() == 0 else 0
+        of_main = _nbytes(samples) if rank() == 0 else 0
         nbytes = sum(gather(of_main + sum(part.nbytes for part in parts)))
         free = RANKS.on_main(f"looking for space in {tmp}", lambda: _space_for(nbytes, tmp))
     except BaseException:
         discard(tmp)
         raise
     kinds = {name: _kind(learner) for name, learner in learners.items()}
-    order = turns.of_ranks(writers)
-    return Staged(final, nbytes, copy_s, parts, kinds, state, platform.random_state(), kept, free, order)
+    order = writer_turns.turns_of_ranks(writers)
+    return StagedCheckpoint(final, nbytes, copy_s, parts, kinds, state, platform.random_state(), samples, free, order)
 
 
-def load(path: Path, learners: Mapping[str, Part]) -> dict[str, Any]:
+def load(path: Path, learners: Mapping[str, Checkpointable]) -> dict[str, Any]:
     """Loads the checkpoint's weights, optimizer states and schedules into `learners`; returns `state`. Collective.
 
     The learners may have another layout or dtype than the saved ones. Learning rates and the like stay those of the
@@ -165,7 +167,7 @@ def load(path: Path, learners: Mapping[str, Part]) -> dict[str, Any]:
     """
     _require_trainable(learners)
     with contextlib.ExitStack() as stack:
-        RANKS.together(f"opening {path}", lambda: stack.enter_context(directory.reading(path)))
+        RANKS.together(f"opening {path}", lambda: stack.enter_context(directory.hold_for_reading(path)))
         manifest, state = RANKS.on_main(f"opening {path}", lambda: directory.read(path))
         RANKS.together(f"comparing the run with {path}", lambda: _compare(manifest["learners"], learners))
         for name, part in learners.items():
@@ -177,32 +179,32 @@ def load(path: Path, learners: Mapping[str, Part]) -> dict[str, Any]:
     return state
 
 
-def load_kept(path: Path) -> Any:
-    """Returns the `kept` that rank 0 passed to `stage`; for rank 0 alone, after `load`.
+def load_samples(path: Path) -> Any:
+    """Returns the `samples` that rank 0 passed to `stage`; for rank 0 alone, after `load`.
 
     Raises CheckpointError if there is none, or it cannot be read.
     """
-    file = path / directory.KEPT
+    file = path / directory.SAMPLES
     if not file.is_file():
         held = "the samples of a replay buffer, or prefetched ones"
-        raise CheckpointError(f"{path} lacks {directory.KEPT}, which holds {held}")
+        raise CheckpointError(f"{path} lacks {directory.SAMPLES}, which holds {held}")
     try:
         return read_plain(file, file)
     except WeightError as error:
         raise CheckpointError(str(error)) from error
 
 
-def _require_trainable(learners: Mapping[str, Part]) -> None:
+def _require_trainable(learners: Mapping[str, Checkpointable]) -> None:
     frozen = [name for name, part in learners.items() if isinstance(part, Learner) and not part.trainable]
     if frozen:
         raise ValueError(f"{', '.join(frozen)}: the model is not trained, so there is nothing to save or load")
 
 
-def _stage_part(part: Part, path: Path, copy: bool) -> Shards:
+def _stage_part(part: Checkpointable, path: Path, copy: bool) -> ShardedWrite:
     mesh = part.mesh if isinstance(part, Learner) else part.learner.mesh
 
     def collect() -> tuple[dict[str, Any], dict[str, int]]:
-        return to_write(part) if isinstance(part, Learner) else (copy_shards(part), {})
+        return state_to_save(part) if isinstance(part, Learner) else (copy_shards(part), {})
 
     with mesh.active():
         state, counters = RANKS.together(f"collecting the state for {path}", collect)
@@ -241,7 +243,7 @@ def _restore(learner_state: StateToLoad, loaded: dict[str, Any]) -> None:
         raise CheckpointError("the embedding of the first pipeline stage and its copy on the last stage differ")
 
 
-def _kind(part: Part) -> dict[str, Any]:
+def _kind(part: Checkpointable) -> dict[str, Any]:
     role, learner = (part.role, part) if isinstance(part, Learner) else ("copy", part.learner)
     kind = {"role": role, "arch": {k: v for k, v in learner.arch.record().items() if k not in SHAPE_FREE}}
     if learner.adapters is not None:
@@ -249,7 +251,7 @@ def _kind(part: Part) -> dict[str, Any]:
     return kind
 
 
-def _compare(stored: dict[str, Any], learners: Mapping[str, Part]) -> None:
+def _compare(stored: dict[str, Any], learners: Mapping[str, Checkpointable]) -> None:
     problems = []
     for name, learner in learners.items():
         if name not in stored:
@@ -276,11 +278,11 @@ def _require(tmp: Path) -> None:
         raise CheckpointError("it is missing on this node: put run.root on a file system that all nodes share")
 
 
-def _nbytes(kept: Any) -> int:
+def _nbytes(samples: Any) -> int:
     """Bytes of the tensors in dicts and lists."""
-    if isinstance(kept, torch.Tensor):
-        return kept.nbytes
-    inner = kept.values() if isinstance(kept, dict) else kept if isinstance(kept, list | tuple) else ()
+    if isinstance(samples, torch.Tensor):
+        return samples.nbytes
+    inner = samples.values() if isinstance(samples, dict) else samples if isinstance(samples, list | tuple) else ()
     return sum(map(_nbytes, inner))
 
 

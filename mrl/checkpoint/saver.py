@@ -15,13 +15,13 @@ import torch.distributed as dist
 from mrl import platform
 from mrl.checkpoint import directory
 from mrl.checkpoint.agreement import CheckpointAgreement, CheckpointError, describe
-from mrl.checkpoint.run import Part, Staged, stage
+from mrl.checkpoint.run import Checkpointable, StagedCheckpoint, stage
 from mrl.config.schema import CheckpointConfig
 from mrl.parallel import gather
 
 
 @dataclass(frozen=True)
-class Written:
+class SavedCheckpoint:
     """Complete checkpoint.
 
     nbytes: of its tensors, over all ranks
@@ -44,24 +44,29 @@ class Saver:
     on_written: called for each complete checkpoint, on every rank, by the method that finds it complete
     """
 
-    def __init__(self, run_dir: Path, cfg: CheckpointConfig, on_written: Callable[[Written], None]) -> None:
+    def __init__(self, run_dir: Path, cfg: CheckpointConfig, on_written: Callable[[SavedCheckpoint], None]) -> None:
         self.run_dir, self.cfg, self._on_written = run_dir, cfg, on_written
         self._group = self._new_group()
         self._writing: _Writing | None = None
 
     def save(
-        self, step: int, learners: Mapping[str, Part], state: dict[str, Any], kept: Any = None, best: int | None = None
+        self,
+        step: int,
+        learners: Mapping[str, Checkpointable],
+        state: dict[str, Any],
+        samples: Any = None,
+        best: int | None = None,
     ) -> None:
         """Returns once everything is copied into host memory, while the files are still being written.
 
         With `asynchronous: false` nothing is copied, and the files are complete on return.
 
-        learners, state, kept: as `stage` takes them; best: steps of the checkpoint that stays besides the last ones
+        learners, state, samples: as `stage` takes them; best: steps of the checkpoint that stays besides the last ones
 
         Waits for the previous save first and raises its error (CheckpointError) before doing anything.
         """
         self.wait()
-        staged = stage(self.run_dir, step, learners, state, kept, self.cfg.writers, copy=self.cfg.asynchronous)
+        staged = stage(self.run_dir, step, learners, state, samples, self.cfg.writers, copy=self.cfg.asynchronous)
         self._writing = _Writing(staged, self._group, self.cfg, best)
         if not self.cfg.asynchronous:
             self.wait()
@@ -109,7 +114,7 @@ class Saver:
         if problems:
             self._group = self._new_group()  # the old one may be broken, or still in use by a thread
             raise CheckpointError("; ".join(dict.fromkeys(problems)))
-        self._on_written(Written(done.staged.final, done.staged.nbytes, done.staged.copy_s, done.seconds))
+        self._on_written(SavedCheckpoint(done.staged.final, done.staged.nbytes, done.staged.copy_s, done.seconds))
 
     def _new_group(self) -> dist.ProcessGroup:
         return dist.new_group(backend="gloo", timeout=timedelta(seconds=self.cfg.timeout_s))
@@ -118,7 +123,9 @@ class Saver:
 class _Writing:
     """Checkpoint being written to disk."""
 
-    def __init__(self, staged: Staged, group: dist.ProcessGroup, cfg: CheckpointConfig, best: int | None) -> None:
+    def __init__(
+        self, staged: StagedCheckpoint, group: dist.ProcessGroup, cfg: CheckpointConfig, best: int | None
+    ) -> None:
         self.staged, self.cfg, self._best = staged, cfg, best
         self.seconds = 0.0
         self._problem: str | None = None

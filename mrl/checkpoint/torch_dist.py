@@ -26,7 +26,7 @@ from mrl.checkpoint.agreement import RANKS, CheckpointError
 from mrl.parallel import gather, rank
 from mrl.weights.disk.torch_dist_files import load_metadata
 from mrl.weights.disk.torch_dist_load import load
-from mrl.weights.model.state import wanted
+from mrl.weights.model.state import requested_entries
 
 platform.install()
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config  # noqa: E402
@@ -54,7 +54,7 @@ LISTED = 8  # problems listed in an error
 
 
 @dataclass
-class Shards:
+class ShardedWrite:
     """Sharded state whose writing is planned on all ranks; this rank's part of it.
 
     nbytes: bytes that this rank writes
@@ -89,7 +89,7 @@ def plan(
     dp_cp_group: dist.ProcessGroup,
     *,
     copy: bool,
-) -> Shards:
+) -> ShardedWrite:
     """Plans the writing of `state` (Megatron's sharded tensors) and `common` (plain values; rank 0's are written).
     Collective.
 
@@ -120,7 +120,7 @@ def plan(
     with _no_advice():
         exchange = _DistWrapper(None, True, 0)
         mine = RANKS.together(f"planning {directory}", lambda: exchange.reduce_scatter("plan", of_this_rank, of_all))
-    return Shards(directory, nbytes, common, writer, planner, planner.finish_plan(mine), metadata)
+    return ShardedWrite(directory, nbytes, common, writer, planner, planner.finish_plan(mine), metadata)
 
 
 def _divide(sharded: dict[str, Any], dp_cp_group: dist.ProcessGroup) -> None:
@@ -153,7 +153,8 @@ def read(state: dict[str, Any], directory: Path) -> dict[str, Any]:
     metadata = RANKS.together(f"comparing the model with {directory}", lambda: _compare(tensors, asked_for, directory))
     with _no_advice():
         return RANKS.together(
-            f"reading {directory}", lambda: load(wanted(state, metadata.state_dict_metadata), directory, metadata)
+            f"reading {directory}",
+            lambda: load(requested_entries(state, metadata.state_dict_metadata), directory, metadata),
         )
 
 

@@ -34,11 +34,11 @@ def run(args: argparse.Namespace) -> int:
     with importing():
         from mrl.data import DataError, TokenizerError
         from mrl.data.preview import preview
-        from mrl.preflight.inputs import check_of_sampled
-        from mrl.preflight.look import OF_INPUTS, look
+        from mrl.preflight.checks import INPUT_CHECKS, run_checks
+        from mrl.preflight.inputs import sampled_row_check
 
     try:
-        cfg = shared.load_to_read(args.config, args.overrides)
+        cfg = shared.load_read_only(args.config, args.overrides)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return shared.CONFIG_ERROR
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"mrl: --sheet: the data of trainer {cfg.trainer} has no images: leave --sheet out", file=sys.stderr)
         return shared.CONFIG_ERROR
     own = trainer_of(cfg).load_preview()
-    if own is None and (wrong := problems(list(look(cfg, OF_INPUTS)))):
+    if own is None and (wrong := problems(list(run_checks(cfg, INPUT_CHECKS)))):
         print("\n".join(map(str, wrong)), file=sys.stderr)
         return 1
     try:
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
             lines = own(cfg, args.samples)
         else:
             assert isinstance(cfg, Config)
-            lines = preview(cfg, args.samples, check_of_sampled(cfg), args.sheet)
+            lines = preview(cfg, args.samples, sampled_row_check(cfg), args.sheet)
         for line in lines:
             print(line)
     except (DataError, TokenizerError) as error:

@@ -50,11 +50,11 @@ def run(args: argparse.Namespace) -> int:
         print(f"mrl: {problem}", file=sys.stderr)
         return shared.CONFIG_ERROR
     try:
-        loaded = shared.load_to_read(args.config, args.overrides)
+        loaded = shared.load_read_only(args.config, args.overrides)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return shared.CONFIG_ERROR
-    if (cfg := shared.of_language(loaded, "mrl eval")) is None:
+    if (cfg := shared.require_language_model(loaded, "mrl eval")) is None:
         return shared.CONFIG_ERROR
     return _report(args, cfg, recipes)
 
@@ -71,7 +71,7 @@ def _wrong(samples: int, recipes: list[str], known: tuple[str, ...]) -> str | No
 
 def _report(args: argparse.Namespace, cfg: Config, recipes: list[str]) -> int:
     from mrl.data import DataError, TokenizerError
-    from mrl.observe import Unreadable
+    from mrl.observe import UnreadableFile
     from mrl.precision import NoSamples, lines, measure, picture, samples_of
 
     run_dir = Path(cfg.run.root) / cfg.run.name
@@ -79,7 +79,7 @@ def _report(args: argparse.Namespace, cfg: Config, recipes: list[str]) -> int:
     weights = str(args.weights or (own if own.is_dir() else cfg.model.path))
     try:
         samples = samples_of(cfg, weights, args.samples)
-    except (NoSamples, DataError, TokenizerError, Unreadable) as error:
+    except (NoSamples, DataError, TokenizerError, UnreadableFile) as error:
         print(f"mrl: {error}", file=sys.stderr)
         return 1
     count, tokens = samples.rollout.num_samples, samples.rollout.num_response_tokens

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mrl import strict_json
-from mrl.commands.shared import CONFIG_ERROR, load_to_read, of_language
+from mrl.commands.shared import CONFIG_ERROR, load_read_only, require_language_model
 from mrl.files import write_atomically
 
 if TYPE_CHECKING:
@@ -36,11 +36,11 @@ def run(args: argparse.Namespace) -> int:
         print(f"mrl: {problem}", file=sys.stderr)
         return CONFIG_ERROR
     try:
-        loaded = load_to_read(args.config, args.overrides)
+        loaded = load_read_only(args.config, args.overrides)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return CONFIG_ERROR
-    if (cfg := of_language(loaded, "mrl eval")) is None:
+    if (cfg := require_language_model(loaded, "mrl eval")) is None:
         return CONFIG_ERROR
     if cfg.data.validation is None:
         print("mrl: data.validation is not set: name the held-out rows to evaluate on", file=sys.stderr)

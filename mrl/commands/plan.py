@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     from mrl.config.trainers.table import trainer_of
     from mrl.plan import picture, text
     from mrl.plan.chips import KINDS, Cluster, kind_problem
-    from mrl.plan.plan import machine_of, make, read_shapes
+    from mrl.plan.plan import machine_of, make_plan, read_shapes
 
     if problem := (kind_problem(args.gpu) if args.gpu else None) or _wrong(args):
         print(f"mrl: {problem}", file=sys.stderr)
@@ -77,8 +77,8 @@ def run(args: argparse.Namespace) -> int:
     assumed, prompts = _assumptions(cfg)
     if args.search:
         return _search(args, cfg, cluster, assumed)
-    plan = make(cfg, cluster, read_shapes(cfg), assumed)
-    if args.svg is not None and not _is_written(args.svg, picture.draw(plan.places)):
+    plan = make_plan(cfg, cluster, read_shapes(cfg), assumed)
+    if args.svg is not None and not _is_written(args.svg, picture.draw(plan.placement)):
         return DOES_NOT_FIT
     if why and not args.json:
         print(f"planned for {kind}: {why} (--gpu KIND selects another)")
@@ -95,7 +95,7 @@ def _default_kind(cfg: AnyConfig, machine: Machine, needs_gpus: bool) -> tuple[s
 
     from mrl.config.schema import Config
     from mrl.plan.chips import DEFAULT, NO_GPU, Assumptions, Cluster, chip_named
-    from mrl.plan.plan import make, read_shapes
+    from mrl.plan.plan import make_plan, read_shapes
 
     if name := next(map(_gpu_model, sorted(DRIVER.glob("gpus/*/information"))), ""):
         chip = chip_named(name)
@@ -103,7 +103,7 @@ def _default_kind(cfg: AnyConfig, machine: Machine, needs_gpus: bool) -> tuple[s
     if needs_gpus or not isinstance(cfg, Config) or machine.local_world_size != machine.world_size:
         return DEFAULT, "there is no GPU here"
     cpus = Cluster(NO_GPU, machine.world_size, machine.local_world_size)
-    needed = make(cfg, cpus, read_shapes(cfg), Assumptions())
+    needed = make_plan(cfg, cpus, read_shapes(cfg), Assumptions())
     here = psutil.virtual_memory().total
     if not needed.problems and needed.host_of_node < here:
         return NO_GPU.name, "this machine has no GPU"
@@ -160,7 +160,7 @@ def dry_run(config: Path, overrides: Sequence[str], gpu: str | None) -> int:
     from mrl.config.schema import Config
     from mrl.config.trainers.table import trainer_of
     from mrl.plan.chips import DEFAULT, KINDS, Assumptions, Cluster, kind_problem
-    from mrl.plan.plan import machine_of, make, read_shapes
+    from mrl.plan.plan import machine_of, make_plan, read_shapes
 
     kind = gpu or DEFAULT
     if problem := kind_problem(kind):
@@ -173,19 +173,19 @@ def dry_run(config: Path, overrides: Sequence[str], gpu: str | None) -> int:
         return shared.CONFIG_ERROR
     machine = machine_of(cfg)
     cluster = Cluster(KINDS[kind], machine.world_size, machine.local_world_size)
-    from mrl.plan.dry_run import DryRun, absent
+    from mrl.plan.dry_run import DryRun, missing_files
 
     if (own := trainer_of(cfg).load_plan()) is not None:
-        missing, plan = absent(cfg), own(cfg, cluster)
+        missing, plan = missing_files(cfg), own(cfg, cluster)
         print("\n".join(missing or ["all files that the configuration names are present on this machine"]) + "\n")
         print("\n".join(plan.lines()))
-        return DOES_NOT_FIT if plan.problems or (not missing and shared.is_refused(cfg, machine)) else 0
+        return DOES_NOT_FIT if plan.problems or (not missing and shared.has_problems(cfg, machine)) else 0
 
     assert isinstance(cfg, Config)
-    run = DryRun(make(cfg, cluster, read_shapes(cfg), Assumptions()))
+    run = DryRun(make_plan(cfg, cluster, read_shapes(cfg), Assumptions()))
     for line in run.lines():
         print(line)
-    is_refused = not run.absent and shared.is_refused(cfg, machine)  # checks local data and rewards
+    is_refused = not run.missing_files and shared.has_problems(cfg, machine)  # checks local data and rewards
     return DOES_NOT_FIT if run.problems or is_refused else 0
 
 
@@ -197,7 +197,7 @@ def _search(args: argparse.Namespace, cfg: Config, cluster: Cluster, assumed: As
     result = search.search(cfg, cluster, read_shapes(cfg), assumed)
     found = result.fitting
     if found and args.out is not None:
-        best = search.written(found, args.config, read_overrides(args.overrides), args.out)
+        best = search.best_configuration(found, args.config, read_overrides(args.overrides), args.out)
         if not _is_written(args.out, best):
             return DOES_NOT_FIT
     print("\n".join(search.lines(result)))

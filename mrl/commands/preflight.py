@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from mrl.config.derived import Machine
     from mrl.config.schema import AnyConfig
     from mrl.preflight.finding import Finding
-    from mrl.preflight.nodes import Meeting
+    from mrl.preflight.nodes import NodeRendezvous
 
 MEET_S = 120.0  # nodes may import torch from a shared disk first
 
@@ -57,13 +57,13 @@ def run(args: argparse.Namespace) -> int:
         print(f"mrl: {problem}", file=sys.stderr)
         return shared.CONFIG_ERROR
     findings, is_configured = _found(args)
-    meeting = None
+    rendezvous = None
     if args.nodes > 1:
-        meeting = _meeting(args)
-        findings += nodes.look_at_nodes(meeting, findings, args.mib, args.at_least)
+        rendezvous = _rendezvous(args)
+        findings += nodes.check_nodes(rendezvous, findings, args.mib, args.at_least)
     code = _show(args, findings, is_configured)
-    if meeting is not None:
-        meeting.part()
+    if rendezvous is not None:
+        rendezvous.leave()
     return code
 
 
@@ -73,20 +73,20 @@ def _found(args: argparse.Namespace) -> tuple[list[Finding], bool]:
     from mrl.config.derived import Machine
     from mrl.config.loader import ConfigError, load
     from mrl.config.schema import Config
-    from mrl.preflight.look import OF_NODE, OF_RUN, look, look_at_machine, of_configuration
-    from mrl.preflight.memory import look_at_memory
+    from mrl.preflight.checks import NODE_CHECKS, RUN_CHECKS, check_machine, configuration_findings, run_checks
+    from mrl.preflight.memory import check_memory
 
     gpus = world.gpus()
     machine = _joined(args, gpus)
-    starting = world.of_nodes(args.nodes, gpus) if args.nodes > 1 else None
+    starting = world.machine_on_nodes(args.nodes, gpus) if args.nodes > 1 else None
     try:
         cfg = load(args.config, args.overrides, joined=machine, planned=starting, gpus=gpus)
     except ConfigError as error:
-        return [*of_configuration(error), *_memory_all_the_same(args, machine), *look_at_machine()], False
-    machine = machine or (starting(cfg) if starting is not None else Machine.starting(cfg, gpus))
-    looks = OF_NODE if args.node else (*OF_RUN, *OF_NODE)
-    memory = look_at_memory(cfg, machine, args.gpu) if isinstance(cfg, Config) else ()
-    return [*of_configuration(None), *look(cfg, looks), *memory, *look_at_machine()], True
+        return [*configuration_findings(error), *_memory_all_the_same(args, machine), *check_machine()], False
+    machine = machine or (starting(cfg) if starting is not None else Machine.for_launch(cfg, gpus))
+    checks = NODE_CHECKS if args.node else (*RUN_CHECKS, *NODE_CHECKS)
+    memory = check_memory(cfg, machine, args.gpu) if isinstance(cfg, Config) else ()
+    return [*configuration_findings(None), *run_checks(cfg, checks), *memory, *check_machine()], True
 
 
 def _show(args: argparse.Namespace, findings: list[Finding], is_configured: bool) -> int:
@@ -116,14 +116,16 @@ def _wrong(args: argparse.Namespace) -> str | None:
         return "--ranks-per-node needs --ranks"
     if args.nodes > 1 and args.ranks is not None:
         return "--ranks checks this machine alone, --nodes all nodes together: give one of them"
-    return shared.misplaced(args)
+    return shared.node_arguments_problem(args)
 
 
-def _meeting(args: argparse.Namespace) -> Meeting:
-    from mrl.launcher import NodePlace
-    from mrl.preflight.nodes import Meeting
+def _rendezvous(args: argparse.Namespace) -> NodeRendezvous:
+    from mrl.launcher import NodeRank
+    from mrl.preflight.nodes import NodeRendezvous
 
-    return Meeting(NodePlace(args.node, args.nodes, args.head), [*filter(None, args.names.split(","))], args.wait_s)
+    return NodeRendezvous(
+        NodeRank(args.node, args.nodes, args.head), [*filter(None, args.names.split(","))], args.wait_s
+    )
 
 
 def _joined(args: argparse.Namespace, gpus: int) -> Machine | None:
@@ -139,14 +141,14 @@ def _memory_all_the_same(args: argparse.Namespace, machine: Machine | None) -> l
     from mrl.config.loader import ConfigError, load
     from mrl.config.schema import Config
     from mrl.plan.plan import machine_of
-    from mrl.preflight.memory import look_at_memory
+    from mrl.preflight.memory import check_memory
 
     def planned(cfg: AnyConfig) -> Machine:
-        whole = machine or Machine.starting(cfg, nodes=args.nodes)
+        whole = machine or Machine.for_launch(cfg, nodes=args.nodes)
         return machine_of(cfg, whole.world_size, whole.local_world_size)
 
     try:
         cfg = load(args.config, args.overrides, planned=planned)
     except ConfigError:
         return []
-    return list(look_at_memory(cfg, planned(cfg), args.gpu)) if isinstance(cfg, Config) else []
+    return list(check_memory(cfg, planned(cfg), args.gpu)) if isinstance(cfg, Config) else []

@@ -28,18 +28,18 @@ def run(args: argparse.Namespace) -> int:
         what = "contains no run" if run_dir.is_dir() else "is not a directory"
         print(f"{run_dir} {what}: expected a run directory, such as runs/NAME", file=sys.stderr)
         return 1
-    from mrl.observe import Unreadable, before_after_table, follow, write_report
+    from mrl.observe import UnreadableFile, before_after_table, follow_run, write_report
 
     try:
         if args.follow:
-            print(f"mrl: {follow(run_dir, max(0.5, args.every_s), print)}")
+            print(f"mrl: {follow_run(run_dir, max(0.5, args.every_s), print)}")
         page = write_report(run_dir)
         before_after_table(run_dir)
     except KeyboardInterrupt:
         if not args.follow:
             raise
         page = write_report(run_dir)
-    except (Unreadable, OSError) as error:
+    except (UnreadableFile, OSError) as error:
         print(f"mrl: {error}", file=sys.stderr)
         return 1
     print(f"run      {run_dir}")

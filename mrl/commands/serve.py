@@ -89,7 +89,7 @@ def _serve(cfg: RLConfig, args: argparse.Namespace, gpus: int) -> int:
         print(f"mrl: engine node {args.node}: {redact(line)}", file=sys.stderr, flush=True)
 
     run_dir = (Path(cfg.run.root) / cfg.run.name).absolute()
-    with signals.collected() as received:
+    with signals.collect_signals() as received:
         try:
             host = address_towards((args.head or ANYWHERE).partition(":")[0])
             with _place(run_dir, args.node):

@@ -27,7 +27,7 @@ def add_config(parser: argparse.ArgumentParser, example: str) -> None:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=f"overrides, such as {example}")
 
 
-def load_to_read(config: Path, overrides: Sequence[str]) -> AnyConfig:
+def load_read_only(config: Path, overrides: Sequence[str]) -> AnyConfig:
     """Loads a configuration file, or that of a run directory wherever it is now, for a command that only reads.
 
     Raises ConfigError.
@@ -45,7 +45,7 @@ def whole_world(cfg: AnyConfig) -> Machine:
     """Returns the run's whole world, over all its machines."""
     from mrl.config.derived import Machine
 
-    return replace(Machine.starting(cfg, nodes=cfg.run.nodes or 1), alone=False)
+    return replace(Machine.for_launch(cfg, nodes=cfg.run.nodes or 1), alone=False)
 
 
 def add_nodes(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +55,7 @@ def add_nodes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--head", metavar="HOST:PORT", help="address on which node 0 listens")
 
 
-def misplaced(args: argparse.Namespace) -> str | None:
+def node_arguments_problem(args: argparse.Namespace) -> str | None:
     """Returns what is wrong with --nodes, --node and --head; None if nothing is."""
     if args.nodes == 1 and args.node is None and args.head is None:
         return None
@@ -68,7 +68,7 @@ def misplaced(args: argparse.Namespace) -> str | None:
     return None if is_address else f"--head {args.head}: must be HOST:PORT, such as node17:29500"
 
 
-def of_language(cfg: AnyConfig, command: str) -> Config | None:
+def require_language_model(cfg: AnyConfig, command: str) -> Config | None:
     """Returns the configuration; None, with a message, unless it trains a language model."""
     from mrl.config.schema import Config
 
@@ -78,7 +78,7 @@ def of_language(cfg: AnyConfig, command: str) -> Config | None:
     return None
 
 
-def is_refused(cfg: AnyConfig, machine: Machine) -> bool:
+def has_problems(cfg: AnyConfig, machine: Machine) -> bool:
     """Prints all problems that preflight finds, or else its warnings about the tokenizer; returns True for problems.
 
     In a joined world rank 0 checks, and the first rank of every other node checks its own machine. Ranks whose launcher
@@ -86,19 +86,19 @@ def is_refused(cfg: AnyConfig, machine: Machine) -> bool:
     """
     from mrl.config.schema import Config
     from mrl.ports import MEETING_VARIABLE
+    from mrl.preflight.checks import NODE_CHECKS, RUN_CHECKS, check_machine, run_checks
     from mrl.preflight.finding import problems
-    from mrl.preflight.look import OF_NODE, OF_RUN, look, look_at_machine
-    from mrl.preflight.memory import look_at_memory
+    from mrl.preflight.memory import check_memory
     from mrl.resilience.protocol import attempt
 
-    looks = (*OF_RUN, *OF_NODE)
+    checks = (*RUN_CHECKS, *NODE_CHECKS)
     if machine.joined:
         if MEETING_VARIABLE in os.environ or attempt() or os.environ.get("LOCAL_RANK", "0") != "0":
             return False
-        looks = looks if os.environ["RANK"] == "0" else OF_NODE
-    is_counted = not machine.planned and looks != OF_NODE
-    of_memory = look_at_memory(cfg, machine) if isinstance(cfg, Config) and is_counted else ()
-    found = [*look(cfg, looks), *of_memory, *look_at_machine()]
+        checks = checks if os.environ["RANK"] == "0" else NODE_CHECKS
+    is_counted = not machine.planned and checks != NODE_CHECKS
+    of_memory = check_memory(cfg, machine) if isinstance(cfg, Config) and is_counted else ()
+    found = [*run_checks(cfg, checks), *of_memory, *check_machine()]
     wrong = problems(found)
     node = f"{socket.gethostname()}: " if machine.joined else ""
     of_ends = [each for each in found if each.check == "tokenizer" and each.verdict == "warning"]

@@ -14,7 +14,7 @@ from mrl.ports import is_a_rank, world_problem
 
 if TYPE_CHECKING:
     from mrl.config.schema import AnyConfig
-    from mrl.launcher import Nursery
+    from mrl.launcher import ForkServer
 
 # For ranks and engines. Torch's default is in /tmp under a name that anybody can take first, and its content is run.
 COMPILED = ("TORCHINDUCTOR_CACHE_DIR", os.path.expanduser("~/.cache/mrl/torchinductor"))
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
     The ranks of a started world are forks of this process where possible.
     """
-    if problem := shared.misplaced(args) or _wrong(args):
+    if problem := shared.node_arguments_problem(args) or _wrong(args):
         print(f"mrl: {problem}", file=sys.stderr)
         return shared.CONFIG_ERROR
     if args.dry_run:
@@ -58,34 +58,34 @@ def run(args: argparse.Namespace) -> int:
         if problem := world_problem():
             print(f"mrl: {problem}", file=sys.stderr)
             return shared.CONFIG_ERROR
-        preemption.die_at_once()
-        rank.adopt()
-        around = world.joined()
+        preemption.restore_default_signals()
+        rank.set_up_process()
+        around = world.joined_machine()
         cfg = _load(args, joined=around)
         if isinstance(cfg, int):
             return cfg
-        return 1 if shared.is_refused(cfg, around) else world.be_a_rank(cfg)
+        return 1 if shared.has_problems(cfg, around) else world.run_rank(cfg)
 
     from mrl.launcher import signals
 
     if args.is_program:
-        signals.note_interrupts()
+        signals.record_interrupts()
     # most mistakes are found here, before torch has been imported to count GPUs
-    cfg = _load(args, planned=world.of_nodes(args.nodes))
+    cfg = _load(args, planned=world.machine_on_nodes(args.nodes))
     if isinstance(cfg, int):
         return cfg
     if not args.is_program:
         return _lead(args, None)
-    from mrl.launcher import FOR_COPIES, Nursery
+    from mrl.launcher import FOR_FORK_SERVERS, ForkServer
 
-    for name, value in FOR_COPIES.items():
+    for name, value in FOR_FORK_SERVERS.items():
         os.environ.setdefault(name, value)
     _import_checks()
-    with _engine_nursery(cfg):  # forked with the imports so far; it imports the rest during the checks
+    with _engine_fork_server(cfg):  # forked with the imports so far; it imports the rest during the checks
         if cfg.run.launcher != "mrl" or args.nodes > 1:
             return _lead(args, None)
-        with Nursery() as nursery:
-            return _lead(args, nursery)
+        with ForkServer() as fork_server:
+            return _lead(args, fork_server)
 
 
 def _wrong(args: argparse.Namespace) -> str | None:
@@ -111,10 +111,10 @@ def _load(args: argparse.Namespace, **machine: Any) -> AnyConfig | int:
 
 def _import_checks() -> None:
     with importing():
-        import mrl.preflight.look  # noqa: F401
+        import mrl.preflight.checks  # noqa: F401
 
 
-def _engine_nursery(cfg: AnyConfig) -> contextlib.AbstractContextManager[object]:
+def _engine_fork_server(cfg: AnyConfig) -> contextlib.AbstractContextManager[object]:
     """Fork server for engines, if this machine starts engines on a CPU."""
     from mrl.config.engines import ENGINES
 
@@ -122,25 +122,25 @@ def _engine_nursery(cfg: AnyConfig) -> contextlib.AbstractContextManager[object]
     if engines is None or engines[0].urls or cfg.engine_nodes() is not None:
         return contextlib.nullcontext()
     from mrl.platform import is_built_for_gpus
-    from mrl.rollout import nursery
+    from mrl.rollout import fork_server
 
     name = engines[0].engine
     imports = ENGINES[name].cpu_imports
-    if imports is None or is_built_for_gpus() or nursery.is_there(name):
+    if imports is None or is_built_for_gpus() or fork_server.is_there(name):
         return contextlib.nullcontext()
-    return nursery.EngineNursery(name, imports)
+    return fork_server.EngineForkServer(name, imports)
 
 
-def _lead(args: argparse.Namespace, nursery: Nursery | None) -> int:
-    machine = world.of_nodes(args.nodes, world.gpus())
+def _lead(args: argparse.Namespace, fork_server: ForkServer | None) -> int:
+    machine = world.machine_on_nodes(args.nodes, world.gpus())
     cfg = _load(args, planned=machine)
     if isinstance(cfg, int):
         return cfg
-    if shared.is_refused(cfg, machine(cfg)):
+    if shared.has_problems(cfg, machine(cfg)):
         return 1
     from mrl.launcher import signals
 
-    signals.raise_swallowed()  # a Ctrl-C during the import of torch, before there are other processes
+    signals.raise_recorded_interrupt()  # a Ctrl-C during the import of torch, before there are other processes
     if args.nodes > 1:
         return world.start_node(cfg, args)
-    return world.start(cfg, args.config, args.overrides, nursery)
+    return world.start_local(cfg, args.config, args.overrides, fork_server)

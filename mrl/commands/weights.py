@@ -15,7 +15,7 @@ from mrl.weights.convert import WORKERS
 
 if TYPE_CHECKING:
     from mrl.parallel import Meshes
-    from mrl.weights.convert.convert import Options, Report
+    from mrl.weights.convert.convert import ConvertOptions, ConvertReport
     from mrl.weights.model.export import Describe
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -122,9 +122,9 @@ def run_merge(args: argparse.Namespace) -> int:
     """Returns the exit code of `mrl merge`."""
     from mrl.cards import merged_card
     from mrl.weights.errors import WeightError
-    from mrl.weights.merge import Merged, merge
+    from mrl.weights.merge import MergeReport, merge
 
-    def describe(export: Path, result: Merged) -> None:
+    def describe(export: Path, result: MergeReport) -> None:
         if note := merged_card(args.base, args.adapter, export, args.target, result.layers, result.rounding):
             print(f"mrl: {note}", file=sys.stderr)
 
@@ -216,17 +216,17 @@ def _convert_adapter(args: argparse.Namespace) -> bool:
     return True
 
 
-def _options(args: argparse.Namespace) -> Options:
+def _options(args: argparse.Namespace) -> ConvertOptions:
     import torch
 
-    from mrl.weights.convert.convert import Options
+    from mrl.weights.convert.convert import ConvertOptions
 
     to_megatron = args.direction == DIRECTIONS[0]
     from_files = () if args.model_files else ("allow_pickle", "role")
     for name in ("model", "model_files", "shard_gb") if to_megatron else from_files:
         if getattr(args, name):
             raise ValueError(f"--{name.replace('_', '-')} has no effect on {args.direction} of {args.source}")
-    return Options(
+    return ConvertOptions(
         dtype=getattr(torch, args.dtype) if args.dtype else None,
         workers=args.workers or WORKERS,
         allow_pickle=args.allow_pickle,
@@ -259,7 +259,7 @@ def _describe(source: Path, part: str, target: Path) -> Describe | None:
     return describe
 
 
-def _summary(report: Report, target: Path) -> str:
+def _summary(report: ConvertReport, target: Path) -> str:
     from mrl.directories import size_text
 
     rate = size_text(report.nbytes / max(report.seconds, 1e-9))
@@ -268,11 +268,11 @@ def _summary(report: Report, target: Path) -> str:
 
 def _verify(hf: Path, megatron: Path, args: argparse.Namespace, meshes: Meshes, *, as_json: bool) -> bool:
     from mrl.parallel import world_size
-    from mrl.weights.compare.verdict import judge
+    from mrl.weights.compare.verdict import compare_models
 
     if world_size() > 1:
         raise ValueError(f"mrl verify runs in one process, not in {world_size()}: start it without torchrun")
-    verdict = judge(
+    verdict = compare_models(
         hf,
         megatron,
         meshes,

@@ -16,7 +16,7 @@ from mrl.imports import importing
 if TYPE_CHECKING:
     from mrl.config.derived import Machine
     from mrl.config.schema import AnyConfig
-    from mrl.launcher import Nursery
+    from mrl.launcher import ForkServer
 
 
 def gpus() -> int:
@@ -27,32 +27,32 @@ def gpus() -> int:
     return gpu_count()
 
 
-def joined() -> Machine:
+def joined_machine() -> Machine:
     """Returns the world in which a launcher started this process."""
     from mrl.config.derived import Machine
 
-    return Machine.around(gpus())
+    return Machine.from_environment(gpus())
 
 
-def of_nodes(nodes: int, gpus: int | None = None) -> Callable[[AnyConfig], Machine]:
+def machine_on_nodes(nodes: int, gpus: int | None = None) -> Callable[[AnyConfig], Machine]:
     """Returns a function from a configuration to its world on `nodes` nodes like this one, which is one of them."""
     from mrl.config.derived import Machine
 
-    return lambda cfg: Machine.starting(cfg, gpus, nodes)
+    return lambda cfg: Machine.for_launch(cfg, gpus, nodes)
 
 
-def start(cfg: AnyConfig, config: Path, overrides: Sequence[str], nursery: Nursery | None) -> int:
-    """Runs a world on this machine for `mrl train CONFIG OVERRIDES`; returns the exit code. nursery: fork server of the
-    own launcher's ranks."""
+def start_local(cfg: AnyConfig, config: Path, overrides: Sequence[str], fork_server: ForkServer | None) -> int:
+    """Runs a world on this machine for `mrl train CONFIG OVERRIDES`; returns the exit code. fork_server: fork server of
+    the own launcher's ranks."""
     from mrl.config.derived import Machine, is_on_one_machine
-    from mrl.launcher import Elastic, LaunchError, launch, launch_elastic
+    from mrl.launcher import ElasticJob, LaunchError, launch, launch_elastic
     from mrl.observe import RunExists, refuse_existing
     from mrl.ports import GLOO, LOOPBACK
     from mrl.resilience import ft_config
 
     arguments = ["mrl", "train", str(config), *overrides]
-    nproc, run_dir = Machine.starting(cfg).world_size, Path(cfg.run.root) / cfg.run.name
-    save_s = cfg.resilience.save_deadline_s if cfg.kept.every_steps else None
+    nproc, run_dir = Machine.for_launch(cfg).world_size, Path(cfg.run.root) / cfg.run.name
+    save_s = cfg.resilience.save_deadline_s if cfg.effective_checkpoint.every_steps else None
     timeouts = cfg.resilience.timeouts_s
     try:
         os.environ.update(LOOPBACK if is_on_one_machine(cfg) else {GLOO: LOOPBACK[GLOO]})
@@ -60,9 +60,11 @@ def start(cfg: AnyConfig, config: Path, overrides: Sequence[str], nursery: Nurse
             refuse_existing(cfg)
         if cfg.run.launcher == "mrl":
             command = [sys.executable, "-m", *arguments]
-            return _noted(launch(command, nproc, run_dir / "logs", save_s=save_s, nursery=nursery), run_dir)
+            return _mark_if_preempted(
+                launch(command, nproc, run_dir / "logs", save_s=save_s, fork_server=fork_server), run_dir
+            )
         is_ft = cfg.run.launcher == "ft"
-        job = Elastic(
+        job = ElasticJob(
             cfg.run.launcher,
             arguments,
             nproc,
@@ -71,7 +73,7 @@ def start(cfg: AnyConfig, config: Path, overrides: Sequence[str], nursery: Nurse
             limits=timeouts.model_dump() if is_ft else {},
             ft_config=ft_config.write(run_dir, timeouts) if is_ft else None,
         )
-        return _noted(launch_elastic(job, run_dir), run_dir)
+        return _mark_if_preempted(launch_elastic(job, run_dir), run_dir)
     except (LaunchError, RunExists, OSError) as error:
         print(f"mrl: {error}", file=sys.stderr)
         return 1
@@ -81,42 +83,42 @@ def start_node(cfg: AnyConfig, args: argparse.Namespace) -> int:
     """Runs this node's part of a multi-node world; returns the exit code. args: the command's, with the node's
     place."""
     from mrl.config.derived import Machine
-    from mrl.launcher import Elastic, LaunchError, NodePlace, launch_node
+    from mrl.launcher import ElasticJob, LaunchError, NodeRank, launch_node
     from mrl.observe import RunExists, refuse_existing
     from mrl.resilience import ft_config
 
-    place = NodePlace(args.node, args.nodes, args.head)
+    node = NodeRank(args.node, args.nodes, args.head)
     run_dir, timeouts, is_ft = Path(cfg.run.root) / cfg.run.name, cfg.resilience.timeouts_s, cfg.run.launcher == "ft"
     try:
-        if place.number == 0 and not (run_dir / "lock").exists():
+        if node.number == 0 and not (run_dir / "lock").exists():
             refuse_existing(cfg)
-        job = Elastic(
+        job = ElasticJob(
             "ft" if is_ft else "torchrun",
             ["mrl", "train", str(args.config), *args.overrides],
-            Machine.starting(cfg, gpus(), place.count).local_world_size,
+            Machine.for_launch(cfg, gpus(), node.count).local_world_size,
             max_restarts=cfg.run.max_restarts if is_ft else 0,
-            save_s=cfg.resilience.save_deadline_s if cfg.kept.every_steps else None,
+            save_s=cfg.resilience.save_deadline_s if cfg.effective_checkpoint.every_steps else None,
             limits={},
             ft_config=ft_config.write(run_dir, timeouts) if is_ft else None,
         )
-        code = launch_node(job, run_dir, place)
-        return _noted(code, run_dir) if place.number == 0 else code
+        code = launch_node(job, run_dir, node)
+        return _mark_if_preempted(code, run_dir) if node.number == 0 else code
     except (LaunchError, RunExists, OSError) as error:
-        print(f"mrl: {place.words}: {error}", file=sys.stderr)
+        print(f"mrl: {node.label}: {error}", file=sys.stderr)
         return 1
 
 
-def _noted(exit_code: int, run_dir: Path) -> int:
+def _mark_if_preempted(exit_code: int, run_dir: Path) -> int:
     """Returns the exit code; marks the run as one to resume if no rank has done so."""
-    from mrl.resilience.protocol import EXIT_PREEMPTED, MARKER, note_leaving
+    from mrl.resilience.protocol import EXIT_PREEMPTED, MARKER, mark_preempted
 
     if exit_code == EXIT_PREEMPTED and run_dir.is_dir() and not (run_dir / MARKER).exists():
         with contextlib.suppress(OSError):
-            note_leaving(run_dir, None)
+            mark_preempted(run_dir, None)
     return exit_code
 
 
-def be_a_rank(cfg: AnyConfig) -> int:
+def run_rank(cfg: AnyConfig) -> int:
     """Trains as one rank.
 
     Stopping signals become SystemExit, so that everything open is closed. If checkpoints are configured, SIGTERM and
@@ -126,15 +128,15 @@ def be_a_rank(cfg: AnyConfig) -> int:
     from mrl.config.trainers.table import trainer_of
     from mrl.resilience import preemption
 
-    if cfg.kept.every_steps:
-        preemption.save_first(cfg.resilience.save_deadline_s)
+    if cfg.effective_checkpoint.every_steps:
+        preemption.save_on_signal(cfg.resilience.save_deadline_s)
     if os.environ["RANK"] == "0":
         for name, value in summary(cfg, int(os.environ["WORLD_SIZE"])):
             print(f"{name:>8}  {value}")
     try:
         with importing():
             train = trainer_of(cfg).load_main()
-        preemption.close_first()
+        preemption.close_on_signal()
         train(cfg)
     except Exception as error:
         if not failure.note(error):

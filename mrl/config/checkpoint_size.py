@@ -62,7 +62,7 @@ class DiskUse:
 
 
 def disk_use(cfg: Config, archs: Archs) -> DiskUse:
-    kept, steps = cfg.kept, None if cfg.steps_follow_data() else cfg.run.steps
+    kept, steps = cfg.effective_checkpoint, None if cfg.steps_follow_data() else cfg.run.steps
     turning = staying = 0
     if kept.every_steps is not None:
         one, last = checkpoint_bytes(cfg, archs), kept.keep_last + 1

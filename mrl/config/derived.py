@@ -30,13 +30,13 @@ class Machine:
     alone: bool = False
 
     @classmethod
-    def around(cls, gpus: int) -> Machine:
+    def from_environment(cls, gpus: int) -> Machine:
         """The world that a launcher has put this process in, by its environment; without one, a world of one."""
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         return cls(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), gpus, joined=True)
 
     @classmethod
-    def starting(cls, cfg: AnyConfig, gpus: int | None = None, nodes: int = 1) -> Machine:
+    def for_launch(cls, cfg: AnyConfig, gpus: int | None = None, nodes: int = 1) -> Machine:
         """The world that `mrl train` starts on this machine, or on `nodes` like it. Alone, of a run that is made for
         several: the whole of it, which the checks refuse to start here."""
         smallest, whole = smallest_world(cfg), nodes if nodes > 1 else cfg.run.nodes or 1

@@ -18,7 +18,7 @@ class EngineKind:
     is_plain: its weights reach it as CPU tensors or files, neither in GPU memory nor by a process group
     pauses: it can stop in the middle of its requests, and go on with them by other weights
     returns_experts: it can say which experts each token went to
-    cpu_imports: the module that has its imports, where it can be a copy of a process on a CPU (mrl.rollout.nursery)
+    cpu_imports: the module that has its imports, where it can be a copy of a process on a CPU (mrl.rollout.fork_server)
     """
 
     launch: str

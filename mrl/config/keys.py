@@ -24,9 +24,9 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from mrl.config.dialect import Dumper
 from mrl.config.sections.base import MAX_INT
 from mrl.config.sections.variants import Variants
+from mrl.config.yaml_dialect import Dumper
 
 _TYPES = {bool: "true | false", int: "integer", float: "number", str: "string"}
 _BOUNDS = {Gt: (">", "gt"), Ge: (">=", "ge"), Lt: ("<", "lt"), Le: ("<=", "le")}
@@ -54,7 +54,7 @@ class Key:
     below: tuple[Key, ...] = ()
     only_with: tuple[str, str] | None = None
     former: str | None = None
-    kinds: tuple[Kind, ...] = ()
+    kinds: tuple[SectionVariant, ...] = ()
 
     @property
     def name(self) -> str:
@@ -67,7 +67,7 @@ class Key:
 
 
 @dataclass(frozen=True)
-class Kind:
+class SectionVariant:
     """One value of the key `by` that decides which further keys a section has; noun: what it chooses."""
 
     by: str
@@ -142,7 +142,7 @@ def _key(
     )
 
 
-def _kinds(annotation: Any, prefix: str) -> Iterator[Kind]:
+def _kinds(annotation: Any, prefix: str) -> Iterator[SectionVariant]:
     for mark in get_args(annotation):
         if isinstance(mark, Variants):
             for value, options in mark.kinds.items():
@@ -152,7 +152,7 @@ def _kinds(annotation: Any, prefix: str) -> Iterator[Kind]:
                     _key(options, name, prefix + name, types[name], only_with, former.get(name))
                     for name in options.model_fields
                 )
-                yield Kind(mark.by, value, mark.noun, _docstring(options), keys)
+                yield SectionVariant(mark.by, value, mark.noun, _docstring(options), keys)
 
 
 def _section_in(annotation: Any) -> type[BaseModel] | None:

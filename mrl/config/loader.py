@@ -12,7 +12,6 @@ from pydantic import ValidationError
 
 from mrl.config.checks.all import check_all
 from mrl.config.derived import Machine
-from mrl.config.dialect import Dumper
 from mrl.config.keys import Key, keys_of, nearest_keys, walk
 from mrl.config.problems import ConfigError, Problem
 from mrl.config.sections.base import Section
@@ -20,6 +19,7 @@ from mrl.config.sections.variants import TAG
 from mrl.config.trainers.base import AnyConfig
 from mrl.config.trainers.table import TRAINERS
 from mrl.config.tree import Node, describe, read
+from mrl.config.yaml_dialect import Dumper
 from mrl.redaction import redact_tree
 
 MAX_ERRORS = 200  # looked at; a file with more is none of ours
@@ -66,7 +66,7 @@ def load(
             tree.drop(_as_written(schema, tree, _path(error)))
         cfg, _ = _validate(schema, tree)
     if cfg is not None:
-        found = check_all(cfg, joined or (planned(cfg) if planned is not None else Machine.starting(cfg, gpus)))
+        found = check_all(cfg, joined or (planned(cfg) if planned is not None else Machine.for_launch(cfg, gpus)))
         unclear = [error for error in errors if not _owners(schema, error)]
         problems += [
             _placed(schema, tree, p) for p in found if not any(_tainted(key, e) for key in p.keys for e in unclear)

@@ -54,7 +54,7 @@ def reason(error: Exception) -> str:
     return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
 
 
-def no_file(path: Path) -> str | None:
+def not_a_file(path: Path) -> str | None:
     """What this is instead of a file; links are followed. OSError if there is nothing, ValueError for no path."""
     mode = path.stat().st_mode
     if stat.S_ISREG(mode):

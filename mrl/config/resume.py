@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from mrl.config.outline import differing, outline
+from mrl.config.file_fingerprint import changed_files, fingerprint
 from mrl.config.sections.variants import Variants
 from mrl.config.trainers.base import AnyConfig
 from mrl.options.base import Options
@@ -66,7 +66,7 @@ class ConfigChanged(Exception):
 
 
 @dataclass(frozen=True)
-class Change:
+class KeyChange:
     key: str
     old: Any
     new: Any
@@ -86,8 +86,8 @@ def snapshot(cfg: AnyConfig) -> Tree:
         for key, use in cfg.data_uses().items()
     }
     outlines: Tree = {}
-    for key, path in cfg.read_anew():
-        outlines.setdefault(key, {})[path] = outline(Path(path))
+    for key, path in cfg.reread_files():
+        outlines.setdefault(key, {})[path] = fingerprint(Path(path))
     read = {"data_contents": found, "held_out_contents": held_out, "read_anew": outlines}
     return {"config": redact_tree(cfg.model_dump(mode="json")), **read}
 
@@ -114,7 +114,7 @@ def _digest(file: Path, size: int, mtime_ns: int) -> str:
         return hashlib.file_digest(contents, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
-def check_resume(stored: Tree, cfg: AnyConfig, checkpoint: Path) -> list[Change]:
+def check_resume(stored: Tree, cfg: AnyConfig, checkpoint: Path) -> list[KeyChange]:
     """The changes that are harmless or accepted, to be shown. `stored`: `snapshot` of the run that made `checkpoint`.
 
     Raises ConfigChanged, which lists every other one with old and new value, and says what to do.
@@ -133,7 +133,7 @@ def check_resume(stored: Tree, cfg: AnyConfig, checkpoint: Path) -> list[Change]
     return changes
 
 
-def compare(stored: Tree, cfg: AnyConfig) -> list[Change]:
+def compare(stored: Tree, cfg: AnyConfig) -> list[KeyChange]:
     """Every key that differs in more than a password. A key that the stored configuration does not know yet had its
     default."""
     present = snapshot(cfg)
@@ -149,7 +149,7 @@ def compare(stored: Tree, cfg: AnyConfig) -> list[Change]:
 
 def unknown(stored: Tree, cfg: AnyConfig) -> list[str]:
     """What an older checkpoint does not say, one sentence each."""
-    keys = ", ".join(dict.fromkeys(key for key, _ in cfg.read_anew()))
+    keys = ", ".join(dict.fromkeys(key for key, _ in cfg.reread_files()))
     of_files = f"the checkpoint has no digests of files: changes to the contents of {keys} cannot be detected"
     of_data = [
         f"the checkpoint has no digests of data: changes to {key} that keep its size cannot be detected"
@@ -159,24 +159,24 @@ def unknown(stored: Tree, cfg: AnyConfig) -> list[str]:
     return of_data + ([of_files] if keys and "read_anew" not in stored else [])
 
 
-def _edited(key: str, sources: Tree, stored: Tree) -> Iterator[Change]:
+def _edited(key: str, sources: Tree, stored: Tree) -> Iterator[KeyChange]:
     """Sources with other contents than the checkpoint's run has read."""
     before = (stored.get("data_contents", {}) | stored.get("held_out_contents", {})).get(key, {})
     for path, now in sources.items():
         if path in before and before[path] != now:
-            yield Change(key, f"{path} of {_size(before[path])}", f"edited: {_size(now)}")
+            yield KeyChange(key, f"{path} of {_size(before[path])}", f"edited: {_size(now)}")
     if key in (sizes := stored.get("data_bytes", {})):  # of an older checkpoint
         size = sum(source["bytes"] for source in sources.values())
         if size != sizes[key]:
-            yield Change(key, f"{sizes[key]} bytes of data", f"{size} bytes")
+            yield KeyChange(key, f"{sizes[key]} bytes of data", f"{size} bytes")
 
 
-def _rewritten(key: str, paths: Tree, before: Tree) -> Iterator[Change]:
+def _rewritten(key: str, paths: Tree, before: Tree) -> Iterator[KeyChange]:
     """Files and models with other contents than those that the checkpoint's run was made with."""
     for path, now in paths.items():
-        if path in before and (names := differing(before[path], now)):
+        if path in before and (names := changed_files(before[path], now)):
             more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-            yield Change(key, path, f"edited: {', '.join(names[:NAMED])}{more}")
+            yield KeyChange(key, path, f"edited: {', '.join(names[:NAMED])}{more}")
 
 
 def _size(source: Tree) -> str:
@@ -202,7 +202,7 @@ def is_key(section: type[BaseModel], key: str) -> bool:
     return not rest or any(is_key(option, rest) for option in below)
 
 
-def _differences(old: Tree, section: BaseModel, new: Tree, prefix: str) -> Iterator[Change]:
+def _differences(old: Tree, section: BaseModel, new: Tree, prefix: str) -> Iterator[KeyChange]:
     old = section.present_names(old) if isinstance(section, Options) else old
     for name, field in type(section).model_fields.items():
         inner, before = dict(section)[name], old.get(name)
@@ -211,7 +211,7 @@ def _differences(old: Tree, section: BaseModel, new: Tree, prefix: str) -> Itera
         if isinstance(inner, BaseModel) and isinstance(before, dict):
             yield from _differences(before, inner, new[name], f"{prefix}{name}.")
         elif before != new[name]:
-            yield Change(f"{prefix}{name}", before, new[name])
+            yield KeyChange(f"{prefix}{name}", before, new[name])
 
 
 def _plain(section: BaseModel) -> Tree:

@@ -15,7 +15,9 @@ TOKENIZER, SETTINGS, SPECIAL = "tokenizer.json", "tokenizer_config.json", "speci
 TOKENIZER_FILES = (TOKENIZER, SETTINGS, SPECIAL, "chat_template.jinja")
 
 
-def problems(path: str | Path, vocab_size: int | None, eos_token: str | None = None) -> Iterator[tuple[str, str]]:
+def tokenizer_problems(
+    path: str | Path, vocab_size: int | None, eos_token: str | None = None
+) -> Iterator[tuple[str, str]]:
     """(key, what is wrong) of a model directory's tokenizer; nothing for files that are not there.
 
     vocab_size: the model's, where it is known; eos_token: model.eos_token
@@ -41,7 +43,7 @@ def problems(path: str | Path, vocab_size: int | None, eos_token: str | None = N
         yield from _of_vocabulary(Path(path), ids, settings, vocab_size, eos_token)
 
 
-def special(path: str | Path) -> dict[str, tuple[str, int]]:
+def special_tokens(path: str | Path) -> dict[str, tuple[str, int]]:
     """Of "eos", "pad", "unk" and "bos" those that the tokenizer's files name: the token and its id. Raises OSError or
     ValueError for files that cannot be read."""
     content, settings = _read(Path(path) / TOKENIZER), _read(Path(path) / SPECIAL) | _read(Path(path) / SETTINGS)

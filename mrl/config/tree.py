@@ -15,8 +15,8 @@ from typing import Any
 import yaml
 from yaml.reader import ReaderError
 
-from mrl.config.dialect import MAX_BYTES, MERGE, Loader
-from mrl.config.problems import Problem, no_file, printable, reason, shortened
+from mrl.config.problems import Problem, not_a_file, printable, reason, shortened
+from mrl.config.yaml_dialect import MAX_BYTES, MERGE, Loader
 
 _OVERRIDE = re.compile(r"(\w{1,200}(?:\.\w{1,200})*)=(.*)", re.DOTALL)
 _KEY = re.compile(r"[^\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]{1,200}")
@@ -96,7 +96,7 @@ def _read_text(path: Path) -> str:
     """Raises OSError or ValueError, which says why it is no text that could be a configuration."""
     if str(path) != printable(str(path)):
         raise ValueError("its name contains a control character or bytes that are not UTF-8")
-    if problem := no_file(path):
+    if problem := not_a_file(path):
         raise ValueError(problem)
     if path.stat().st_size > MAX_BYTES:
         raise ValueError(f"{path.stat().st_size} bytes; the limit for a configuration is {MAX_BYTES}")

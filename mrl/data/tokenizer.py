@@ -71,7 +71,7 @@ class Tokenizer:
         return ids if ids[-1:] == [self.eos_id] else [*ids, self.eos_id]
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
-        """Returns the text, without special tokens unless `special`."""
+        """Returns the text, without special tokens unless `special_tokens`."""
         text: str = self.hf.decode(list(ids), skip_special_tokens=not special)
         return text
 
@@ -240,7 +240,7 @@ def load_tokenizer(path: str | Path, eos_token: str | None = None, chat_template
     from transformers import AutoTokenizer
 
     vocab_size = _vocab_size_of_config(Path(path))
-    for _, problem in tokenizer_files.problems(path, vocab_size, eos_token):
+    for _, problem in tokenizer_files.tokenizer_problems(path, vocab_size, eos_token):
         raise TokenizerError(problem)
     try:
         hf = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)

@@ -9,7 +9,7 @@ from mrl.cards.write import CARD, is_edited, sealed
 from mrl.observe import read_metrics
 from mrl.observe.files import read_config
 from mrl.observe.metrics import Row
-from mrl.observe.report import BY_PROMPT, first_curve, grids
+from mrl.observe.report import BY_PROMPT, first_curve, image_grids
 
 GRID, CURVE = "images.png", "reward.png"
 
@@ -17,14 +17,14 @@ GRID, CURVE = "images.png", "reward.png"
 def card(run_dir: Path, export: Path, target: Path, step: int) -> None:
     """Writes README.md, the newest grid of images and the reward curve into `export`, which will become `target`.
 
-    An edited card in `target` is kept. Raises Unreadable.
+    An edited card in `target` is kept. Raises UnreadableFile.
     """
     _, config = read_config(run_dir)
     earlier = target / CARD
     if is_edited(earlier):
         shutil.copyfile(earlier, export / CARD)
         return
-    found = grids(run_dir)
+    found = image_grids(run_dir)
     if found:
         shutil.copyfile(found[-1], export / GRID)
     rows = read_metrics(run_dir)

@@ -27,7 +27,7 @@ from mrl.diffusion.run import DiffusionRun, begin
 from mrl.diffusion.sample import Trajectories, draw, share
 from mrl.diffusion.update import Policy, Predict, chosen_steps, make_update
 from mrl.observe.report import BY_PROMPT
-from mrl.reward.calls import Outcome
+from mrl.reward.score_requests import Outcome
 from mrl.trainers.shared.run import started
 from mrl.trainers.shared.updates import named, over_updates
 
@@ -201,4 +201,4 @@ def _show(work: Work, steps: int) -> None:
     run = work.run
     images = work.grids.draw(work.policy, steps)
     if run.world.is_main:
-        run.recorder.write_down("a grid of images", lambda: save_grid(run.run_dir, steps, images))
+        run.recorder.write_guarded("a grid of images", lambda: save_grid(run.run_dir, steps, images))

@@ -14,10 +14,10 @@ from mrl.config.sections.diffusion import ImageRewardConfig
 from mrl.diffusion.conditions import PromptRow
 from mrl.parallel import Agreement
 from mrl.parallel.agreement import by_reason
-from mrl.reward.calls import Call, Outcome
 from mrl.reward.errors import RewardError
 from mrl.reward.plan import Component, component_name
 from mrl.reward.pool import FunctionPool, PoolSetup
+from mrl.reward.score_requests import Outcome, ScoreRequest
 from mrl.reward.server import ServerClient
 
 
@@ -43,7 +43,7 @@ class ImageRewards:
         """Submits images [n, C, H, W] in 0..1, samples `ids` of the step, for scoring."""
         levels = (images * 255).round().byte().numpy()
         for i, image, prompt in zip(ids, levels, prompts, strict=True):
-            call = Call(prompt.text, "", prompt.row, image=image)
+            call = ScoreRequest(prompt.text, "", prompt.row, image=image)
             label = f"step {step + 1}, sample {i} (prompt {prompt.text!r})"
             self._running[i] = self._source.submit(self._component, call, label)
         self._source.flush(self._component, [self._running[i] for i in ids])

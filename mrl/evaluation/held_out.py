@@ -28,7 +28,7 @@ def held_out(cfg: Config, of: SFTDataConfig, weights: str, rows: int | None) -> 
     data = SFTDataset(of.validation, of, load_tokenizer(weights, cfg.model.eos_token, cfg.model.chat_template))
     train = cfg.actor.model_copy(update={"parallel": ParallelConfig(), "recompute": "none", "offload": "none"})
     dtype = torch.float32 if platform.device().type == "cpu" else getattr(torch, cfg.model.dtype)
-    with platform.world_of_one(cfg.run.timeout_s):
+    with platform.single_process_world(cfg.run.timeout_s):
         mesh = Meshes(cfg.run.timeout_s, cfg.run.seed).get(train.parallel)
         learner = Learner("policy", load_arch(weights), weights, train, mesh, dtype=dtype, seed=1, trainable=False)
         found = likelihood(learner, data.batches(data.first(rows), ROWS_AT_ONCE))

@@ -1,4 +1,4 @@
-"""Rows of a weight table, including those that families share. No tensors: `mrl.weights.kinds` moves them.
+"""Rows of a weight table, including those that families share. No tensors: `mrl.weights.parameter_layout` moves them.
 
 `m` and `h` are the Megatron and the Hugging Face prefix of a layer.
 """
@@ -10,7 +10,7 @@ from typing import Literal
 
 from mrl.families.arch import ModelArch
 
-# mapping between the two sides: see mrl.weights.kinds
+# mapping between the two sides: see mrl.weights.parameter_layout
 Kind = Literal["copy", "vocab", "qkv", "gate_up", "interleaved", "transposed"]
 Start = Literal["normal", "ones", "zeros"]
 BODY = "model."  # the hub's prefix of a decoder's tensors

@@ -3,11 +3,20 @@
 No rank outlives the launcher.
 """
 
-from mrl.launcher.elastic import Elastic, launch_elastic
-from mrl.launcher.environment import FOR_COPIES
+from mrl.launcher.elastic import ElasticJob, launch_elastic
+from mrl.launcher.environment import FOR_FORK_SERVERS
+from mrl.launcher.fork_server import ForkServer
 from mrl.launcher.logs import LaunchError
-from mrl.launcher.node import NodePlace, launch_node
-from mrl.launcher.nursery import Nursery
+from mrl.launcher.node import NodeRank, launch_node
 from mrl.launcher.world import launch
 
-__all__ = ["FOR_COPIES", "Elastic", "LaunchError", "NodePlace", "Nursery", "launch", "launch_elastic", "launch_node"]
+__all__ = [
+    "FOR_FORK_SERVERS",
+    "ElasticJob",
+    "LaunchError",
+    "NodeRank",
+    "ForkServer",
+    "launch",
+    "launch_elastic",
+    "launch_node",
+]

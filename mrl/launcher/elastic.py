@@ -22,8 +22,17 @@ from typing import Literal
 
 from mrl.launcher import signals
 from mrl.launcher.environment import FOR_RANKS
-from mrl.launcher.logs import LEFT, LaunchError, Log, cause, open_logs, owned, report, take_failures
-from mrl.launcher.restarts import Restarts
+from mrl.launcher.logs import (
+    PREEMPTED_TEXT,
+    LaunchError,
+    RankLog,
+    collect_failures,
+    lock_log_dir,
+    open_logs,
+    root_cause,
+    show_failure,
+)
+from mrl.launcher.restarts import RestartTracker
 from mrl.packages import pip_install_extra
 from mrl.ports import MEETING_VARIABLE
 from mrl.resilience.protocol import EXIT_PREEMPTED, LOG_DIR_VARIABLE, MARKER
@@ -35,7 +44,7 @@ _NAMES = {"torchrun": "torchrun", "ft": "ft_launcher"}
 
 
 @dataclass(frozen=True)
-class Elastic:
+class ElasticJob:
     """Job of torchrun or ft_launcher. arguments: of `python -m`. save_s: seconds to save, None without saving.
 
     limits: seconds by section; ft_config: ft_launcher's file with these limits. torchrun has neither
@@ -57,7 +66,7 @@ def missing(launcher: str) -> str | None:
     return f"run.launcher: ft needs nvidia-resiliency-ext: {pip_install_extra('resilience')}"
 
 
-def launch_elastic(job: Elastic, run_dir: Path, grace_s: float = 30.0) -> int:
+def launch_elastic(job: ElasticJob, run_dir: Path, grace_s: float = 30.0) -> int:
     """Runs the job to its end; returns the exit code of `launch`, or 1 after one failure of the ranks too many.
 
     Raises LaunchError if another launcher writes there, or ft_launcher is not installed.
@@ -65,10 +74,10 @@ def launch_elastic(job: Elastic, run_dir: Path, grace_s: float = 30.0) -> int:
     if (problem := missing(job.kind)) is not None:
         raise LaunchError(problem)
     log_dir = run_dir / "logs"
-    with owned(log_dir), signals.collected() as received:
+    with lock_log_dir(log_dir), signals.collect_signals() as received:
         logs = open_logs(log_dir, job.nproc, job.arguments)
         with Terminal(logs[0].path) as terminal, tempfile.TemporaryDirectory(prefix="mrl-world-") as meeting:
-            restarts = Restarts(logs, job.limits, job.max_restarts, log_dir / "restarts.jsonl", terminal)
+            restarts = RestartTracker(logs, job.limits, job.max_restarts, log_dir / "restarts.jsonl", terminal)
             process = _start(job, log_dir, meeting, grace_s, terminal)
             return _Watch(job, process, logs, restarts, run_dir, grace_s, terminal).wait(received)
 
@@ -78,10 +87,10 @@ class _Watch:
 
     def __init__(
         self,
-        job: Elastic,
+        job: ElasticJob,
         process: subprocess.Popen[bytes],
-        logs: Sequence[Log],
-        restarts: Restarts,
+        logs: Sequence[RankLog],
+        restarts: RestartTracker,
         run_dir: Path,
         grace_s: float,
         terminal: Terminal,
@@ -97,7 +106,7 @@ class _Watch:
         try:
             while self.process.poll() is None:
                 self.terminal.pump(_POLL_S)
-                self.restarts.look()
+                self.restarts.poll()
                 self._stop_if_due(received)
         finally:
             with contextlib.suppress(ProcessLookupError):
@@ -111,7 +120,7 @@ class _Watch:
         """Stops the job if due. A warning goes to the ranks directly, since the launcher would impose a time limit of
         its own."""
         now = time.monotonic()
-        warning = signals.warning(received, self.job.save_s is not None)
+        warning = signals.preemption_signal(received, self.job.save_s is not None)
         if warning is not None:
             self._warn(warning, now)
         elif received:
@@ -125,20 +134,20 @@ class _Watch:
     def _warn(self, number: signal.Signals, now: float) -> None:
         if not self.warned:
             self.end_at = now + (self.job.save_s or 0.0) + self.grace_s
-        for place in self.restarts.places:
-            if not place.ended and place.pid not in self.warned:
-                self.warned.add(place.pid)
+        for status in self.restarts.statuses:
+            if not status.ended and status.pid not in self.warned:
+                self.warned.add(status.pid)
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(place.pid, number)
+                    os.kill(status.pid, number)
 
     def _outcome(self, received: Sequence[int]) -> int:
-        warned = signals.warning(received, self.job.save_s is not None) is not None
+        warned = signals.preemption_signal(received, self.job.save_s is not None) is not None
         if received and not warned:
             self.terminal.say(f"stopped by {signal.Signals(received[0]).name}; all ranks have ended")
             return 128 + received[0]
         marker = self.run_dir / MARKER
         if (warned and self.process.returncode) or (marker.exists() and marker.stat().st_mtime >= self.began):
-            self.terminal.say(LEFT)
+            self.terminal.say(PREEMPTED_TEXT)
             return EXIT_PREEMPTED
         if self.process.returncode == 0:
             return 0
@@ -146,9 +155,9 @@ class _Watch:
         return 1
 
     def _report(self) -> None:
-        found = cause(take_failures(self.logs, self.terminal), killed=self.restarts.fault is not None)
+        found = root_cause(collect_failures(self.logs, self.terminal), killed=self.restarts.fault is not None)
         if found is not None:
-            report(found, self.logs[found[0]], self.terminal)
+            show_failure(found, self.logs[found[0]], self.terminal)
         elif self.restarts.fault is not None:
             fault = self.restarts.fault
             self.terminal.say(f"error: {fault.text}")
@@ -158,7 +167,7 @@ class _Watch:
             self.terminal.say(f"error: {log.stem} ended with exit code {self.process.returncode}; its log: {log}")
 
 
-def _start(job: Elastic, log_dir: Path, meeting: str, grace_s: float, terminal: Terminal) -> subprocess.Popen[bytes]:
+def _start(job: ElasticJob, log_dir: Path, meeting: str, grace_s: float, terminal: Terminal) -> subprocess.Popen[bytes]:
     """Starts the launcher. meeting: private folder of this account, for stores and sockets"""
     environment = {
         **{**FOR_RANKS, **os.environ},
@@ -176,13 +185,13 @@ def _start(job: Elastic, log_dir: Path, meeting: str, grace_s: float, terminal: 
             stdout=terminal.for_rank,
             stderr=log,
             start_new_session=True,
-            preexec_fn=signals.as_child(ignored=[signal.SIGUSR1]),
+            preexec_fn=signals.child_setup(ignored=[signal.SIGUSR1]),
         )
     terminal.rank_started()
     return process
 
 
-def elastic_arguments(job: Elastic, grace_s: float) -> list[str]:
+def elastic_arguments(job: ElasticJob, grace_s: float) -> list[str]:
     """Returns the arguments of torchrun or ft_launcher for the job, except the rendezvous."""
     longest = math.ceil((job.save_s or 0.0) + grace_s)
     told = [f"--nproc-per-node={job.nproc}"]
@@ -193,5 +202,5 @@ def elastic_arguments(job: Elastic, grace_s: float) -> list[str]:
     return [*told, "--ft-enable-nic-monitor=false", f"--ft-cfg-path={job.ft_config}"]
 
 
-def _log(job: Elastic, log_dir: Path) -> Path:
+def _log(job: ElasticJob, log_dir: Path) -> Path:
     return log_dir / f"{_NAMES[job.kind]}.log"

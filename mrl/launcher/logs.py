@@ -20,8 +20,8 @@ from mrl.resilience.protocol import EXIT_PREEMPTED
 from mrl.terminal import Terminal
 
 TAIL_LINES = 30
-RESERVED = 1 << 16  # bytes reserved for a rank's error and traceback
-LEFT = (
+RESERVED_BYTES = 1 << 16  # bytes reserved for a rank's error and traceback
+PREEMPTED_TEXT = (
     f"stopped before its end (exit code {EXIT_PREEMPTED}): run the same command to resume from the last checkpoint, if "
     "there is one"
 )
@@ -32,7 +32,7 @@ class LaunchError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Log:
+class RankLog:
     """Log of a rank; this launch's part begins at byte `start`."""
 
     path: Path
@@ -57,21 +57,21 @@ class Log:
         return self.path.with_suffix(".failure")
 
 
-def open_logs(log_dir: Path, nproc: int, command: Sequence[str]) -> list[Log]:
+def open_logs(log_dir: Path, nproc: int, command: Sequence[str]) -> list[RankLog]:
     return [_open_log(log_dir, number, nproc, command) for number in range(nproc)]
 
 
-def _open_log(log_dir: Path, number: int, nproc: int, command: Sequence[str]) -> Log:
+def _open_log(log_dir: Path, number: int, nproc: int, command: Sequence[str]) -> RankLog:
     path = log_dir / f"rank_{number}.log"
     failure_file = path.with_suffix(".failure")
     failure_file.unlink(missing_ok=True)
-    failure.reserve(failure_file).write_bytes(bytes(RESERVED))
+    failure.reserve(failure_file).write_bytes(bytes(RESERVED_BYTES))
     with path.open("ab") as file:
         file.write(f"--- {time.strftime('%F %T')} rank {number} of {nproc}: {redact(shlex.join(command))}\n".encode())
-        return Log(path, file.tell())
+        return RankLog(path, file.tell())
 
 
-def take_failures(logs: Sequence[Log], terminal: Terminal) -> dict[int, Failure]:
+def collect_failures(logs: Sequence[RankLog], terminal: Terminal) -> dict[int, Failure]:
     """Returns the error of each failed rank. Moves tracebacks to the ranks' logs and removes the failure files."""
     found = {}
     for number, log in enumerate(logs):
@@ -88,7 +88,7 @@ def take_failures(logs: Sequence[Log], terminal: Terminal) -> dict[int, Failure]
     return found
 
 
-def cause(failures: Mapping[int, Failure], killed: bool) -> tuple[int, Failure] | None:
+def root_cause(failures: Mapping[int, Failure], killed: bool) -> tuple[int, Failure] | None:
     """Returns the first rank whose failure explains the others, with that failure.
 
     Returns None if a rank was killed and the others only lost contact with it.
@@ -101,14 +101,14 @@ def cause(failures: Mapping[int, Failure], killed: bool) -> tuple[int, Failure] 
     return min(number for number, found in failures.items() if found.message == first.message), first
 
 
-def report(found: tuple[int, Failure], log: Log, terminal: Terminal) -> None:
+def show_failure(found: tuple[int, Failure], log: RankLog, terminal: Terminal) -> None:
     """Shows the one error to the user. log: of the rank with that error"""
     terminal.say(f"error: {found[1].message}")
     terminal.say(f"details: {log.path}")
 
 
 @contextlib.contextmanager
-def owned(log_dir: Path) -> Iterator[BinaryIO]:
+def lock_log_dir(log_dir: Path) -> Iterator[BinaryIO]:
     """Holds the directory for this launcher alone. Raises LaunchError if another launcher writes there."""
     make_private(log_dir.parent)
     log_dir.mkdir(exist_ok=True)

@@ -19,29 +19,30 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mrl.launcher import signals
-from mrl.launcher.elastic import Elastic, elastic_arguments
-from mrl.launcher.logs import LEFT
+from mrl.launcher.elastic import ElasticJob, elastic_arguments
+from mrl.launcher.logs import PREEMPTED_TEXT
 from mrl.ports import address_towards, gloo_towards
-from mrl.resilience.protocol import EXIT_PREEMPTED, FOLDER_VARIABLE, MARKER, Place
+from mrl.resilience.protocol import EXIT_PREEMPTED, FOLDER_VARIABLE, MARKER, RankStatus
 
 _POLL_S = 0.1
 
 
 @dataclass(frozen=True)
-class NodePlace:
-    """Place of a node. number: from 0, the head's. head: HOST:PORT, where node 0 listens for the others."""
+class NodeRank:
+    """Number of a node among the nodes of a run. number: from 0, the head's. head: HOST:PORT, where node 0 listens for
+    the others."""
 
     number: int
     count: int
     head: str
 
     @property
-    def words(self) -> str:
+    def label(self) -> str:
         """Text for messages."""
         return f"node {self.number} of {self.count} ({os.uname().nodename})"
 
 
-def launch_node(job: Elastic, run_dir: Path, place: NodePlace, grace_s: float = 30.0) -> int:
+def launch_node(job: ElasticJob, run_dir: Path, node: NodeRank, grace_s: float = 30.0) -> int:
     """Runs this node's `job.nproc` ranks to their end and returns the exit code.
 
     The code is 0, EXIT_PREEMPTED if the run is to be resumed, 128 + the number of a signal that stopped it at once,
@@ -51,42 +52,42 @@ def launch_node(job: Elastic, run_dir: Path, place: NodePlace, grace_s: float = 
     ranks already.
     """
     began = time.time()
-    with signals.collected() as received, tempfile.TemporaryDirectory(prefix="mrl-node-") as folder:
-        process = _start(job, place, folder, grace_s)
+    with signals.collect_signals() as received, tempfile.TemporaryDirectory(prefix="mrl-node-") as folder:
+        process = _start(job, node, folder, grace_s)
         try:
             _watch(process, Path(folder), received, job.save_s, grace_s)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    warned = signals.warning(received, job.save_s is not None) is not None
+    warned = signals.preemption_signal(received, job.save_s is not None) is not None
     if received and not warned:
-        _say(place, f"stopped by {signal.Signals(received[0]).name}; its ranks have ended")
+        _say(node, f"stopped by {signal.Signals(received[0]).name}; its ranks have ended")
         return 128 + received[0]
     marker = run_dir / MARKER
     if marker.exists() and marker.stat().st_mtime >= began - 1:  # allows for the clock of another machine
-        _say(place, LEFT)
+        _say(node, PREEMPTED_TEXT)
         return EXIT_PREEMPTED
     if warned and process.returncode:
-        _say(place, f"asked to stop, and no checkpoint was saved in time; {LEFT}")
+        _say(node, f"asked to stop, and no checkpoint was saved in time; {PREEMPTED_TEXT}")
         return EXIT_PREEMPTED
     if process.returncode:
         _say(
-            place,
+            node,
             f"error: {job.kind} ended with exit code {process.returncode}: see the error above, or the output of the "
             "other nodes",
         )
     return 1 if process.returncode else 0
 
 
-def _start(job: Elastic, place: NodePlace, folder: str, grace_s: float) -> subprocess.Popen[bytes]:
+def _start(job: ElasticJob, node: NodeRank, folder: str, grace_s: float) -> subprocess.Popen[bytes]:
     """Starts the node's launcher. folder: private folder of this account, for sockets"""
-    host, head = str(place.number == 0).lower(), place.head.rpartition(":")[0]
-    meet = [f"--nnodes={place.count}", f"--rdzv-endpoint={place.head}"]
+    host, head = str(node.number == 0).lower(), node.head.rpartition(":")[0]
+    meet = [f"--nnodes={node.count}", f"--rdzv-endpoint={node.head}"]
     if job.kind == "torchrun":
-        meet += ["--rdzv-backend=static", f"--node-rank={place.number}"]
+        meet += ["--rdzv-backend=static", f"--node-rank={node.number}"]
     else:  # ft_launcher has only this backend, and numbers the nodes itself
-        meet += ["--rdzv-backend=c10d", f"--rdzv-conf=is_host={host}", f"--rdzv-id={place.head}"]
+        meet += ["--rdzv-backend=c10d", f"--rdzv-conf=is_host={host}", f"--rdzv-id={node.head}"]
         meet += [f"--local-addr={address_towards(head)}"]
     own = ["-m", "mrl.launcher.agent", job.kind, *meet, *elastic_arguments(job, grace_s)]
     return subprocess.Popen(
@@ -97,7 +98,7 @@ def _start(job: Elastic, place: NodePlace, folder: str, grace_s: float) -> subpr
         },
         stdin=subprocess.DEVNULL,
         start_new_session=True,
-        preexec_fn=signals.as_child(ignored=[signal.SIGUSR1]),
+        preexec_fn=signals.child_setup(ignored=[signal.SIGUSR1]),
     )
 
 
@@ -110,7 +111,7 @@ def _watch(
     warned: set[int] = set()
     while process.poll() is None:
         time.sleep(_POLL_S)
-        now, warning = time.monotonic(), signals.warning(received, save_s is not None)
+        now, warning = time.monotonic(), signals.preemption_signal(received, save_s is not None)
         if warning is not None:
             end_at = min(end_at, now + (save_s or 0.0) + grace_s)
             for pid in set(_ranks(folder)) - warned:
@@ -129,8 +130,8 @@ def _watch(
 def _ranks(folder: Path) -> Iterator[int]:
     """Process ids that the ranks of this node have written."""
     for file in folder.glob("rank_*.place"):
-        yield Place(**json.loads(file.read_text())).pid
+        yield RankStatus(**json.loads(file.read_text())).pid
 
 
-def _say(place: NodePlace, text: str) -> None:
-    print(f"mrl: {place.words}: {text}", file=sys.stderr, flush=True)
+def _say(node: NodeRank, text: str) -> None:
+    print(f"mrl: {node.label}: {text}", file=sys.stderr, flush=True)

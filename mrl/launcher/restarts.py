@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from mrl.launcher.logs import Log, cause, take_failures
-from mrl.resilience.protocol import Place, place_file, read_places
+from mrl.launcher.logs import RankLog, collect_failures, root_cause
+from mrl.resilience.protocol import RankStatus, read_statuses, status_file
 from mrl.terminal import Terminal
 
 _SLACK_S = 0.2  # between the rank's own clock of a section and its monitor's
@@ -30,38 +30,38 @@ class Fault:
     unix_time: float
 
 
-class Restarts:
+class RestartTracker:
     """Tracks restarts. limits: seconds a section may last. record: file that gets a JSON line a restart."""
 
     def __init__(
-        self, logs: Sequence[Log], limits: Mapping[str, float], allowed: int, record: Path, terminal: Terminal
+        self, logs: Sequence[RankLog], limits: Mapping[str, float], allowed: int, record: Path, terminal: Terminal
     ) -> None:
         self._logs, self._limits, self._allowed, self._record = logs, limits, allowed, record
         self._dir, self._terminal = logs[0].path.parent, terminal
         self._attempt = 0
         self._recovering: Fault | None = None
         self.fault: Fault | None = None  # of the current attempt
-        self.places: list[Place] = []
+        self.statuses: list[RankStatus] = []
         for number in range(len(logs)):
-            place_file(self._dir, number).unlink(missing_ok=True)
+            status_file(self._dir, number).unlink(missing_ok=True)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Reads the ranks' sections; reports when they have recovered from a fault."""
-        places = read_places(self._dir, len(self._logs))
-        newest = max((place.attempt for place in places), default=0)
+        statuses = read_statuses(self._dir, len(self._logs))
+        newest = max((status.attempt for status in statuses), default=0)
         if newest > self._attempt:
             self._next_attempt(newest)
-        self.places = [place for place in places if place.attempt == newest]
+        self.statuses = [status for status in statuses if status.attempt == newest]
         if self._recovering is not None and self._is_running():
             self._say(self._recovering, time.time() - self._recovering.unix_time)
             self._recovering = None
         if self.fault is None:
-            lost = [place for place in self.places if not place.ended and not _is_alive(place.pid)]
+            lost = [status for status in self.statuses if not status.ended and not _is_alive(status.pid)]
             self.fault = self._diagnose(lost) if lost else None
 
     def finish(self) -> None:
         """Called after the launcher's end; a fault without a restart remains in `fault`."""
-        self.look()
+        self.poll()
         if self._recovering is not None:
             self._say(self._recovering, None)
 
@@ -73,28 +73,28 @@ class Restarts:
 
     def _is_running(self) -> bool:
         """True if every rank is present and past its setup."""
-        return len(self.places) == len(self._logs) and all(place.section != "setup" for place in self.places)
+        return len(self.statuses) == len(self._logs) and all(status.section != "setup" for status in self.statuses)
 
-    def _diagnose(self, lost: Sequence[Place]) -> Fault:
+    def _diagnose(self, lost: Sequence[RankStatus]) -> Fault:
         now = time.time()
-        silent = [place for place in lost if not self._logs[place.rank].failure_file.exists()]
-        found = cause(take_failures(self._logs, self._terminal), killed=bool(silent))
+        silent = [status for status in lost if not self._logs[status.rank].failure_file.exists()]
+        found = root_cause(collect_failures(self._logs, self._terminal), killed=bool(silent))
         if found is not None:
-            places = [place for place in self.places if place.rank == found[0]]
-            return self._fault("failed", places, f"failed{_where(places[0])}: {found[1].message}")
-        over = [place for place in self.places if now - place.since >= self._limit(place) - _SLACK_S]
+            statuses = [status for status in self.statuses if status.rank == found[0]]
+            return self._fault("failed", statuses, f"failed{_where(statuses[0])}: {found[1].message}")
+        over = [status for status in self.statuses if now - status.since >= self._limit(status) - _SLACK_S]
         if over:
             limit = f"resilience.timeouts_s.{over[0].section or 'out_of_section'} = {self._limit(over[0]):g}"
             return self._fault("hung", over, f"hung{_where(over[0])} ({limit}; stacks in {self._dir})")
         return self._fault("died", silent or lost, f"died{_where((silent or lost)[0])}")
 
-    def _fault(self, kind: Literal["died", "failed", "hung"], places: Sequence[Place], text: str) -> Fault:
-        ranks = tuple(sorted(place.rank for place in places))
+    def _fault(self, kind: Literal["died", "failed", "hung"], statuses: Sequence[RankStatus], text: str) -> Fault:
+        ranks = tuple(sorted(status.rank for status in statuses))
         who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-        return Fault(kind, ranks, places[0].section, f"{who} {text}", time.time())
+        return Fault(kind, ranks, statuses[0].section, f"{who} {text}", time.time())
 
-    def _limit(self, place: Place) -> float:
-        return self._limits.get(place.section or "out_of_section", math.inf)
+    def _limit(self, status: RankStatus) -> float:
+        return self._limits.get(status.section or "out_of_section", math.inf)
 
     def _say(self, fault: Fault, recovered_s: float | None) -> None:
         end = "failed again before recovery" if recovered_s is None else f"recovered in {recovered_s:.1f} s"
@@ -105,8 +105,8 @@ class Restarts:
             file.write(json.dumps(row) + "\n")
 
 
-def _where(place: Place) -> str:
-    return f" in {place.section}" if place.section else " between two sections"
+def _where(status: RankStatus) -> str:
+    return f" in {status.section}" if status.section else " between two sections"
 
 
 def _is_alive(pid: int) -> bool:

@@ -15,11 +15,11 @@ AT_ONCE = (signal.SIGINT, signal.SIGHUP)
 WARNINGS = (signal.SIGTERM, signal.SIGUSR1)  # of a scheduler; ranks that can save do so first
 
 
-_interrupts: list[int] = []  # since `note_interrupts`
+_interrupts: list[int] = []  # since `record_interrupts`
 
 
-def note_interrupts() -> None:
-    """Records Ctrl-C, so that `raise_swallowed` can raise a KeyboardInterrupt that imported code swallowed."""
+def record_interrupts() -> None:
+    """Records Ctrl-C, so that `raise_recorded_interrupt` can raise a KeyboardInterrupt that imported code swallowed."""
 
     def raised(number: int, frame: object) -> None:
         _interrupts.append(number)
@@ -29,7 +29,7 @@ def note_interrupts() -> None:
         signal.signal(signal.SIGINT, raised)
 
 
-def raise_swallowed() -> None:
+def raise_recorded_interrupt() -> None:
     """Raises KeyboardInterrupt if one occurred and this process went on."""
     if _interrupts:
         _interrupts.clear()
@@ -37,10 +37,10 @@ def raise_swallowed() -> None:
 
 
 @contextlib.contextmanager
-def collected() -> Iterator[list[int]]:
+def collect_signals() -> Iterator[list[int]]:
     """Collects stopping signals in a list instead of ending on them. Ignored signals (nohup) stay ignored.
 
-    Restores the previous handlers after the block, except `preemption.not_begun`, since the run has begun.
+    Restores the previous handlers after the block, except `preemption.exit_before_run`, since the run has begun.
     """
     received: list[int] = []
     wanted = [number for number in (*AT_ONCE, *WARNINGS) if signal.getsignal(number) != signal.SIG_IGN]
@@ -49,17 +49,17 @@ def collected() -> Iterator[list[int]]:
         yield received
     finally:
         for number, handler in previous.items():
-            signal.signal(number, signal.SIG_DFL if handler is preemption.not_begun else handler)
+            signal.signal(number, signal.SIG_DFL if handler is preemption.exit_before_run else handler)
 
 
-def warning(received: Sequence[int], can_save: bool) -> signal.Signals | None:
+def preemption_signal(received: Sequence[int], can_save: bool) -> signal.Signals | None:
     """Returns the signal that tells ranks to save and leave; None if there is none, or they must end at once."""
     if not received or not can_save or any(number in AT_ONCE for number in received):
         return None
     return signal.Signals(received[0])
 
 
-def as_child(ignored: Collection[signal.Signals] = ()) -> Callable[[], None]:
+def child_setup(ignored: Collection[signal.Signals] = ()) -> Callable[[], None]:
     """Returns a function that a child calls before exec.
 
     It restores SIGINT, ignores `ignored`, and lets the kernel kill the child when its parent dies (Linux).

@@ -21,8 +21,17 @@ from mrl import failure
 from mrl.failure import Failure
 from mrl.launcher import signals
 from mrl.launcher.environment import FOR_RANKS
-from mrl.launcher.logs import LEFT, LaunchError, Log, cause, open_logs, owned, report, take_failures
-from mrl.launcher.nursery import IMPORTS_S, Child, Nursery
+from mrl.launcher.fork_server import IMPORTS_S, Child, ForkServer
+from mrl.launcher.logs import (
+    PREEMPTED_TEXT,
+    LaunchError,
+    RankLog,
+    collect_failures,
+    lock_log_dir,
+    open_logs,
+    root_cause,
+    show_failure,
+)
 from mrl.ports import MEETING_VARIABLE
 from mrl.resilience.protocol import EXIT_PREEMPTED
 from mrl.terminal import Terminal
@@ -31,12 +40,12 @@ _POLL_S = 0.05
 
 
 @dataclass
-class Rank:
+class RankProcess:
     """A rank's process; `code` is its exit code, or minus the signal that killed it."""
 
     number: int
     process: subprocess.Popen[bytes] | Child
-    log: Log
+    log: RankLog
     code: int | None = None
 
     def poll(self) -> bool:
@@ -72,11 +81,11 @@ def launch(
     grace_s: float = 30.0,
     settle_s: float = 5.0,
     save_s: float | None = None,
-    nursery: Nursery | None = None,
+    fork_server: ForkServer | None = None,
 ) -> int:
     """Runs `command` as ranks 0..nproc-1 of one world; returns 0, or the exit code of the first rank that failed.
 
-    nursery: fork server that starts the ranks if it can, and is then closed
+    fork_server: fork server that starts the ranks if it can, and is then closed
 
     After a failure the other ranks get `settle_s` seconds to report the same error and end by themselves, then SIGINT,
     and `grace_s` later SIGKILL with all their children. SIGKILL comes `settle_s` after rank 0, which has the most to
@@ -86,13 +95,13 @@ def launch(
 
     Logs: log_dir/rank_N.log, appended to. Raises LaunchError if another launcher writes there.
     """
-    with owned(log_dir), signals.collected() as received:
+    with lock_log_dir(log_dir), signals.collect_signals() as received:
         logs = open_logs(log_dir, nproc, command)
         with Terminal(logs[0].path) as terminal, tempfile.TemporaryDirectory(prefix="mrl-world-") as meeting:
             shared = {**(os.environ if env is None else env), MEETING_VARIABLE: meeting}
-            if nursery:
-                _wait_for(nursery, received)
-            ranks = _start(command, logs, shared, terminal, nursery)
+            if fork_server:
+                _wait_for(fork_server, received)
+            ranks = _start(command, logs, shared, terminal, fork_server)
             return _World(ranks, grace_s, settle_s, save_s, terminal).wait(received)
 
 
@@ -100,11 +109,11 @@ class _World:
     """The ranks, with the times of their end: SIGINT at `end_at`, SIGKILL at `kill_at`."""
 
     def __init__(
-        self, ranks: list[Rank], grace_s: float, settle_s: float, save_s: float | None, terminal: Terminal
+        self, ranks: list[RankProcess], grace_s: float, settle_s: float, save_s: float | None, terminal: Terminal
     ) -> None:
         self.ranks, self.grace_s, self.settle_s, self.save_s, self.terminal = ranks, grace_s, settle_s, save_s, terminal
-        self.failed: Rank | None = None
-        self.stopped: list[Rank] = []  # ranks stopped when the first one failed
+        self.failed: RankProcess | None = None
+        self.stopped: list[RankProcess] = []  # ranks stopped when the first one failed
         self.end_at = self.kill_at = math.inf
         self.sent: signal.Signals | None = None
 
@@ -122,16 +131,16 @@ class _World:
         return self._outcome(received)
 
     def _outcome(self, received: Sequence[int]) -> int:
-        warned = signals.warning(received, self.save_s is not None) is not None
+        warned = signals.preemption_signal(received, self.save_s is not None) is not None
         if received and not warned:
             self.terminal.say(f"stopped by {signal.Signals(received[0]).name}; all ranks have ended")
             return 128 + received[0]
         if self.failed is None:
             return 0
-        failures = take_failures([rank.log for rank in self.ranks], self.terminal)
-        found = cause(failures, killed=warned or (self.failed.code or 0) < 0)
+        failures = collect_failures([rank.log for rank in self.ranks], self.terminal)
+        found = root_cause(failures, killed=warned or (self.failed.code or 0) < 0)
         if any(rank.code == EXIT_PREEMPTED for rank in self.ranks) or (warned and found is None):
-            self.terminal.say(LEFT)
+            self.terminal.say(PREEMPTED_TEXT)
             return EXIT_PREEMPTED
         self._report(self.failed, found)
         return _exit_code(self.failed)
@@ -150,7 +159,7 @@ class _World:
 
     def _stop_if_due(self, received: Sequence[int]) -> None:
         now = time.monotonic()
-        warning = signals.warning(received, self.save_s is not None) if now < self.end_at else None
+        warning = signals.preemption_signal(received, self.save_s is not None) if now < self.end_at else None
         wanted = warning or (signal.SIGINT if received or now >= self.end_at else None)
         if wanted is not None and self.sent not in (wanted, signal.SIGINT):
             self.sent = wanted
@@ -166,7 +175,7 @@ class _World:
         for rank in self.ranks:
             rank.kill_group()
 
-    def _report(self, first: Rank, found: tuple[int, Failure] | None) -> None:
+    def _report(self, first: RankProcess, found: tuple[int, Failure] | None) -> None:
         if self.stopped and (found is None or found[1].lost_contact):
             names = " and ".join(f"rank {rank.number}" for rank in self.stopped)
             self.terminal.say(f"error: {names} had been paused (SIGSTOP or a debugger), and the other ranks timed out")
@@ -174,26 +183,30 @@ class _World:
         elif found is None:
             self._report_silent(first)
         else:
-            report(found, self.ranks[found[0]].log, self.terminal)
+            show_failure(found, self.ranks[found[0]].log, self.terminal)
 
-    def _report_silent(self, first: Rank) -> None:
+    def _report_silent(self, first: RankProcess) -> None:
         """Reports ranks that wrote no failure file."""
-        self.terminal.say(f"error: rank {first.number} failed first ({_how(first)}); its log: {first.log.path}")
+        self.terminal.say(f"error: rank {first.number} failed first ({_exit_text(first)}); its log: {first.log.path}")
         if first.number and first.code != -signal.SIGKILL:
             self.terminal.say(first.log.tail(), prefix="")
         for rank in self.ranks:
             if rank is not first and rank.code:
-                self.terminal.say(f"rank {rank.number} ended too ({_how(rank)}); its log: {rank.log.path}")
+                self.terminal.say(f"rank {rank.number} ended too ({_exit_text(rank)}); its log: {rank.log.path}")
 
 
 def _start(
-    command: Sequence[str], logs: Sequence[Log], env: Mapping[str, str], terminal: Terminal, nursery: Nursery | None
-) -> list[Rank]:
+    command: Sequence[str],
+    logs: Sequence[RankLog],
+    env: Mapping[str, str],
+    terminal: Terminal,
+    fork_server: ForkServer | None,
+) -> list[RankProcess]:
     shared = {
         **{**FOR_RANKS, "PYTHONUNBUFFERED": "1", **env},
         **{"WORLD_SIZE": str(len(logs)), "LOCAL_WORLD_SIZE": str(len(logs))},
     }
-    ranks: list[Rank] = []
+    ranks: list[RankProcess] = []
     try:
         for number, log in enumerate(logs):
             own = {"RANK": str(number), "LOCAL_RANK": str(number)}
@@ -201,25 +214,25 @@ def _start(
             with log.path.open("ab") as file, open(os.devnull, "rb") as nothing:
                 out = file.fileno() if number else terminal.for_rank
                 files = (nothing.fileno(), out, out)
-                made = nursery.start(command, {**shared, **own}, files) if nursery else None
-                ranks.append(Rank(number, made or _start_program(command, {**shared, **own}, files), log))
+                made = fork_server.start(command, {**shared, **own}, files) if fork_server else None
+                ranks.append(RankProcess(number, made or _start_program(command, {**shared, **own}, files), log))
     except OSError as error:
         for rank in ranks:
             rank.kill_group()
         raise LaunchError(f"rank {len(ranks)} could not be started: {error}") from error
     finally:
-        if nursery:
-            nursery.close()
+        if fork_server:
+            fork_server.close()
     terminal.rank_started()
     return ranks
 
 
-def _wait_for(nursery: Nursery, received: Sequence[int]) -> None:
+def _wait_for(fork_server: ForkServer, received: Sequence[int]) -> None:
     """Waits for the fork server; gives it up on a stopping signal or after IMPORTS_S seconds."""
     end = time.monotonic() + IMPORTS_S
-    while not nursery.is_settled(_POLL_S):
+    while not fork_server.is_settled(_POLL_S):
         if received or time.monotonic() > end:
-            nursery.close()
+            fork_server.close()
 
 
 def _start_program(
@@ -233,16 +246,16 @@ def _start_program(
         stdout=stdout,
         stderr=stderr,
         start_new_session=True,
-        preexec_fn=signals.as_child(),
+        preexec_fn=signals.child_setup(),
     )
 
 
-def _exit_code(rank: Rank) -> int:
+def _exit_code(rank: RankProcess) -> int:
     assert rank.code is not None
     return rank.code if rank.code > 0 else 128 - rank.code
 
 
-def _how(rank: Rank) -> str:
+def _exit_text(rank: RankProcess) -> str:
     if rank.code is None or rank.code >= 0:
         return f"exit code {rank.code}"
     name = signal.Signals(-rank.code).name

@@ -41,7 +41,7 @@ class LearnerMemory:
         self.level: Level = "all"
         self.bytes_copied = 0
         self._parameters, self._chunks, self._optimizer = list(parameters), chunks, optimizer
-        self._rooms = {"optimizer": platform.HostRoom(), "parameters": platform.HostRoom()}
+        self._rooms = {"optimizer": platform.OffloadBuffer(), "parameters": platform.OffloadBuffer()}
         self._gradients: list[tuple[UntypedStorage, int]] = []  # offloaded ones and their sizes
         self._unchanged = False  # True if the parameters equal their host copy
         if optimizer is not None:
@@ -58,13 +58,13 @@ class LearnerMemory:
         """
         new = self._to_be_away(level) - self._away
         if "optimizer" in new:
-            self.bytes_copied += self._rooms["optimizer"].take(self._optimizer_storages())
+            self.bytes_copied += self._rooms["optimizer"].offload(self._optimizer_storages())
             self._gradients = [(storage, storage.nbytes()) for storage in _once(self._gradient_buffers())]
             for storage, _ in self._gradients:
                 storage.resize_(0)
         if "parameters" in new:
             room = self._rooms["parameters"]
-            self.bytes_copied += room.take(_once(self._parameters), same=self._unchanged)
+            self.bytes_copied += room.offload(_once(self._parameters), same=self._unchanged)
         self.level = min(self.level, level, key=LEVELS.index)
 
     def bring(self, level: Level) -> None:
@@ -74,7 +74,7 @@ class LearnerMemory:
         """
         back = self._away - self._to_be_away(level)
         if "parameters" in back:
-            self.bytes_copied += self._rooms["parameters"].give_back()
+            self.bytes_copied += self._rooms["parameters"].reload()
             self._unchanged = True
         if "optimizer" in back:
             self._bring_optimizer()
@@ -86,7 +86,7 @@ class LearnerMemory:
         try:
             for storage, size in self._gradients:
                 storage.resize_(size)
-            self.bytes_copied += self._rooms["optimizer"].give_back()
+            self.bytes_copied += self._rooms["optimizer"].reload()
         except BaseException:
             for storage, _ in self._gradients:
                 storage.resize_(0)
@@ -123,13 +123,13 @@ class LearnerMemory:
         An fp8 parameter is returned dequantized, in its nominal dtype.
         """
         for room in self._rooms.values():
-            if (found := room.read(tensor)) is not None:
+            if (found := room.host_view(tensor)) is not None:
                 return found
         return values_of(tensor) if is_quantized(tensor) else tensor
 
     @property
     def _away(self) -> set[str]:
-        return {name for name, room in self._rooms.items() if room.is_away}
+        return {name for name, room in self._rooms.items() if room.is_offloaded}
 
     def _to_be_away(self, level: Level) -> set[str]:
         away = set()

@@ -8,18 +8,26 @@ from mrl.observe.files import (
     PLAN,
     RANKS,
     STRAGGLERS,
-    NotWritten,
-    Unreadable,
+    UnreadableFile,
+    WriteFailed,
     append_jsonl,
-    write_down,
+    write_guarded,
 )
-from mrl.observe.following import follow
+from mrl.observe.follow import follow_run
 from mrl.observe.lock import RunLocked
 from mrl.observe.metrics import read_metrics
 from mrl.observe.recorder import Recorder, SilentRecorder
 from mrl.observe.report import write_report
 from mrl.observe.rewind import rewind
-from mrl.observe.run_dir import RunDir, RunExists, is_of_this_launch, move_aside, note_launch, refuse_existing, written
+from mrl.observe.run_dir import (
+    RunDir,
+    RunExists,
+    is_of_this_launch,
+    move_aside,
+    record_launch,
+    refuse_existing,
+    written_files,
+)
 from mrl.observe.samples import before_after_table, sample_row, save_pictures, save_samples
 
 __all__ = [
@@ -29,19 +37,19 @@ __all__ = [
     "PLAN",
     "RANKS",
     "STRAGGLERS",
-    "NotWritten",
+    "WriteFailed",
     "Recorder",
     "RunDir",
     "RunExists",
     "RunLocked",
     "SilentRecorder",
-    "Unreadable",
+    "UnreadableFile",
     "append_jsonl",
     "before_after_table",
-    "follow",
+    "follow_run",
     "is_of_this_launch",
     "move_aside",
-    "note_launch",
+    "record_launch",
     "read_metrics",
     "refuse_existing",
     "rewind",
@@ -49,7 +57,7 @@ __all__ = [
     "save_pictures",
     "save_samples",
     "trackers",
-    "write_down",
+    "write_guarded",
     "write_report",
-    "written",
+    "written_files",
 ]

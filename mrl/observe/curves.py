@@ -23,7 +23,7 @@ ROOM_ABOVE = 1.05  # a line does not run along the upper edge
 
 
 @dataclass(frozen=True)
-class Line:
+class Series:
     metrics: tuple[str, ...]  # the first one that the run has
     label: str
     markers: bool = False  # few points, never smoothed
@@ -31,9 +31,9 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Curve:
+class Chart:
     title: str
-    lines: tuple[Line, ...]
+    lines: tuple[Series, ...]
     note: str = ""
     rl_note: str = ""  # replaces `note` in a run that learns from samples
     log: bool = False  # logarithmic axis, for values that span powers of ten
@@ -41,127 +41,127 @@ class Curve:
     ceiling: float | None = None  # ... to here
 
 
-CURVES = [
-    Curve(
+CHARTS = [
+    Chart(
         "Reward",
         (
-            Line(("reward/mean",), "training samples"),
-            Line(("validation/score", "validation/mean"), "validation", markers=True),
+            Series(("reward/mean",), "training samples"),
+            Series(("validation/score", "validation/mean"), "validation", markers=True),
         ),
         floor=0.0,
         ceiling=1.0,
     ),
-    Curve(
+    Chart(
         "Preference accuracy",
-        (Line(("rewards/accuracies",), "pairs"),),
+        (Series(("rewards/accuracies",), "pairs"),),
         "share of pairs whose chosen response has the higher reward",
         floor=0.0,
         ceiling=1.0,
     ),
-    Curve(
+    Chart(
         "Loss",
         (
-            Line(("actor/loss",), "actor", zero="loss of the policy"),
-            Line(("validation/loss",), "held-out rows", markers=True),
+            Series(("actor/loss",), "actor", zero="loss of the policy"),
+            Series(("validation/loss",), "held-out rows", markers=True),
         ),
         "the minimized loss; for sft, the cross-entropy of the responses",
         "policy loss: only its gradient matters, its value need not fall",
     ),
-    Curve(
+    Chart(
         "Held-out tokens",
-        (Line(("validation/token_accuracy",), "top-1", markers=True),),
+        (Series(("validation/token_accuracy",), "top-1", markers=True),),
         "share of held-out target tokens that the model ranks first",
         floor=0.0,
         ceiling=1.0,
     ),
-    Curve("Reward margin", (Line(("rewards/margins",), "chosen minus rejected"),)),
-    Curve(
+    Chart("Reward margin", (Series(("rewards/margins",), "chosen minus rejected"),)),
+    Chart(
         "KL divergence",
         (
-            Line(("actor/ppo_kl",), "to the rollout policy", zero="KL divergence to the rollout policy"),
-            Line(("kl/ref",), "to the reference"),
+            Series(("actor/ppo_kl",), "to the rollout policy", zero="KL divergence to the rollout policy"),
+            Series(("kl/ref",), "to the reference"),
         ),
         "nats per token",
     ),
-    Curve(
+    Chart(
         "Clip fraction",
         (
-            Line(("actor/clipfrac",), "actor", zero="clip fraction of the actor"),
-            Line(("critic/clipfrac",), "critic", zero="clip fraction of the critic"),
+            Series(("actor/clipfrac",), "actor", zero="clip fraction of the actor"),
+            Series(("critic/clipfrac",), "critic", zero="clip fraction of the critic"),
         ),
         "share of tokens whose loss is clipped",
         floor=0.0,
     ),
-    Curve("Value explained variance", (Line(("critic/explained_variance",), "critic"),), "1: a perfect critic"),
-    Curve("Entropy", (Line(("actor/entropy",), "actor"),), "nats per token", floor=0.0),
-    Curve(
+    Chart("Value explained variance", (Series(("critic/explained_variance",), "critic"),), "1: a perfect critic"),
+    Chart("Entropy", (Series(("actor/entropy",), "actor"),), "nats per token", floor=0.0),
+    Chart(
         "Response length",
-        (Line(("response/mean_tokens",), "mean"),),
+        (Series(("response/mean_tokens",), "mean"),),
         "tokens per response, including the end token",
         floor=0.0,
     ),
-    Curve(
+    Chart(
         "Train / rollout log-prob mismatch",
-        (Line(("mismatch/max_abs",), "largest"), Line(("mismatch/mean_abs",), "mean")),
+        (Series(("mismatch/max_abs",), "largest"), Series(("mismatch/mean_abs",), "mean")),
         "absolute difference per token between trainer and engine",
         log=True,
     ),
-    Curve(
+    Chart(
         "Log-prob error of the loss head in fp8",
-        (Line(("actor/head_error_max",), "largest"), Line(("actor/head_error_mean",), "mean")),
+        (Series(("actor/head_error_max",), "largest"), Series(("actor/head_error_mean",), "mean")),
         "absolute difference per token to a head in model.dtype, on some of the samples",
         log=True,
     ),
-    Curve(
+    Chart(
         "Gradient norm",
-        (Line(("actor/grad_norm",), "actor"), Line(("critic/grad_norm",), "critic")),
+        (Series(("actor/grad_norm",), "actor"), Series(("critic/grad_norm",), "critic")),
         "before clipping",
         log=True,
         floor=0.0,
     ),
 ]
-MACHINE_CURVES = [
-    Curve(
-        "Throughput", (Line(("perf/tokens_per_s",), "tokens / s"),), "tokens per second over the whole step", floor=0.0
+MACHINE_CHARTS = [
+    Chart(
+        "Throughput", (Series(("perf/tokens_per_s",), "tokens / s"),), "tokens per second over the whole step", floor=0.0
     ),
-    Curve("MFU", (Line(("perf/mfu",), "models"),), "share of the GPUs' bfloat16 peak while models run", floor=0.0),
-    Curve(
+    Chart("MFU", (Series(("perf/mfu",), "models"),), "share of the GPUs' bfloat16 peak while models run", floor=0.0),
+    Chart(
         "TFLOP/s per rank",
-        (Line(("perf/tflop_per_s_per_rank",), "models"),),
+        (Series(("perf/tflop_per_s_per_rank",), "models"),),
         "while models run; without recomputation and engines",
         floor=0.0,
     ),
-    Curve(
+    Chart(
         "Engine throughput",
         (
-            Line(("engines/tokens_per_s_fastest",), "fastest"),
-            Line(("engines/tokens_per_s_slowest",), "slowest"),
+            Series(("engines/tokens_per_s_fastest",), "fastest"),
+            Series(("engines/tokens_per_s_slowest",), "slowest"),
         ),
         "response tokens per second of an engine with requests",
         floor=0.0,
     ),
-    Curve(
+    Chart(
         "Overlap of generation and training",
         (
-            Line(("perf/train_s",), "training"),
-            Line(("perf/generate_s",), "generation"),
-            Line(("perf/wait_s",), "waiting for samples", zero="seconds of waiting for samples"),
+            Series(("perf/train_s",), "training"),
+            Series(("perf/generate_s",), "generation"),
+            Series(("perf/wait_s",), "waiting for samples", zero="seconds of waiting for samples"),
         ),
         "seconds per step; of prefetched generation, only the waiting adds to a step",
         floor=0.0,
     ),
-    Curve(
+    Chart(
         "Staleness of samples",
-        (Line(("staleness/max",), "max"), Line(("staleness/mean",), "mean")),
+        (Series(("staleness/max",), "max"), Series(("staleness/mean",), "mean")),
         "weight versions behind, over tokens",
         floor=0.0,
     ),
 ]
 
 
-def draw(curve: Curve, rows: list[Row], size: tuple[float, float] = (5.4, 2.9)) -> Figure | None:
+def draw(curve: Chart, rows: list[Row], size: tuple[float, float] = (5.4, 2.9)) -> Figure | None:
     """Draws one set of axes; None without a line to draw. Noisy lines are faint, with their moving mean on top."""
-    found: list[tuple[Line, np.ndarray, np.ndarray]] = []
+    found: list[tuple[Series, np.ndarray, np.ndarray]] = []
     for line in curve.lines:
         x, y = series(rows, line)
         hidden = any(np.array_equal(x, other) and np.array_equal(y, values) for _, other, values in found)
@@ -169,7 +169,7 @@ def draw(curve: Curve, rows: list[Row], size: tuple[float, float] = (5.4, 2.9)) 
             found.append((line, x, y))
     if not found:
         return None
-    figure, axes = blank(size)
+    figure, axes = empty_axes(size)
     for color, (line, x, y) in zip(PALETTE, found, strict=False):
         _plot(axes, line, x, y, color)
     positive = np.concatenate([y[y > 0] for _, _, y in found])
@@ -184,7 +184,7 @@ def draw(curve: Curve, rows: list[Row], size: tuple[float, float] = (5.4, 2.9)) 
     return figure
 
 
-def is_zero(rows: list[Row], line: Line) -> bool:
+def is_zero(rows: list[Row], line: Series) -> bool:
     """True if the line exists, stays at 0 up to round-off, and has words for that."""
     _, y = series(rows, line)
     return bool(line.zero) and len(y) > 0 and bool(np.abs(y).max() < ROUND_OFF)
@@ -196,7 +196,7 @@ def draw_phases(rows: list[Row], size: tuple[float, float] = (5.4, 2.9)) -> Figu
     names = list(dict.fromkeys(name for row in steps for name in row if name.startswith("time/")))
     if not steps:
         return None
-    figure, axes = blank(size)
+    figure, axes = empty_axes(size)
     x = np.array([row["step"] for row in steps])
     heights = np.array([[row.get(name, 0.0) for row in steps] for name in names])
     colors = [PALETTE[i % len(PALETTE)] for i in range(len(names))]
@@ -224,7 +224,7 @@ def to_bytes(figure: Figure, kind: str) -> bytes:
     return buffer.getvalue()
 
 
-def series(rows: list[Row], line: Line) -> tuple[np.ndarray, np.ndarray]:
+def series(rows: list[Row], line: Series) -> tuple[np.ndarray, np.ndarray]:
     """Returns (steps, values), both float64 [n], of the first of the line's metrics that the run has."""
     name = next((m for m in line.metrics if any(m in row for row in rows)), None)
     points = [(row["step"], row[name]) for row in rows if name is not None and name in row]
@@ -232,7 +232,7 @@ def series(rows: list[Row], line: Line) -> tuple[np.ndarray, np.ndarray]:
     return table[:, 0], table[:, 1]
 
 
-def _plot(axes: Axes, line: Line, x: np.ndarray, y: np.ndarray, color: str) -> None:
+def _plot(axes: Axes, line: Series, x: np.ndarray, y: np.ndarray, color: str) -> None:
     if line.markers or len(x) < SMOOTH_FROM:
         axes.plot(x, y, color=color, linewidth=1.8, marker="o", markersize=3.5, label=line.label)
         return
@@ -248,7 +248,7 @@ def moving_mean(y: np.ndarray, half: int) -> np.ndarray:
     return (total[high] - total[low]) / (high - low)
 
 
-def blank(size: tuple[float, float]) -> tuple[Figure, Axes]:
+def empty_axes(size: tuple[float, float]) -> tuple[Figure, Axes]:
     """Returns empty axes over steps in the style of a run's pictures."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -274,7 +274,7 @@ def _steps(rows: list[Row]) -> tuple[float, float]:
     return first - margin, last + margin
 
 
-def _limits(axes: Axes, curve: Curve) -> None:
+def _limits(axes: Axes, curve: Chart) -> None:
     low, high = axes.get_ylim()
     if curve.ceiling is not None:
         high = max(high, curve.ceiling * 1.03)

@@ -24,11 +24,11 @@ DATA_NOTES = "data_notes.json"  # rows left out or cut, one sentence each
 _SECTIONS = ("run", "model", "data", "batch", "algorithm")  # sections read here
 
 
-class NotWritten(OSError):
+class WriteFailed(OSError):
     """A file of the run could not be written; no partial content is left."""
 
 
-class Unreadable(ValueError):
+class UnreadableFile(ValueError):
     """A file of a run directory does not have the format that runs write."""
 
 
@@ -41,14 +41,14 @@ def read_data_notes(run_dir: Path) -> list[str]:
     return [line for line in found if isinstance(line, str)] if isinstance(found, list) else []
 
 
-def write_down(what: str, write: Callable[[], object], on_error: str, note: Callable[[str], None]) -> None:
-    """Calls `write`. If that fails (disk full), raises NotWritten, or notes it with checkpoint.on_error: warn."""
+def write_guarded(what: str, write: Callable[[], object], on_error: str, note: Callable[[str], None]) -> None:
+    """Calls `write`. If that fails (disk full), raises WriteFailed, or notes it with checkpoint.on_error: warn."""
     try:
         write()
     except OSError as error:
         text = f"{what} cannot be written: {error.strerror or error}"
         if on_error == "stop":
-            raise NotWritten(f"{text} (checkpoint.on_error: warn would continue without it)") from error
+            raise WriteFailed(f"{text} (checkpoint.on_error: warn would continue without it)") from error
         note(f"{text}; training continues (checkpoint.on_error: warn)")
 
 
@@ -87,7 +87,8 @@ def drop_torn_line(file: Path) -> None:
 
 
 def read_jsonl(file: Path) -> list[dict[str, Any]]:
-    """Returns all rows, without a last line that is still being written; empty without a file. Raises Unreadable."""
+    """Returns all rows, without a last line that is still being written; empty without a file. Raises
+    UnreadableFile."""
     if not file.is_file():
         return []
     rows = []
@@ -95,20 +96,20 @@ def read_jsonl(file: Path) -> list[dict[str, Any]]:
         try:
             rows.append(json.loads(line or b"{}"))
         except ValueError as error:
-            raise Unreadable(f"{file}:{number}: not JSON: {error}") from None
+            raise UnreadableFile(f"{file}:{number}: not JSON: {error}") from None
         if not isinstance(rows[-1], dict):
-            raise Unreadable(f"{file}:{number}: expected a JSON object")
+            raise UnreadableFile(f"{file}:{number}: expected a JSON object")
     return [row for row in rows if row]
 
 
-def numbered(folder: Path, name: str) -> list[tuple[int, Path]]:
+def numbered_files(folder: Path, name: str) -> list[tuple[int, Path]]:
     """Returns (number, file), sorted by number, of the folder's files named `name` with digits in place of its `*`."""
     pattern = re.compile(re.escape(name).replace(r"\*", "([0-9]+)"))
     return sorted((int(match[1]), file) for file in folder.glob(name) if (match := pattern.fullmatch(file.name)))
 
 
 def read_config(run_dir: Path) -> tuple[str, dict[str, Any]]:
-    """Returns RUN_DIR/config.yaml as text and parsed; both empty if there is none. Raises Unreadable."""
+    """Returns RUN_DIR/config.yaml as text and parsed; both empty if there is none. Raises UnreadableFile."""
     file = run_dir / "config.yaml"
     if not file.is_file():
         return "", {}
@@ -116,7 +117,7 @@ def read_config(run_dir: Path) -> tuple[str, dict[str, Any]]:
         text = file.read_bytes().decode()
         config = yaml.safe_load(text) or {}
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date such as 2020-13-45 is a ValueError
-        raise Unreadable(f"{file}: not valid YAML of a run: {' '.join(str(error).split())}") from None
+        raise UnreadableFile(f"{file}: not valid YAML of a run: {' '.join(str(error).split())}") from None
     if not isinstance(config, dict) or not all(isinstance(config.get(name, {}), dict) for name in _SECTIONS):
-        raise Unreadable(f"{file}: expected a mapping of sections such as {', '.join(_SECTIONS)}")
+        raise UnreadableFile(f"{file}: expected a mapping of sections such as {', '.join(_SECTIONS)}")
     return text, config

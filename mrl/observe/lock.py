@@ -31,7 +31,7 @@ class Owner:
 
     @classmethod
     def of(cls, pid: int) -> Owner:
-        return cls(socket.gethostname(), pid, _born(pid))
+        return cls(socket.gethostname(), pid, _start_time(pid))
 
     def write(self, file: Path) -> None:
         write_atomically(file, json.dumps(asdict(self)) + "\n")
@@ -48,7 +48,7 @@ class Lock:
     def __init__(self, file: Path, silence_s: float = SILENCE_S, heartbeat_s: float = HEARTBEAT_S) -> None:
         self.file = file
         self._me = Owner.of(os.getpid())
-        with _alone(file.parent):
+        with _exclusive(file.parent):
             owner = read_owner(file)
             if owner is None and file.exists():
                 print(f"{file} is empty, probably after a crash: taking the lock", flush=True)
@@ -77,7 +77,7 @@ class Lock:
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def _exclusive(folder: Path) -> Iterator[None]:
     """Lets one process of this host at a time check and replace the lock."""
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -115,21 +115,21 @@ def is_owned(file: Path) -> bool:
     if owner is None:
         return False
     if owner.host == socket.gethostname():
-        return _born(owner.pid) == owner.born != ""
-    beat = _beats(file)
+        return _start_time(owner.pid) == owner.born != ""
+    beat = _heartbeat(file)
     return beat is not None and time.time() - beat / 1e9 < FORGOTTEN_S
 
 
 def _alive(owner: Owner, file: Path, silence_s: float) -> bool:
     if owner.host == socket.gethostname():
-        return _born(owner.pid) == owner.born != ""
-    before, deadline = _beats(file), time.monotonic() + silence_s
+        return _start_time(owner.pid) == owner.born != ""
+    before, deadline = _heartbeat(file), time.monotonic() + silence_s
     print(
         f"waiting up to {silence_s:.0f} s for a heartbeat of process {owner.pid} on {owner.host} ({file})", flush=True
     )
     while time.monotonic() < deadline:
         time.sleep(min(0.5, silence_s / 10))
-        now = _beats(file)
+        now = _heartbeat(file)
         if now is None:
             return False
         if now != before:
@@ -137,14 +137,14 @@ def _alive(owner: Owner, file: Path, silence_s: float) -> bool:
     return False
 
 
-def _beats(file: Path) -> int | None:
+def _heartbeat(file: Path) -> int | None:
     try:
         return file.stat().st_mtime_ns
     except FileNotFoundError:
         return None
 
 
-def _born(pid: int) -> str:
+def _start_time(pid: int) -> str:
     """Start time of a living process in kernel ticks; empty if there is none (a zombie counts as dead)."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

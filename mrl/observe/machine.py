@@ -10,10 +10,10 @@ from statistics import median
 from typing import Any
 
 from mrl.observe import html
-from mrl.observe.curves import MACHINE_CURVES, draw, draw_phases, to_bytes
-from mrl.observe.files import ENGINES, PLAN, RANKS, Unreadable, read_jsonl
+from mrl.observe.curves import MACHINE_CHARTS, draw, draw_phases, to_bytes
+from mrl.observe.files import ENGINES, PLAN, RANKS, UnreadableFile, read_jsonl
 from mrl.observe.metrics import Row
-from mrl.observe.time_line import draw_time_line
+from mrl.observe.timeline import draw_timeline
 
 GIB = 1 << 30
 MOST_ENGINES = 16  # shown at most
@@ -26,26 +26,26 @@ HOPS = {  # parts of a weight sync: metric and label
 
 def section(run_dir: Path, rows: list[Row]) -> str:
     """Returns a section of the page as HTML, empty before the first step, without parts that the run directory lacks.
-    Raises Unreadable."""
+    Raises UnreadableFile."""
     plan, steps = read_plan(run_dir), [row for row in rows if "perf/tokens_per_s" in row]
     if not steps:
         return ""
-    cards = [_phases(steps), *_curves(rows), _engines(run_dir, steps), _push(steps), _memory(steps, plan)]
+    cards = [_phases(steps), *_curves(rows), _engines(run_dir, steps), _weight_sync(steps), _memory(steps, plan)]
     grid = "".join(card for card in cards if card)
     return f'<h2>Hardware</h2>{_words(plan)}<div class="grid">{grid}</div>{_ranks(run_dir, plan)}'
 
 
 def read_plan(run_dir: Path) -> dict[str, Any]:
-    """Returns RUN_DIR/plan.json; empty for a run without one. Raises Unreadable."""
+    """Returns RUN_DIR/plan.json; empty for a run without one. Raises UnreadableFile."""
     file = run_dir / PLAN
     if not file.is_file():
         return {}
     try:
         found = json.loads(file.read_bytes())
     except ValueError as error:
-        raise Unreadable(f"{file}: not JSON: {error}") from None
+        raise UnreadableFile(f"{file}: not JSON: {error}") from None
     if not isinstance(found, dict):
-        raise Unreadable(f"{file}: expected a JSON object")
+        raise UnreadableFile(f"{file}: expected a JSON object")
     return found
 
 
@@ -91,9 +91,9 @@ def _beside(words: str, rows: list[Row], name: str, planned: str) -> list[str]:
 def _curves(rows: list[Row]) -> list[str]:
     figures = [
         ("Step time", "seconds per step, by phase", draw_phases(rows)),
-        ("Timeline", "trainer and engines; prefetched generation starts one step early", draw_time_line(rows)),
+        ("Timeline", "trainer and engines; prefetched generation starts one step early", draw_timeline(rows)),
     ]
-    figures += [(curve.title, curve.note, draw(curve, rows)) for curve in MACHINE_CURVES]
+    figures += [(curve.title, curve.note, draw(curve, rows)) for curve in MACHINE_CHARTS]
     return [
         html.card(title, note, html.picture(title, to_bytes(figure, "svg")))
         for title, note, figure in figures
@@ -113,7 +113,7 @@ def _engines(run_dir: Path, steps: list[Row]) -> str:
         slowest = f"; the slowest {MOST_ENGINES} of {len(table)}" if len(table) > MOST_ENGINES else ""
         note = f"in step {rows[-1]['step']}, while the engine had requests; {waited}{slowest}"
     except (KeyError, TypeError, AttributeError, ValueError):
-        raise Unreadable(f"{run_dir / ENGINES}: the last line is not in the format that a run writes") from None
+        raise UnreadableFile(f"{run_dir / ENGINES}: the last line is not in the format that a run writes") from None
     head = ["engine", "requests", "tokens", "mean in flight", "max in flight", "tokens / s"]
     return html.card("Engines", note, html.table(head, table[:MOST_ENGINES]))
 
@@ -127,7 +127,7 @@ def _engine_rows(loads: dict[str, dict[str, Any]]) -> list[list[str]]:
     return [[url, *row, f"{speeds[url]:,.0f}" if url in speeds else "-"] for url, row in rows]
 
 
-def _push(steps: list[Row]) -> str:
+def _weight_sync(steps: list[Row]) -> str:
     if not any("perf/sync_s" in row for row in steps):
         return ""
     table = []

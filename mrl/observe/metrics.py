@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.core import StepStats
-from mrl.observe.files import METRICS, Unreadable, append, drop_torn_line, read_jsonl
+from mrl.observe.files import METRICS, UnreadableFile, append, drop_torn_line, read_jsonl
 
 Row = dict[str, float]
 
@@ -47,13 +47,14 @@ def flatten(stats: StepStats) -> Row:
 def read_metrics(run_dir: Path) -> list[Row]:
     """Returns the run's rows in order of steps, without nulls.
 
-    A run resumed from a checkpoint repeats later steps; rows of the abandoned attempt are left out. Raises Unreadable.
+    A run resumed from a checkpoint repeats later steps; rows of the abandoned attempt are left out. Raises
+    UnreadableFile.
     """
     rows: list[Row] = []
     file = run_dir / METRICS
     for raw in read_jsonl(file):
         if raw.get("step") is None or not all(map(_is_number, raw.values())):
-            raise Unreadable(f"{file}: a row is not a step with numeric metrics: {json.dumps(raw)[:200]}")
+            raise UnreadableFile(f"{file}: a row is not a step with numeric metrics: {json.dumps(raw)[:200]}")
         while rows and rows[-1]["step"] >= raw["step"]:
             rows.pop()
         rows.append({name: value for name, value in raw.items() if value is not None})

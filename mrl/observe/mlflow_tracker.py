@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from mrl.config.loader import dump_tree
 from mrl.config.schema import AnyConfig
-from mrl.observe.sender import Outcome, Remote, TrackedStep
+from mrl.observe.remote_tracker import Outcome, RemoteTracker, TrackedStep
 
 METRICS_A_CALL, PARAMS_A_CALL, PARAM_CHARS = 1000, 100, 500  # limits of a server
 ENVIRONMENT = {  # defaults; MLflow fails at once, since the sender retries by itself
@@ -24,7 +24,7 @@ ENVIRONMENT = {  # defaults; MLflow fails at once, since the sender retries by i
 STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
 
-class Mlflow(Remote):
+class Mlflow(RemoteTracker):
     package: ClassVar[str] = "mlflow"
 
     def __init__(self, cfg: AnyConfig, run_dir: Path) -> None:

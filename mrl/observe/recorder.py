@@ -13,15 +13,15 @@ from types import MappingProxyType, TracebackType
 
 from mrl.core import StepStats
 from mrl.files import write_atomically
-from mrl.observe.files import DATA_NOTES, METRICS, write_down
+from mrl.observe.files import DATA_NOTES, METRICS, write_guarded
 from mrl.observe.metrics import MetricsFile
 from mrl.observe.progress import Display, LiveDisplay, PlainDisplay, Progress
-from mrl.observe.sender import Outcome, Sender
+from mrl.observe.remote_tracker import Outcome, TrackerQueue
 from mrl.observe.trackers import Tracker
 from mrl.redaction import redact
 
 DATA_KEYS = ("data.train", "data.validation", "ptx.data")
-NO_TRACKERS: Mapping[str, Tracker | Sender] = MappingProxyType({})
+NO_TRACKERS: Mapping[str, Tracker | TrackerQueue] = MappingProxyType({})
 
 
 class SilentRecorder:
@@ -53,10 +53,10 @@ class SilentRecorder:
         """Run ids by tracker, for a checkpoint."""
         return {}
 
-    def go_on_with(self, tracker_runs: Mapping[str, str]) -> None:
+    def resume_runs(self, tracker_runs: Mapping[str, str]) -> None:
         """Resumes the trackers' runs. tracker_runs: as `tracker_runs` returned them for the checkpoint"""
 
-    def write_down(self, what: str, write: Callable[[], object]) -> None:
+    def write_guarded(self, what: str, write: Callable[[], object]) -> None:
         write()
 
 
@@ -73,7 +73,7 @@ class Recorder(SilentRecorder):
         self,
         run_dir: Path,
         total_steps: int,
-        trackers: Mapping[str, Tracker | Sender] = NO_TRACKERS,
+        trackers: Mapping[str, Tracker | TrackerQueue] = NO_TRACKERS,
         live: bool | None = None,
         on_error: str = "stop",
     ) -> None:
@@ -114,14 +114,14 @@ class Recorder(SilentRecorder):
         if text.startswith(DATA_KEYS):
             self._about_data.append(redact(text))
             content = json.dumps(self._about_data, indent=1)
-            self.write_down("the list of left-out rows", lambda: write_atomically(self._of_data, f"{content}\n"))
+            self.write_guarded("the list of left-out rows", lambda: write_atomically(self._of_data, f"{content}\n"))
 
     def log(self, stats: StepStats) -> None:
         """Ends a step: writes and shows its metrics, and names the non-finite ones."""
         bad: list[str] = []
-        self.write_down("the step's metrics", lambda: bad.extend(self._file.write(stats)))
+        self.write_guarded("the step's metrics", lambda: bad.extend(self._file.write(stats)))
         for name, tracker in self._trackers.items():
-            self.write_down(f"the step's metrics in {name}", partial(tracker.write, stats))
+            self.write_guarded(f"the step's metrics in {name}", partial(tracker.write, stats))
         self._progress.step_done(stats)
         self._pass_on_notes()
         self._display.step_done()
@@ -131,14 +131,14 @@ class Recorder(SilentRecorder):
     def tracker_runs(self) -> dict[str, str]:
         return {name: sender.run_id for name, sender in self._senders() if sender.run_id is not None}
 
-    def go_on_with(self, tracker_runs: Mapping[str, str]) -> None:
+    def resume_runs(self, tracker_runs: Mapping[str, str]) -> None:
         for name, sender in self._senders():
             if name in tracker_runs:
-                sender.go_on_with(tracker_runs[name])
+                sender.resume_run(tracker_runs[name])
 
-    def write_down(self, what: str, write: Callable[[], object]) -> None:
-        """Calls `write`; checkpoint.on_error decides what its failure means. Raises NotWritten."""
-        write_down(what, write, self._on_error, self.note)
+    def write_guarded(self, what: str, write: Callable[[], object]) -> None:
+        """Calls `write`; checkpoint.on_error decides what its failure means. Raises WriteFailed."""
+        write_guarded(what, write, self._on_error, self.note)
 
     def close(self, outcome: Outcome = "finished") -> None:
         if self._closed:
@@ -149,8 +149,8 @@ class Recorder(SilentRecorder):
         self._pass_on_notes()
         self._display.close()
 
-    def _senders(self) -> list[tuple[str, Sender]]:
-        return [(name, tracker) for name, tracker in self._trackers.items() if isinstance(tracker, Sender)]
+    def _senders(self) -> list[tuple[str, TrackerQueue]]:
+        return [(name, tracker) for name, tracker in self._trackers.items() if isinstance(tracker, TrackerQueue)]
 
     def _pass_on_notes(self) -> None:
         for _, sender in self._senders():

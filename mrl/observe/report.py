@@ -10,12 +10,12 @@ from typing import Any
 
 from mrl.files import write_atomically
 from mrl.observe import html, machine
-from mrl.observe.curves import CURVES, draw, is_zero, to_bytes
-from mrl.observe.files import numbered, read_config
+from mrl.observe.curves import CHARTS, draw, is_zero, to_bytes
+from mrl.observe.files import numbered_files, read_config
 from mrl.observe.method import method_of
 from mrl.observe.metrics import Row, read_metrics
 from mrl.observe.progress import clock, number
-from mrl.observe.samples import BeforeAfter, Said, before_after
+from mrl.observe.samples import BeforeAfter, Responses, before_after
 
 FIRST_CURVE = "reward_curve.png"
 SHOWN_IMAGES = 6
@@ -23,7 +23,7 @@ BY_PROMPT = "reward_by_prompt/"  # metrics
 
 
 @dataclass(frozen=True)
-class Run:
+class RunContent:
     """Content of the page, as far as the run has produced it."""
 
     name: str
@@ -64,8 +64,8 @@ def write_report(run_dir: str | Path, refresh_s: float | None = None) -> Path:
 
     refresh_s: seconds after which a browser reloads the page; None: never
 
-    It works during a run and before the first logged step. Raises FileNotFoundError for a missing directory, Unreadable
-    for a file that is not in the format of a run.
+    It works during a run and before the first logged step. Raises FileNotFoundError for a missing directory,
+    UnreadableFile for a file that is not in the format of a run.
     """
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
@@ -81,7 +81,7 @@ def write_report(run_dir: str | Path, refresh_s: float | None = None) -> Path:
 
 def first_curve(name: str, rows: list[Row]) -> bytes | None:
     """Returns a PNG of the run's main curve: reward, accuracy or loss; None before there is one."""
-    for curve in CURVES[:3]:
+    for curve in CHARTS[:3]:
         picture = draw(curve, rows, size=(7.2, 4.0))
         if picture is not None:
             picture.axes[0].set_title(f"{curve.title}: {name}", loc="left", fontsize=12, pad=12)
@@ -89,21 +89,21 @@ def first_curve(name: str, rows: list[Row]) -> bytes | None:
     return None
 
 
-def load_run(run_dir: Path) -> Run:
-    """Reads the run directory's current content. Raises Unreadable."""
+def load_run(run_dir: Path) -> RunContent:
+    """Reads the run directory's current content. Raises UnreadableFile."""
     text, config = read_config(run_dir)
     rows = read_metrics(run_dir)
     page = machine.section(run_dir, rows)
-    return Run(run_dir.resolve().name, rows, config, text, before_after(run_dir), page, grids(run_dir))
+    return RunContent(run_dir.resolve().name, rows, config, text, before_after(run_dir), page, image_grids(run_dir))
 
 
-def render(run: Run, refresh_s: float | None = None) -> str:
+def render(run: RunContent, refresh_s: float | None = None) -> str:
     """Returns the whole page as HTML, pictures included, without parts that the run has not produced yet."""
     seen = [_curves(run), _images(run.pictures), _by_prompt(run.rows), _answers(run.answers)]
     return html.page(run.name, [_header(run), _tiles(run), *seen, run.machine, _config(run.config_text)], refresh_s)
 
 
-def _header(run: Run) -> str:
+def _header(run: RunContent) -> str:
     total = run.total_steps
     done = total is not None and run.last_step >= total
     of = f" of {total}" if total is not None else ""
@@ -113,7 +113,7 @@ def _header(run: Run) -> str:
     return f'<header><h1>{escape(run.name)}</h1>{badge}<span class="sub">{about}</span></header>'
 
 
-def _tiles(run: Run) -> str:
+def _tiles(run: RunContent) -> str:
     rows = run.rows
     tiles: list[tuple[str, str]] = []
     for label, names, form in (
@@ -147,21 +147,21 @@ def _tiles(run: Run) -> str:
     return f'<div class="tiles">{cells}</div>' if cells else ""
 
 
-def _curves(run: Run) -> str:
+def _curves(run: RunContent) -> str:
     if not run.rows:
         return '<p class="empty">No step has been logged yet.</p>'
     cards = [
         html.card(curve.title, note, html.picture(curve.title, to_bytes(figure, "svg")))
-        for curve in CURVES
+        for curve in CHARTS
         if (figure := draw(curve, run.rows))
         for note in [(curve.rl_note if run.learns_from_samples else "") or curve.note]
     ]
     return f'<h2>Curves</h2>{_zeros(run)}<div class="grid">{"".join(cards)}</div>'
 
 
-def _zeros(run: Run) -> str:
+def _zeros(run: RunContent) -> str:
     """Lists the lines that stay at 0."""
-    found = [line.zero for curve in CURVES for line in curve.lines if is_zero(run.rows, line)]
+    found = [line.zero for curve in CHARTS for line in curve.lines if is_zero(run.rows, line)]
     if not found:
         return ""
     why = (
@@ -172,9 +172,9 @@ def _zeros(run: Run) -> str:
     return f'<p class="sub">0 at every step, not drawn: {escape(", ".join(found))}{because}.</p>'
 
 
-def grids(run_dir: Path) -> list[Path]:
+def image_grids(run_dir: Path) -> list[Path]:
     """RUN_DIR/images/step_N.png, sorted by N."""
-    return [file for _, file in numbered(run_dir / "images", "step_*.png")]
+    return [file for _, file in numbered_files(run_dir / "images", "step_*.png")]
 
 
 def _images(pictures: list[Path]) -> str:
@@ -224,7 +224,7 @@ def _seen(pictures: Sequence[Path]) -> str:
     return "".join(html.picture(file.stem, file.read_bytes(), "png") for file in pictures)
 
 
-def _response(text: str, score: float | None, turns: tuple[Said, ...] = ()) -> str:
+def _response(text: str, score: float | None, turns: tuple[Responses, ...] = ()) -> str:
     """Table cell of a response; an agent's is shown by turns, with the environment's text in another colour."""
     kind = "" if score is None or score <= 0 else "full" if score >= 1 else "some"
     number_shown = "no score" if score is None else f"{score:.2f}"

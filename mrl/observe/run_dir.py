@@ -60,7 +60,7 @@ class RunDir:
         self.close()
 
 
-def note_launch(run_dir: Path) -> None:
+def record_launch(run_dir: Path) -> None:
     """Records this process's launcher as the origin of the run directory's files."""
     Owner.of(os.getppid()).write(run_dir / LAUNCH)
 
@@ -78,14 +78,14 @@ def refuse_existing(cfg: AnyConfig) -> None:
     run_dir = Path(cfg.run.root) / cfg.run.name
     if cfg.run.existing == "move_aside" or (run_dir / MARKER).exists():
         return
-    if not any(run_dir.glob("checkpoints/step_*/complete")) and written(run_dir):
+    if not any(run_dir.glob("checkpoints/step_*/complete")) and written_files(run_dir):
         raise RunExists(
             f"{run_dir} has metrics, samples or weights of a run, but no checkpoint to resume from: choose another "
             "run.name, or set run.existing=move_aside (moves them to its subdirectory earlier_N)"
         )
 
 
-def written(run_dir: Path) -> Sequence[Path]:
+def written_files(run_dir: Path) -> Sequence[Path]:
     """Returns the files of a run that has got as far as metrics, samples or weights; else an empty list."""
     names = ("*.jsonl", "rollouts/*.jsonl", "hf*")
     if not any(path.is_dir() or path.stat().st_size for name in names for path in run_dir.glob(name)):
@@ -98,7 +98,7 @@ def move_aside(run_dir: Path) -> Path:
     earlier = [int(path.name[8:]) for path in run_dir.glob("earlier_*") if path.name[8:].isdigit()]
     aside = run_dir / f"earlier_{max(earlier, default=0) + 1}"
     aside.mkdir()
-    for path in written(run_dir):
+    for path in written_files(run_dir):
         path.rename(aside / path.name)
     (run_dir / "rollouts").mkdir()
     return aside

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from mrl.core import Sample
 from mrl.files import write_atomically
-from mrl.observe.files import Unreadable, numbered, read_config, read_jsonl, write_jsonl
+from mrl.observe.files import UnreadableFile, numbered_files, read_config, read_jsonl, write_jsonl
 
 SHOWN = 12  # prompts compared side by side
 PICTURES = "rollouts/pictures"
@@ -56,7 +56,7 @@ def sample_row(sample: Sample) -> dict[str, Any]:
     }
 
 
-Said = tuple[bool, str]  # (is from the model, text)
+Responses = tuple[bool, str]  # (is from the model, text)
 _COMPARED = {"index": int, "prompt": str, "response": str, "score": int | float | None, "row": dict}
 
 
@@ -71,8 +71,8 @@ class Comparison:
     after: str
     score_before: float | None
     score_after: float | None
-    turns_before: tuple[Said, ...] = ()  # turns of an agent and its environment; empty for a single response
-    turns_after: tuple[Said, ...] = ()
+    turns_before: tuple[Responses, ...] = ()  # turns of an agent and its environment; empty for a single response
+    turns_after: tuple[Responses, ...] = ()
     pictures: tuple[Path, ...] = ()
 
 
@@ -138,16 +138,16 @@ def _by_prompt(rows: list[dict[str, Any]]) -> dict[tuple[int, str, int], dict[st
     return found
 
 
-def _turns(row: dict[str, Any]) -> tuple[Said, ...]:
-    """Turns of a sample. Raises Unreadable for malformed messages."""
+def _turns(row: dict[str, Any]) -> tuple[Responses, ...]:
+    """Turns of a sample. Raises UnreadableFile for malformed messages."""
     messages = row.get("messages", [])
     if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
-        raise Unreadable("the messages of a sample are not a list of messages")
+        raise UnreadableFile("the messages of a sample are not a list of messages")
     return tuple((each.get("role") == "assistant", str(each.get("content", ""))) for each in messages)
 
 
 def _pictures(run_dir: Path, index: int) -> tuple[Path, ...]:
-    return tuple(file for _, file in numbered(run_dir / PICTURES, f"{index}_*.png"))
+    return tuple(file for _, file in numbered_files(run_dir / PICTURES, f"{index}_*.png"))
 
 
 def _samples(file: Path) -> list[dict[str, Any]]:
@@ -155,7 +155,7 @@ def _samples(file: Path) -> list[dict[str, Any]]:
     for number, row in enumerate(rows, 1):
         lacking = [name for name, kind in _COMPARED.items() if not isinstance(row.get(name), kind)]
         if lacking:
-            raise Unreadable(f"{file}: sample {number} has no valid {' and no valid '.join(lacking)}")
+            raise UnreadableFile(f"{file}: sample {number} has no valid {' and no valid '.join(lacking)}")
     return rows
 
 
@@ -174,7 +174,7 @@ def _question(sample: dict[str, Any], keys: dict[str, Any]) -> str:
 
 def validation_files(run_dir: Path) -> list[tuple[int, Path]]:
     """Returns (step, file) of every validation, sorted by step."""
-    return numbered(run_dir / "rollouts", "validation_step_*.jsonl")
+    return numbered_files(run_dir / "rollouts", "validation_step_*.jsonl")
 
 
 def before_after_table(run_dir: Path, limit: int = 12, console: Console | None = None) -> None:

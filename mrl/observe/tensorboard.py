@@ -13,7 +13,7 @@ from mrl.config.schema import AnyConfig
 from mrl.core import StepStats
 from mrl.observe.files import append
 from mrl.observe.metrics import flatten
-from mrl.observe.sender import Outcome
+from mrl.observe.remote_tracker import Outcome
 
 
 class TensorboardWriter:

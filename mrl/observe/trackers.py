@@ -10,7 +10,7 @@ from typing import ClassVar, Protocol
 from mrl.config.schema import AnyConfig, RunConfig
 from mrl.core import StepStats
 from mrl.observe.mlflow_tracker import Mlflow
-from mrl.observe.sender import Outcome, Remote, Sender
+from mrl.observe.remote_tracker import Outcome, RemoteTracker, TrackerQueue
 from mrl.observe.tensorboard import TensorboardWriter
 from mrl.observe.wandb_tracker import Wandb
 from mrl.packages import pip_install, pip_install_extra
@@ -34,8 +34,8 @@ class Tracker(Protocol):
         """Ends the run, also after a failure."""
 
 
-# An external tracker, which may be down, is a Remote: a thread sends metrics to it during training.
-TRACKERS: dict[str, type[Tracker] | type[Remote]] = {
+# An external tracker, which may be down, is a RemoteTracker: a thread sends metrics to it during training.
+TRACKERS: dict[str, type[Tracker] | type[RemoteTracker]] = {
     "tensorboard": TensorboardWriter,
     "wandb": Wandb,
     "mlflow": Mlflow,
@@ -54,14 +54,16 @@ def missing(run: RunConfig) -> Iterator[str]:
             )
 
 
-def make(cfg: AnyConfig, run_dir: Path) -> dict[str, Tracker | Sender]:
+def make(cfg: AnyConfig, run_dir: Path) -> dict[str, Tracker | TrackerQueue]:
     """Returns the trackers of a run by name. Raises TrackerMissing for one that cannot work here."""
     for problem in missing(cfg.run):
         raise TrackerMissing(problem)
     return {name: _made(TRACKERS[name], name, cfg, run_dir) for name in cfg.run.trackers}
 
 
-def _made(kind: type[Tracker] | type[Remote], name: str, cfg: AnyConfig, run_dir: Path) -> Tracker | Sender:
-    if issubclass(kind, Remote):
-        return Sender(name, kind(cfg, run_dir), run_dir)
+def _made(
+    kind: type[Tracker] | type[RemoteTracker], name: str, cfg: AnyConfig, run_dir: Path
+) -> Tracker | TrackerQueue:
+    if issubclass(kind, RemoteTracker):
+        return TrackerQueue(name, kind(cfg, run_dir), run_dir)
     return kind(cfg, run_dir)

@@ -12,12 +12,12 @@ from typing import Any, ClassVar
 
 from mrl.config.loader import dump_tree
 from mrl.config.schema import AnyConfig
-from mrl.observe.sender import Outcome, Remote, TrackedStep
+from mrl.observe.remote_tracker import Outcome, RemoteTracker, TrackedStep
 
 INIT_S = 60.0
 
 
-class Wandb(Remote):
+class Wandb(RemoteTracker):
     """Weights & Biases run whose curves are drawn over a metric of its own, `step`.
 
     wandb rejects a step that it has seen, and a run resumed from a checkpoint repeats some.

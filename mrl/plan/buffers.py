@@ -54,7 +54,7 @@ class Buffer:
         return [0, *accumulate(end - start for start, end in self.places)]
 
 
-def laid_out(parameters: Sequence[tuple[int, bool]], size: int, most: int | None) -> Buffer:
+def plan_buffer(parameters: Sequence[tuple[int, bool]], size: int, most: int | None) -> Buffer:
     """Returns the buffer of parameters, given in model order as (elements, True if the bucket is its own).
 
     most: elements of a bucket, which ends after the parameter that reaches them; None: one bucket

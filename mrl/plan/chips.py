@@ -67,7 +67,7 @@ NO_GPU = Chip("none", (0, 0), 0, 0, None, 0, 0, 0, 0)
 KINDS = CHIPS | {NO_GPU.name: NO_GPU}
 
 
-def here(name: str, memory: int, capability: tuple[int, int]) -> Chip:
+def local_chip(name: str, memory: int, capability: tuple[int, int]) -> Chip:
     """Returns this machine's GPU, of which only these values are known."""
     return replace(CHIPS[DEFAULT], name=name, memory=memory, capability=capability)
 

@@ -16,32 +16,32 @@ from mrl.data.balance import costs_of, plan_micro_batches
 from mrl.data.packing import sequence_align
 from mrl.families.flops import ForwardFlops
 from mrl.plan import text
-from mrl.plan.memory import model_held
-from mrl.plan.parameters import Held
+from mrl.plan.built_model import BuiltModel, build
+from mrl.plan.memory import elements_of_model
+from mrl.plan.parameters import ModelElements
 from mrl.plan.plan import Plan
-from mrl.plan.proof import Built, build
-from mrl.plan.workload import Model
+from mrl.plan.workload import PlannedModel
 
 
 @dataclass(frozen=True)
-class Kind:
+class RankKind:
     """Ranks that hold equally much of a model, and what the first of them really holds."""
 
     stage: int
     ranks: tuple[int, ...]
-    planned: Held
-    built: Built
+    planned: ModelElements
+    built: BuiltModel
 
     @property
     def is_right(self) -> bool:
         return self.built.held == self.planned
 
 
-def kinds(model: Model) -> Iterator[Kind]:
+def rank_kinds(model: PlannedModel) -> Iterator[RankKind]:
     """Yields the kinds over all ranks, building one rank of each."""
-    found: dict[tuple[int, Held], list[int]] = {}
-    for seat in model.grid.seats:
-        found.setdefault((seat.pp, model_held(model, seat)), []).append(seat.rank)
+    found: dict[tuple[int, ModelElements], list[int]] = {}
+    for coords in model.grid.all_coordinates:
+        found.setdefault((coords.pp, elements_of_model(model, coords)), []).append(coords.rank)
     lora = model.train.lora if model.is_trained else None
     local = model.train.model_copy(update={"layers": "local", "precision": PrecisionConfig(), "lora": lora})
     dtype = {2: torch.bfloat16, 4: torch.float32}[model.dtype]
@@ -57,7 +57,7 @@ def kinds(model: Model) -> Iterator[Kind]:
             overlap=model.overlap,
             tower=model.trains_tower,
         )
-        yield Kind(stage, tuple(ranks), planned, made)
+        yield RankKind(stage, tuple(ranks), planned, made)
 
 
 @dataclass
@@ -72,14 +72,14 @@ class DryRun:
 
     def __post_init__(self) -> None:
         self.problems: list[str] = list(self.plan.problems)
-        self.absent = absent(self.plan.cfg)
+        self.missing_files = missing_files(self.plan.cfg)
 
     def lines(self) -> Iterator[str]:
         cfg, cluster = self.plan.cfg, self.plan.cluster
         began = time.monotonic()
         yield from (f"{name:>8}  {value}" for name, value in summary(cfg, cluster.gpus))
         yield from ("", "Files on this machine")
-        yield from (f"  {line}" for line in self.absent or ["all files that the configuration names are present"])
+        yield from (f"  {line}" for line in self.missing_files or ["all files that the configuration names are present"])
         yield from ("", "Ranks, built without allocating tensors")
         for model in self.plan.work.models.values():
             yield from (f"  {line}" for line in self._ranks(model))
@@ -91,9 +91,9 @@ class DryRun:
         yield from (f"  {line}" for line in text.memory(self.plan))
         yield from ("", text.verdict(self.plan), f"dry run: {time.monotonic() - began:.0f} s")
 
-    def _ranks(self, model: Model) -> Iterator[str]:
+    def _ranks(self, model: PlannedModel) -> Iterator[str]:
         """Compares one rank of every kind with the plan: its model, Megatron's buffers and its optimizer's shard."""
-        for kind in kinds(model):
+        for kind in rank_kinds(model):
             if not kind.is_right:
                 planned, built = kind.planned, kind.built.held
                 self.problems.append(f"{model.name}, rank {kind.ranks[0]}: the plan has {planned}, the model {built}")
@@ -104,7 +104,7 @@ class DryRun:
                 f"{'as planned' if kind.is_right else 'NOT as planned'}"
             )
 
-    def _micro_batches(self, model: Model) -> Iterator[str]:
+    def _micro_batches(self, model: PlannedModel) -> Iterator[str]:
         """Runs the real planner on samples of every length up to the longest."""
         work, layout = self.plan.work, model.layout
         samples = work.size.minibatch if model.is_trained else work.size.learnt
@@ -124,9 +124,9 @@ class DryRun:
         )
 
 
-def absent(cfg: AnyConfig) -> list[str]:
+def missing_files(cfg: AnyConfig) -> list[str]:
     """Returns what `mrl train` would refuse on this machine: files that may exist on the run's machines."""
-    machine = Machine.starting(cfg)
+    machine = Machine.for_launch(cfg)
     here = check_all(cfg, machine)
     elsewhere = {str(problem) for problem in check_all(cfg, Machine(machine.world_size, 1, planned=True))}
     found = [problem for problem in here if str(problem) not in elsewhere and "run.nodes" not in problem.keys]

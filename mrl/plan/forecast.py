@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from mrl.plan import timing
 from mrl.plan.plan import Plan
-from mrl.plan.timing import Clock
-from mrl.plan.workload import Lengths
+from mrl.plan.timing import ClusterRates
+from mrl.plan.workload import SampleLengths
 
 PHASES = {"scoring": "rollout", "actor_update": "update", "critic_update": "update", "moving memory": "offload"}
 
@@ -44,10 +44,10 @@ def forecast(plan: Plan, samples: Samples, phases: Collection[str], updated: Col
     )
     longest = samples.longest_prompt + samples.longest_response
     images = min(samples.prompt, planned.image_tokens)
-    work = plan.work.with_samples(size, Lengths(longest, samples.response, samples.prompt, images))
+    work = plan.work.with_samples(size, SampleLengths(longest, samples.response, samples.prompt, images))
     away = {f"{name}_update" for name, model in work.models.items() if model.is_trained and name not in updated}
     found: dict[str, float] = {}
-    for part in timing.step(Clock(plan.cluster, plan.assumed), work, plan.engine):
+    for part in timing.step(ClusterRates(plan.cluster, plan.assumed), work, plan.engine):
         phase = PHASES.get(part.phase, part.phase)
         if part.phase not in away and phase in (*phases, "offload"):
             found[phase] = found.get(phase, 0.0) + part.seconds

@@ -11,35 +11,35 @@ from __future__ import annotations
 from mrl.families.table import VOCAB_ALIGN_GPU, padded_vocab_size
 from mrl.plan.activations import FLOAT32, Tokens
 from mrl.plan.chips import Assumptions, Chip
-from mrl.plan.grid import Seat
+from mrl.plan.grid import RankCoordinates
 from mrl.plan.parameters import matrices
-from mrl.plan.workload import Model
+from mrl.plan.workload import PlannedModel
 
 # bytes of a number with its share of a scale: float32 per tensor or block, one byte per 32 numbers of mxfp8
 NUMBER = {"current": 1.0, "delayed": 1.0, "blockwise": 1 + FLOAT32 / 128**2, "mxfp8": 1 + 1 / 32}
 
 
-def cast_bytes(model: Model, seat: Seat) -> float:
+def cast_bytes(model: PlannedModel, coords: RankCoordinates) -> float:
     """Returns the bytes of the fp8 casts of a rank's layer matrices; 0 without transformer-engine's fp8."""
     fp8 = model.train.precision.fp8
     if not fp8.is_real:
         return 0.0
-    return matrices(model.arch, model.role, model.layout, seat.pp, fp8.first_last_bf16) * _of_weight(model)
+    return matrices(model.arch, model.role, model.layout, coords.pp, fp8.first_last_bf16) * _of_weight(model)
 
 
-def saved_weight_bytes(model: Model, seat: Seat) -> float:
+def saved_weight_bytes(model: PlannedModel, coords: RankCoordinates) -> float:
     """Returns the bytes saved by weights held in fp8 alone, which `cast_bytes` counts."""
     fp8 = model.train.precision.fp8
     if not fp8.is_real or not fp8.params:
         return 0.0
-    return float(matrices(model.arch, model.role, model.layout, seat.pp, fp8.first_last_bf16) * model.dtype)
+    return float(matrices(model.arch, model.role, model.layout, coords.pp, fp8.first_last_bf16) * model.dtype)
 
 
-def _of_weight(model: Model) -> float:
+def _of_weight(model: PlannedModel) -> float:
     return NUMBER[model.train.precision.fp8.recipe] * (2 if model.is_trained else 1)
 
 
-def working_bytes(model: Model, tokens: Tokens) -> float:
+def working_bytes(model: PlannedModel, tokens: Tokens) -> float:
     """Returns the bytes of the rounded operands and the result of a layer's largest product, with emulation."""
     fp8 = model.train.precision.fp8
     if fp8.recipe == "none" or not fp8.emulate:
@@ -52,7 +52,7 @@ def working_bytes(model: Model, tokens: Tokens) -> float:
     return FLOAT32 * (widest * arch.hidden_size + local * (arch.hidden_size + widest))
 
 
-def head_bytes(model: Model, tokens: Tokens, *, trained: bool) -> float:
+def head_bytes(model: PlannedModel, tokens: Tokens, *, trained: bool) -> float:
     """Returns the bytes of the lm_head weight in fp8; with emulation of it and the hidden states in float32, per
     direction.
     """
@@ -66,27 +66,27 @@ def head_bytes(model: Model, tokens: Tokens, *, trained: bool) -> float:
     return FLOAT32 * (rows + outputs) * model.arch.hidden_size * (2 if trained else 1)
 
 
-def layers_rate(model: Model, chip: Chip, assumed: Assumptions) -> float:
+def layers_rate(model: PlannedModel, chip: Chip, assumed: Assumptions) -> float:
     """Returns the operations a second of the layers' matrices, including unrounded layers at the ends."""
     fp8, plain = model.train.precision.fp8, chip.bf16 * assumed.matmul_share
     share = 1 - 2 * fp8.first_last_bf16 / model.arch.num_layers
     return 1 / (share / _rate(model, chip, assumed) + (1 - share) / plain)
 
 
-def head_rate(model: Model, chip: Chip, assumed: Assumptions) -> float:
+def head_rate(model: PlannedModel, chip: Chip, assumed: Assumptions) -> float:
     """Returns the operations a second of the loss head."""
     is_rounded = model.train.precision.fp8.head
     return _rate(model, chip, assumed) if is_rounded else chip.bf16 * assumed.matmul_share
 
 
-def _rate(model: Model, chip: Chip, assumed: Assumptions) -> float:
+def _rate(model: PlannedModel, chip: Chip, assumed: Assumptions) -> float:
     """Operations a second; a chip without fp8 is reported as a shortage elsewhere."""
     if model.train.precision.fp8.is_real and chip.fp8 is not None:
         return chip.fp8 * assumed.fp8_share
     return chip.bf16 * assumed.matmul_share
 
 
-def words(model: Model) -> str:
+def words(model: PlannedModel) -> str:
     """Returns the suffix for the name of a computation."""
     fp8 = model.train.precision.fp8
     if fp8.recipe == "none":

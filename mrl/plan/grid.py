@@ -15,7 +15,7 @@ from mrl.config.sections.models import ParallelConfig
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankCoordinates:
     """Coordinates of a rank in a layout, from 0. etp, ep, edp: of its expert layers."""
 
     rank: int
@@ -49,15 +49,15 @@ class Grid:
         """Number of ranks that hold the same experts."""
         return self.world // expert_size(self.layout)
 
-    def seat(self, rank: int) -> Seat:
+    def coordinates(self, rank: int) -> RankCoordinates:
         p = self.layout
         tp, cp, dp, pp = _digits(rank, (p.tensor, p.context, self.dp, p.pipeline))
         etp, ep, edp, _ = _digits(rank, (p.expert_tensor_size, p.expert, self.edp, p.pipeline))
-        return Seat(rank, tp, cp, dp, pp, etp, ep, edp)
+        return RankCoordinates(rank, tp, cp, dp, pp, etp, ep, edp)
 
     @cached_property
-    def seats(self) -> tuple[Seat, ...]:
-        return tuple(self.seat(rank) for rank in range(self.world))
+    def all_coordinates(self) -> tuple[RankCoordinates, ...]:
+        return tuple(self.coordinates(rank) for rank in range(self.world))
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
         """Returns the groups of ranks, ascending, that differ only in these coordinates ("tp", "dp", ..., or "etp",
@@ -65,9 +65,9 @@ class Grid:
         """
         mine = ("etp", "ep", "edp", "pp") if set(axes) & {"etp", "ep", "edp"} else ("tp", "cp", "dp", "pp")
         found: dict[tuple[int, ...], list[int]] = {}
-        for seat in self.seats:
-            key = tuple(vars(seat)[axis] for axis in mine if axis not in axes)
-            found.setdefault(key, []).append(seat.rank)
+        for coords in self.all_coordinates:
+            key = tuple(vars(coords)[axis] for axis in mine if axis not in axes)
+            found.setdefault(key, []).append(coords.rank)
         return [tuple(ranks) for ranks in found.values()]
 
     def spread(self, *axes: str, node: int) -> int:

@@ -11,13 +11,13 @@ from typing import Literal
 from mrl.families import ModelArch
 from mrl.families.table import VOCAB_ALIGN_GPU, padded_vocab_size, weight_table
 from mrl.kernels.head_chunks import BLOCK_GPU, chunk_rows, waiting_rows
-from mrl.plan import activations, fp8, replayed, tower
+from mrl.plan import activations, fp8, routing_replay, tower
 from mrl.plan.activations import FLOAT32, Shapes, Tokens
 from mrl.plan.chips import Assumptions
 from mrl.plan.engine import EnginePlan
-from mrl.plan.grid import Seat, chunk_layers
-from mrl.plan.parameters import Held, held
-from mrl.plan.workload import Model, Work
+from mrl.plan.grid import RankCoordinates, chunk_layers
+from mrl.plan.parameters import ModelElements, model_elements
+from mrl.plan.workload import PlannedModel, StepWorkload
 
 Level = Literal["nothing", "parameters", "all"]  # residency of a model on the device: see mrl.learner.memory
 # What each phase needs of the models and of the engines (weights, cache): the trainer moves memory by the same table,
@@ -36,7 +36,7 @@ OBJECT_BYTES = 12  # of a response token on rank 0: its id, its log-prob, about 
 
 
 @dataclass(frozen=True)
-class Item:
+class MemoryItem:
     """Bytes and their cause. owner: a model's name, engine, or process."""
 
     owner: str
@@ -45,11 +45,11 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Phase:
+class PhaseMemory:
     """Peak memory of one rank's GPU in a phase."""
 
     name: str
-    items: tuple[Item, ...]
+    items: tuple[MemoryItem, ...]
 
     @property
     def total(self) -> float:
@@ -61,73 +61,75 @@ class Phase:
         return sum(item.nbytes for item in self.items if item.owner not in ("engine", "process"))
 
 
-def model_held(model: Model, seat: Seat) -> Held:
+def elements_of_model(model: PlannedModel, coords: RankCoordinates) -> ModelElements:
     wide_head = model.dtype < FLOAT32 and not model.train.precision.fp8.shares_buffers
     own = model.overlap, model.adapters, model.trains_tower, wide_head
-    return held(model.arch, model.role, model.grid, seat, *own)
+    return model_elements(model.arch, model.role, model.grid, coords, *own)
 
 
-def resident(model: Model, seat: Seat, level: Level) -> Iterator[Item]:
+def resident_memory(model: PlannedModel, coords: RankCoordinates, level: Level) -> Iterator[MemoryItem]:
     """Yields what stays of a model on the device at a level, given its `offload`."""
-    own, offload = model_held(model, seat), model.train.offload
+    own, offload = elements_of_model(model, coords), model.train.offload
     if offload != "all" or level != "nothing":
-        nbytes = own.weight_bytes(model.dtype, model.is_trained) - fp8.saved_weight_bytes(model, seat)
-        yield Item(model.name, "weights", nbytes)
-    if casts := fp8.cast_bytes(model, seat):  # transformer-engine's own, which offload does not move
-        yield Item(model.name, "weights in fp8", casts)
+        nbytes = own.weight_bytes(model.dtype, model.is_trained) - fp8.saved_weight_bytes(model, coords)
+        yield MemoryItem(model.name, "weights", nbytes)
+    if casts := fp8.cast_bytes(model, coords):  # transformer-engine's own, which offload does not move
+        yield MemoryItem(model.name, "weights in fp8", casts)
     if model.is_trained and (offload == "none" or level == "all"):
-        yield Item(model.name, "gradients", own.gradient_bytes())
-        yield Item(model.name, "optimizer", own.optimizer_bytes(model.dtype))
+        yield MemoryItem(model.name, "gradients", own.gradient_bytes())
+        yield MemoryItem(model.name, "optimizer", own.optimizer_bytes(model.dtype))
 
 
-def on_host(model: Model, seat: Seat) -> Iterator[Item]:
+def offloaded_memory(model: PlannedModel, coords: RankCoordinates) -> Iterator[MemoryItem]:
     """Yields a model's host memory for offload. Gradients are not copied; they return as zeros."""
-    own, offload = model_held(model, seat), model.train.offload
+    own, offload = elements_of_model(model, coords), model.train.offload
     if offload != "none" and model.is_trained:
-        yield Item(model.name, "offloaded optimizer", own.optimizer_bytes(model.dtype))
+        yield MemoryItem(model.name, "offloaded optimizer", own.optimizer_bytes(model.dtype))
     if offload == "all":
-        yield Item(model.name, "offloaded weights", own.weight_bytes(model.dtype, model.is_trained))
+        yield MemoryItem(model.name, "offloaded weights", own.weight_bytes(model.dtype, model.is_trained))
 
 
-def forward_peak(model: Model, seat: Seat, tokens: Tokens) -> Iterator[Item]:
+def forward_peak(model: PlannedModel, coords: RankCoordinates, tokens: Tokens) -> Iterator[MemoryItem]:
     """Yields the transient memory of a pass without gradients, one layer at a time."""
     shapes = Shapes(model.arch, model.layout, model.dtype, model.kind, tokens)
     working = _working_layer(shapes) + fp8.working_bytes(model, tokens)
-    yield Item(model.name, "activations", working + shapes.share * _width(model) * 2)
-    if seen := tower.forward_bytes(model, seat, tokens):
-        yield Item(model.name, "tower", seen)
-    if _has_head(model, seat):
+    yield MemoryItem(model.name, "activations", working + shapes.share * _width(model) * 2)
+    if seen := tower.forward_bytes(model, coords, tokens):
+        yield MemoryItem(model.name, "tower", seen)
+    if _has_head(model, coords):
         rounded = fp8.head_bytes(model, tokens, trained=False)
-        yield Item(model.name, "head", _head_rows(model, tokens) + _logits(model, tokens) + rounded)
+        yield MemoryItem(model.name, "head", _head_rows(model, tokens) + _logits(model, tokens) + rounded)
 
 
-def update_peak(model: Model, seat: Seat, tokens: Tokens, micro_batches: int) -> Iterator[Item]:
+def update_peak(
+    model: PlannedModel, coords: RankCoordinates, tokens: Tokens, micro_batches: int
+) -> Iterator[MemoryItem]:
     """Yields the transient memory of an update: activations of the micro-batches in flight, the current layer, the
     head.
     """
     shapes = Shapes(model.arch, model.layout, model.dtype, model.kind, tokens)
     each = [
         activations.saved_bytes(model.arch, model.role, model.train, layers, model.dtype, model.kind, tokens)
-        for layers in chunk_layers(model.layout, model.arch.num_layers, seat.pp)
+        for layers in chunk_layers(model.layout, model.arch.num_layers, coords.pp)
     ]
-    count = activations.in_flight(model.layout, seat.pp, micro_batches)
-    yield Item(model.name, "activations", sum(sorted(each * -(-count // len(each)))[-count:]))
+    count = activations.in_flight(model.layout, coords.pp, micro_batches)
+    yield MemoryItem(model.name, "activations", sum(sorted(each * -(-count // len(each)))[-count:]))
     working = _working_layer(shapes) + fp8.working_bytes(model, tokens)
-    yield Item(model.name, "current layer", working + _largest_gradient(model))
-    if seen := tower.update_bytes(model, seat, tokens, -(-count // len(each))):
-        yield Item(model.name, "tower", seen)
-    if _has_head(model, seat) and model.role == "policy" and model.adapters is not None:
-        yield Item(model.name, "head", _head_rows(model, tokens) + _logits(model, tokens, model.dtype))
-    elif _has_head(model, seat) and model.role == "policy":
+    yield MemoryItem(model.name, "current layer", working + _largest_gradient(model))
+    if seen := tower.update_bytes(model, coords, tokens, -(-count // len(each))):
+        yield MemoryItem(model.name, "tower", seen)
+    if _has_head(model, coords) and model.role == "policy" and model.adapters is not None:
+        yield MemoryItem(model.name, "head", _head_rows(model, tokens) + _logits(model, tokens, model.dtype))
+    elif _has_head(model, coords) and model.role == "policy":
         waiting = _waiting(model, tokens)
         copies = _gradient_bytes(model, is_whole=tokens.response / model.layout.context <= waiting)
         beside: float = _columns(model) * model.arch.hidden_size * copies
         beside += fp8.head_bytes(model, tokens, trained=True)
         head = _head_rows(model, tokens) + _logits(model, tokens, model.dtype, waiting)
-        yield Item(model.name, "head", head + beside)
+        yield MemoryItem(model.name, "head", head + beside)
 
 
-def _width(model: Model) -> int:
+def _width(model: PlannedModel) -> int:
     return model.arch.hidden_size * model.dtype
 
 
@@ -136,7 +138,7 @@ def _working_layer(shapes: Shapes) -> float:
     return max(activations.layer_bytes(shapes, kind, "none") for kind in kinds)
 
 
-def _largest_gradient(model: Model) -> float:
+def _largest_gradient(model: PlannedModel) -> float:
     """Bytes of one product's gradient before it is added to the buffer; transformer-engine adds in place."""
     if model.kind == "transformer_engine" or model.adapters is not None:
         return 0.0
@@ -144,25 +146,25 @@ def _largest_gradient(model: Model) -> float:
     return max(widths, default=0) / model.layout.tensor * _width(model)
 
 
-def _has_head(model: Model, seat: Seat) -> bool:
-    return seat.pp == model.layout.pipeline - 1
+def _has_head(model: PlannedModel, coords: RankCoordinates) -> bool:
+    return coords.pp == model.layout.pipeline - 1
 
 
-def _head_rows(model: Model, tokens: Tokens) -> float:
+def _head_rows(model: PlannedModel, tokens: Tokens) -> float:
     """Bytes of the head's input rows, their gradients, and all hidden states, whole on every tensor-parallel rank."""
     return (2 * tokens.response + tokens.packed) / model.layout.context * _width(model)
 
 
-def _columns(model: Model) -> int:
+def _columns(model: PlannedModel) -> int:
     """Vocabulary entries on a rank, including padding."""
     return padded_vocab_size(model.arch, model.layout.tensor, VOCAB_ALIGN_GPU) // model.layout.tensor
 
 
-def _chunk(model: Model) -> int:
+def _chunk(model: PlannedModel) -> int:
     return chunk_rows(_columns(model), FLOAT32, on_gpu=True)
 
 
-def _waiting(model: Model, tokens: Tokens) -> int:
+def _waiting(model: PlannedModel, tokens: Tokens) -> int:
     """Rows whose gradients are multiplied at once."""
     chunk, rows = _chunk(model), math.ceil(tokens.response / model.layout.context)
     if model.dtype == FLOAT32 or model.train.precision.fp8.head:
@@ -170,7 +172,7 @@ def _waiting(model: Model, tokens: Tokens) -> int:
     return waiting_rows(rows, _columns(model), model.arch.hidden_size, model.dtype, chunk)
 
 
-def _gradient_bytes(model: Model, *, is_whole: bool) -> int:
+def _gradient_bytes(model: PlannedModel, *, is_whole: bool) -> int:
     """Bytes an element of the lm_head weight's gradient.
 
     A single product is as wide as the model (more in fp8). Otherwise it is the sum and one part, which older torch adds
@@ -181,7 +183,7 @@ def _gradient_bytes(model: Model, *, is_whole: bool) -> int:
     return 2 * FLOAT32
 
 
-def _logits(model: Model, tokens: Tokens, gradient: int = 0, waiting: int = 0) -> float:
+def _logits(model: PlannedModel, tokens: Tokens, gradient: int = 0, waiting: int = 0) -> float:
     """Bytes of a chunk of float32 logits, narrower gradients of that many or of the buffered rows, and block
     buffers.
     """
@@ -193,14 +195,14 @@ def _logits(model: Model, tokens: Tokens, gradient: int = 0, waiting: int = 0) -
     return _columns(model) * (chunk * FLOAT32 + narrow) + 2 * BLOCK_GPU * FLOAT32
 
 
-def sync_peak(model: Model, seat: Seat, bucket: int) -> Iterator[Item]:
+def sync_peak(model: PlannedModel, coords: RankCoordinates, bucket: int) -> Iterator[MemoryItem]:
     """Yields a weight sync sender's memory: the parts of its largest tensor, that tensor, and two buckets, as
     engines still read one.
     """
-    if seat.tp == 0 and seat.dp == 0 and seat.cp == 0:
+    if coords.tp == 0 and coords.dp == 0 and coords.cp == 0:
         whole = _largest_tensor(model.arch) * model.dtype
-        filled = min(bucket, model_held(model, seat).weights * model.layout.tensor * model.dtype)
-        yield Item(model.name, "sync buckets", 2 * max(filled, whole) + 2 * whole)
+        filled = min(bucket, elements_of_model(model, coords).weights * model.layout.tensor * model.dtype)
+        yield MemoryItem(model.name, "sync buckets", 2 * max(filled, whole) + 2 * whole)
 
 
 @lru_cache(maxsize=64)
@@ -209,27 +211,27 @@ def _largest_tensor(arch: ModelArch) -> int:
     return max(sum(math.prod(shape) for shape in row.shapes) for row in weight_table(arch).values())
 
 
-def phases(work: Work, rank: int, engine: EnginePlan | None, assumed: Assumptions) -> list[Phase]:
+def phases(work: StepWorkload, rank: int, engine: EnginePlan | None, assumed: Assumptions) -> list[PhaseMemory]:
     """Returns the phases of one rank. engine: the one that shares its GPU, or None."""
-    seats = {name: model.grid.seat(rank) for name, model in work.models.items()}
+    coords_of = {name: model.grid.coordinates(rank) for name, model in work.models.items()}
     found = []
     for name in phase_names(work):
         levels, awake = NEEDS[name]
-        items = [Item("process", "CUDA and NCCL", assumed.trainer_context + assumed.communicators)]
+        items = [MemoryItem("process", "CUDA and NCCL", assumed.trainer_context + assumed.communicators)]
         for model in work.models.values():
             level = levels.get(model.name, "nothing") if work.is_sampling else "all"
-            items += resident(model, seats[model.name], level)
-        items += _copies(work, seats["actor"], on_host=False)
-        items += _transient(name, work, seats)
+            items += resident_memory(model, coords_of[model.name], level)
+        items += _copies(work, coords_of["actor"], on_host=False)
+        items += _transient(name, work, coords_of)
         computed = sum(item.nbytes for item in items[1:])
-        items.append(Item("process", "fragmentation", assumed.fragments_share * computed))
+        items.append(MemoryItem("process", "fragmentation", assumed.fragments_share * computed))
         if engine is not None:
-            items.append(Item("engine", _engine_words(engine, *awake), engine.awake(*awake)))
-        found.append(Phase(name, tuple(items)))
+            items.append(MemoryItem("engine", _engine_words(engine, *awake), engine.awake(*awake)))
+        found.append(PhaseMemory(name, tuple(items)))
     return found
 
 
-def phase_names(work: Work) -> list[str]:
+def phase_names(work: StepWorkload) -> list[str]:
     updates = [f"{model.name}_update" for model in work.models.values() if model.is_trained]
     if not work.is_sampling:
         return [*updates, "checkpoint"]
@@ -237,7 +239,7 @@ def phase_names(work: Work) -> list[str]:
     return ["rollout", *scoring, *(["experience"] if work.size.passes else []), *updates, "sync", "checkpoint"]
 
 
-def left_for_engine(work: Work, rank: int, memory: float, assumed: Assumptions) -> float:
+def left_for_engine(work: StepWorkload, rank: int, memory: float, assumed: Assumptions) -> float:
     """Returns the free bytes of a rank's GPU when its engine starts; by then the models are loaded and offloaded."""
     items = phases(work, rank, None, assumed)[0].items
     return memory - sum(item.nbytes for item in items)
@@ -249,57 +251,60 @@ def _engine_words(engine: EnginePlan, weights: bool, cache: bool) -> str:
     return " and ".join(has) if has else "released"
 
 
-def _transient(phase: str, work: Work, seats: Mapping[str, Seat]) -> list[Item]:
+def _transient(phase: str, work: StepWorkload, coords_of: Mapping[str, RankCoordinates]) -> list[MemoryItem]:
     models = work.models
     if phase in ("rollout", "checkpoint"):
         return []
     if phase == "scoring":
-        return list(forward_peak(models["reward"], seats["reward"], work.tokens["reward"]))
+        return list(forward_peak(models["reward"], coords_of["reward"], work.tokens["reward"]))
     if phase == "experience":
         there = [name for name in work.size.passes if name in models]
-        each = [list(forward_peak(models[name], seats[name], work.tokens[name])) for name in there]
+        each = [list(forward_peak(models[name], coords_of[name], work.tokens[name])) for name in there]
         most = max(each, key=lambda items: sum(item.nbytes for item in items), default=[])
-        return [*most, *_experts(replayed.pass_bytes(models["actor"], work) + replayed.noted_bytes(work))]
+        return [
+            *most,
+            *_experts(routing_replay.pass_bytes(models["actor"], work) + routing_replay.recorded_bytes(work)),
+        ]
     if phase == "sync":
-        return list(sync_peak(models["actor"], seats["actor"], work.bucket))
+        return list(sync_peak(models["actor"], coords_of["actor"], work.bucket))
     name = phase.removesuffix("_update")
     model, count = models[name], work.batches[name].count
-    given = activations.in_flight(model.layout, seats[name].pp, count) * replayed.pass_bytes(model, work)
-    return [*update_peak(model, seats[name], work.tokens[name], count), *_experts(given)]
+    given = activations.in_flight(model.layout, coords_of[name].pp, count) * routing_replay.pass_bytes(model, work)
+    return [*update_peak(model, coords_of[name], work.tokens[name], count), *_experts(given)]
 
 
-def _experts(nbytes: float) -> list[Item]:
-    return [Item("actor", "routed experts", nbytes)] if nbytes else []
+def _experts(nbytes: float) -> list[MemoryItem]:
+    return [MemoryItem("actor", "routed experts", nbytes)] if nbytes else []
 
 
-def _copies(work: Work, seat: Seat, on_host: bool) -> Iterator[Item]:
+def _copies(work: StepWorkload, coords: RankCoordinates, on_host: bool) -> Iterator[MemoryItem]:
     """Yields the copies of the actor's weights; each rank holds the range that it updates."""
     for name, is_on_host in work.copies.items():
         if is_on_host == on_host:
-            yield Item("actor", name, FLOAT32 * model_held(work.models["actor"], seat).shard)
+            yield MemoryItem("actor", name, FLOAT32 * elements_of_model(work.models["actor"], coords).shard)
 
 
-def host_items(work: Work, rank: int, written: Mapping[str, int]) -> list[Item]:
+def host_items(work: StepWorkload, rank: int, written: Mapping[str, int]) -> list[MemoryItem]:
     """Returns host memory of one rank's process beyond its code.
 
     Counts offloaded tensors, copies of the actor, a checkpoint being written, and the step's samples.
     written: bytes of a weight in such a checkpoint, by model; data-parallel ranks divide the writing like the updating
     """
-    found: list[Item] = []
+    found: list[MemoryItem] = []
     for model in work.models.values():
-        seat = model.grid.seat(rank)
-        found += on_host(model, seat)
+        coords = model.grid.coordinates(rank)
+        found += offloaded_memory(model, coords)
         if model.name in written:
-            nbytes = model_held(model, seat).shard * written[model.name]
-            found.append(Item(model.name, "checkpoint being written", nbytes))
-    found += _copies(work, work.models["actor"].grid.seat(rank), on_host=True)
+            nbytes = elements_of_model(model, coords).shard * written[model.name]
+            found.append(MemoryItem(model.name, "checkpoint being written", nbytes))
+    found += _copies(work, work.models["actor"].grid.coordinates(rank), on_host=True)
     size, mean = work.size, work.lengths
     flat = size.learnt * (mean.mean * 8 + mean.response * FLOAT32 * SAMPLE_VECTORS)
     dense = size.learnt * (work.size.response_tokens or work.lengths.longest) * FLOAT32 * DENSE_VECTORS
-    found.append(Item("samples", "tensors of the step", flat + dense))
-    if own := replayed.host_bytes(work):
-        found.append(Item("samples", "routed experts", own))
+    found.append(MemoryItem("samples", "tensors of the step", flat + dense))
+    if own := routing_replay.host_bytes(work):
+        found.append(MemoryItem("samples", "routed experts", own))
     if rank == 0 and size.sampled:
-        objects = size.sampled * mean.response * OBJECT_BYTES + replayed.sample_bytes(work)
-        found.append(Item("samples", "objects of rank 0", objects))
+        objects = size.sampled * mean.response * OBJECT_BYTES + routing_replay.sample_bytes(work)
+        found.append(MemoryItem("samples", "objects of rank 0", objects))
     return found

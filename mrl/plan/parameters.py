@@ -17,8 +17,8 @@ from mrl.families.adapters import LoRA, adapter_table
 from mrl.families.rows import Row
 from mrl.families.table import EMBEDDING, OUTPUT, VALUE_HEAD, VOCAB_ALIGN_GPU, Role, padded_vocab_size, weight_table
 from mrl.families.vision import TOWER
-from mrl.plan.buffers import Buffer, laid_out
-from mrl.plan.grid import Grid, Seat, chunk_layers
+from mrl.plan.buffers import Buffer, plan_buffer
+from mrl.plan.grid import Grid, RankCoordinates, chunk_layers
 
 _LAYER = "decoder.layers."
 FINAL_NORM = "decoder.final_layernorm.weight"
@@ -68,12 +68,12 @@ class Parameter:
         return "expert" if self.expert else "dense"
 
 
-def chunks(arch: ModelArch, role: Role, layout: ParallelConfig, seat: Seat) -> list[tuple[Parameter, ...]]:
+def chunks(arch: ModelArch, role: Role, layout: ParallelConfig, coords: RankCoordinates) -> list[tuple[Parameter, ...]]:
     """Returns a rank's parameters by chunk of its stage, each in the order of `named_parameters`.
 
     Layers are counted over the whole model, experts over the rank's.
     """
-    return [_chunk(arch, role, layout, seat.pp, number) for number in range(layout.virtual_pipeline or 1)]
+    return [_chunk(arch, role, layout, coords.pp, number) for number in range(layout.virtual_pipeline or 1)]
 
 
 @lru_cache(maxsize=512)
@@ -185,7 +185,7 @@ class Elements:
 
 
 @dataclass(frozen=True)
-class Held(Elements):
+class ModelElements(Elements):
     """Elements of one model on one rank.
 
     frozen: parameters outside of buffers, beside adapters or of a frozen vision tower
@@ -211,16 +211,16 @@ class Held(Elements):
 
 
 @lru_cache(maxsize=1 << 14)
-def held(
+def model_elements(
     arch: ModelArch,
     role: Role,
     grid: Grid,
-    seat: Seat,
+    coords: RankCoordinates,
     overlap: bool = False,
     lora: LoRA | None = None,
     tower: bool = False,
     wide_head: bool = True,
-) -> Held:
+) -> ModelElements:
     """Returns the elements of a model on a rank.
 
     lora: the adapters trained instead of the weights; tower: the vision tower is trained too; overlap: gradient
@@ -228,14 +228,14 @@ def held(
     wide_head: as for `Parameter.kind`.
     """
     layout = grid.layout
-    most = max(BUCKET, BUCKET_A_REPLICA * grid.dp) if overlap and seat.pp == 0 else None
+    most = max(BUCKET, BUCKET_A_REPLICA * grid.dp) if overlap and coords.pp == 0 else None
     numbers = range(layout.virtual_pipeline or 1)
-    dense, expert = (grid.dp * layout.context, seat.cp + layout.context * seat.dp), (grid.edp, seat.edp)
+    dense, expert = (grid.dp * layout.context, coords.cp + layout.context * coords.dp), (grid.edp, coords.edp)
     kinds: list[tuple[Kind, tuple[int, int]]] = [("dense", dense), ("expert", expert)]
     if wide_head:
         kinds.append(("wide", dense))
     parts = [
-        (kind, _buffer(arch, role, layout, seat.pp, number, kind, size, most, lora, tower, wide_head), rank)
+        (kind, _buffer(arch, role, layout, coords.pp, number, kind, size, most, lora, tower, wide_head), rank)
         for number in numbers
         for kind, (size, rank) in kinds
     ]
@@ -249,9 +249,9 @@ def held(
         )
 
     trained = elements(KINDS)
-    of_model = [each for chunk in chunks(arch, role, layout, seat) for each in chunk]
+    of_model = [each for chunk in chunks(arch, role, layout, coords) for each in chunk]
     frozen = sum(each.numel for each in of_model if _is_frozen(each, lora, tower))
-    return Held(trained.weights + frozen, trained.buffer, trained.shard, frozen, elements(["wide"]))
+    return ModelElements(trained.weights + frozen, trained.buffer, trained.shard, frozen, elements(["wide"]))
 
 
 def _is_frozen(parameter: Parameter, lora: LoRA | None, tower: bool) -> bool:
@@ -274,8 +274,8 @@ def _buffer(
     tower: bool,
     wide_head: bool,
 ) -> Buffer:
-    """most: as for `laid_out`."""
+    """most: as for `plan_buffer`."""
     of = layout, stage, number
     every = _chunk(arch, role, *of) if lora is None else _trained_chunk(arch, role, lora, *of)
     parameters = [each for each in every if each.kind(wide_head) == kind and (tower or not each.name.startswith(TOWER))]
-    return laid_out([(each.numel, each.apart) for each in parameters], size, most)
+    return plan_buffer([(each.numel, each.apart) for each in parameters], size, most)

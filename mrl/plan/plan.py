@@ -17,11 +17,11 @@ from mrl.fp8_chips import chip_problem
 from mrl.plan import memory, timing
 from mrl.plan.chips import Assumptions, Cluster
 from mrl.plan.engine import EnginePlan, plan_engine
-from mrl.plan.memory import Item, Phase
-from mrl.plan.places import Places
+from mrl.plan.memory import MemoryItem, PhaseMemory
+from mrl.plan.placement import Placement
 from mrl.plan.shortage import Shortage, shortages
-from mrl.plan.timing import Clock, Part
-from mrl.plan.workload import Work, models_of
+from mrl.plan.timing import ClusterRates, TimedPart
+from mrl.plan.workload import StepWorkload, models_of
 
 PER_NODE = 8  # GPUs, by default
 
@@ -50,11 +50,11 @@ class Plan:
     cfg: Config
     cluster: Cluster
     assumed: Assumptions
-    work: Work
+    work: StepWorkload
     engine: EnginePlan | None
 
     @cached_property
-    def ranks(self) -> dict[int, list[Phase]]:
+    def ranks(self) -> dict[int, list[PhaseMemory]]:
         """Phases of one rank of each kind; ranks of a kind need the same in every phase."""
         kinds: dict[tuple[object, ...], int] = {}
         for rank in range(self.cluster.gpus):
@@ -62,7 +62,7 @@ class Plan:
         return {rank: memory.phases(self.work, rank, self._engine_at(rank), self.assumed) for rank in kinds.values()}
 
     @cached_property
-    def worst(self) -> dict[str, tuple[int, Phase]]:
+    def worst(self) -> dict[str, tuple[int, PhaseMemory]]:
         """Rank that needs most, for each phase."""
         names = [phase.name for phase in next(iter(self.ranks.values()))]
         each = [
@@ -81,21 +81,21 @@ class Plan:
         return self.cluster.chip.is_gpu
 
     @cached_property
-    def places(self) -> Places:
+    def placement(self) -> Placement:
         cluster = self.cluster
-        return Places.on_gpus(self.work.models, cluster.gpus, cluster.per_node, self.engine)
+        return Placement.on_gpus(self.work.models, cluster.gpus, cluster.per_node, self.engine)
 
     @cached_property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[TimedPart]:
         """Timed parts of a step; empty without GPUs."""
         if not self.on_gpu:
             return []
         apart = self.engine.engines if self.engine is not None and self.cfg.engine_nodes() is not None else 0
-        found = timing.step(Clock(self.cluster, self.assumed), self.work, self.engine, apart)
-        return found + timing.hidden(found) if self.samples_beside else found
+        found = timing.step(ClusterRates(self.cluster, self.assumed), self.work, self.engine, apart)
+        return found + timing.overlapped(found) if self.samples_during_training else found
 
     @property
-    def samples_beside(self) -> bool:
+    def samples_during_training(self) -> bool:
         """True if engines on their own GPUs sample while the trainer trains."""
         engines = self.cfg.engines()
         alone = all(self._engine_at(rank) is None for rank in range(self.cluster.gpus))
@@ -132,7 +132,7 @@ class Plan:
             if (problem := chip_problem(recipe, chip.capability, None, chip.name)) is not None:
                 yield Shortage(f"precision.fp8.recipe: {problem}", "another recipe, or other GPUs")
 
-    def host(self, rank: int) -> list[Item]:
+    def host(self, rank: int) -> list[MemoryItem]:
         """Returns the host memory of a rank's process."""
         checkpoint = self.cfg.checkpoint
         copied = checkpoint.every_steps is not None and checkpoint.asynchronous
@@ -166,22 +166,22 @@ class Plan:
     @property
     def save_seconds(self) -> float:
         """Longest time from a stop signal to the end: a whole step and a checkpoint. 0 without checkpoints or GPUs."""
-        saves = self.on_gpu and self.cfg.kept.every_steps is not None
+        saves = self.on_gpu and self.cfg.effective_checkpoint.every_steps is not None
         return self.seconds + self.write_seconds if saves else 0.0
 
     def _kind(self, rank: int) -> tuple[object, ...]:
         found: list[object] = [self._engine_at(rank) is not None]
         for model in self.work.models.values():
-            seat = model.grid.seat(rank)
-            sends = seat.tp == seat.dp == seat.cp == 0
-            found += [seat.pp, sends, memory.model_held(model, seat)]
+            coords = model.grid.coordinates(rank)
+            sends = coords.tp == coords.dp == coords.cp == 0
+            found += [coords.pp, sends, memory.elements_of_model(model, coords)]
         return tuple(found)
 
     def _engine_at(self, rank: int) -> EnginePlan | None:
         return self.engine if self.engine is not None and self.engine.at(rank) is not None else None
 
 
-def make(
+def make_plan(
     cfg: Config, cluster: Cluster, archs: Mapping[str, ModelArch], assumed: Assumptions, *, fused: bool = True
 ) -> Plan:
     """Returns the plan. Raises ValueError for a world that a layout does not fill.
@@ -190,14 +190,14 @@ def make(
     """
     on_gpu = cluster.chip.is_gpu
     assumed = assumed if on_gpu else assumed.without_gpu()
-    work = Work.of(cfg, models_of(cfg, archs, cluster.gpus, on_gpu, on_gpu and fused), assumed)
+    work = StepWorkload.of(cfg, models_of(cfg, archs, cluster.gpus, on_gpu, on_gpu and fused), assumed)
     engines = cfg.engines()
     engine = _engine(cfg, engines[0], cluster, work, assumed) if engines is not None else None
     return Plan(cfg, cluster, assumed, work, engine)
 
 
 def _engine(
-    cfg: Config, rollout: RolloutConfig, cluster: Cluster, work: Work, assumed: Assumptions
+    cfg: Config, rollout: RolloutConfig, cluster: Cluster, work: StepWorkload, assumed: Assumptions
 ) -> EnginePlan | None:
     if rollout.urls:
         return None
@@ -206,7 +206,10 @@ def _engine(
     gpus = _engine_gpus(rollout, cluster, size) if nodes is None else ()
     left = float(cluster.chip.memory)  # for engines on their own GPUs
     if shared := [gpu for gpu in gpus if gpu < cluster.gpus]:
-        kinds = {tuple(memory.model_held(m, m.grid.seat(gpu)) for m in work.models.values()): gpu for gpu in shared}
+        kinds = {
+            tuple(memory.elements_of_model(m, m.grid.coordinates(gpu)) for m in work.models.values()): gpu
+            for gpu in shared
+        }
         left = min(memory.left_for_engine(work, rank, cluster.chip.memory, assumed) for rank in kinds.values())
     return plan_engine(
         actor.arch,

@@ -23,7 +23,7 @@ from mrl.config.trainers.base import Config
 from mrl.config.trainers.table import trainer_of
 from mrl.families import ModelArch
 from mrl.plan.chips import GIB, Assumptions, Cluster
-from mrl.plan.plan import Plan, machine_of, make
+from mrl.plan.plan import Plan, machine_of, make_plan
 
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -54,7 +54,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """Result of a search.
 
     fitting: fastest first; of equally fast ones (within 1%) the one that leaves more memory. refused: number of layouts
@@ -66,7 +66,7 @@ class Found:
     nearest: Candidate | None
 
 
-def search(cfg: Config, cluster: Cluster, archs: Mapping[str, ModelArch], assumed: Assumptions) -> Found:
+def search(cfg: Config, cluster: Cluster, archs: Mapping[str, ModelArch], assumed: Assumptions) -> SearchResult:
     """Returns the result over all layouts of this world."""
     found, tight, refused = [], [], Counter[str]()
     machine = machine_of(cfg, cluster.gpus, cluster.per_node)
@@ -77,14 +77,14 @@ def search(cfg: Config, cluster: Cluster, archs: Mapping[str, ModelArch], assume
             if (problem := next(_problems(variant, checked, machine), None)) is not None:
                 refused[str(problem)] += 1
                 break
-            candidate = Candidate(layout, recompute, tokens, make(variant, cluster, archs, assumed))
+            candidate = Candidate(layout, recompute, tokens, make_plan(variant, cluster, archs, assumed))
             if not candidate.plan.shortages and _leaves_room(candidate.plan):
                 found.append(candidate)
                 break  # more recomputation is slower
             tight.append(candidate)
     best = min((each.plan.seconds for each in found), default=0.0)
     found.sort(key=lambda each: (int(100 * each.plan.seconds / best), each.tightest))
-    return Found(found, refused, min(tight, key=lambda each: each.tightest, default=None))
+    return SearchResult(found, refused, min(tight, key=lambda each: each.tightest, default=None))
 
 
 def _leaves_room(plan: Plan) -> bool:
@@ -138,7 +138,7 @@ def _with(cfg: Config, layout: ParallelConfig, recompute: Recompute, tokens: int
     return cfg.model_copy(update=changed)
 
 
-def lines(result: Found, most: int = 10) -> Iterator[str]:
+def lines(result: SearchResult, most: int = 10) -> Iterator[str]:
     """Yields a table and the reasons for the best layout, or why there is none."""
     found = result.fitting
     if not found:
@@ -152,7 +152,7 @@ def lines(result: Found, most: int = 10) -> Iterator[str]:
     yield from ("", *_reasons(found))
 
 
-def _why_none(result: Found) -> Iterator[str]:
+def _why_none(result: SearchResult) -> Iterator[str]:
     yield "No layout fits."
     if (each := result.nearest) is not None:
         spare = each.plan.assumed.spare_share
@@ -200,7 +200,7 @@ def _short(each: Candidate) -> str:
     return f"{each.plan.seconds:.0f} s and {each.tightest / GIB:.0f} GiB ({each.words()})"
 
 
-def written(found: Sequence[Candidate], config: Path, overrides: Mapping[str, Any], out: Path) -> str:
+def best_configuration(found: Sequence[Candidate], config: Path, overrides: Mapping[str, Any], out: Path) -> str:
     """Returns a configuration for `out`, based on `config` with `overrides`, that has the best layout.
 
     It sets every key of the layout, as the base's values would apply to missing ones.

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from mrl.plan.chips import GIB
 from mrl.plan.engine import EnginePlan
-from mrl.plan.memory import NEEDS, Phase
-from mrl.plan.workload import Model, Work
+from mrl.plan.memory import NEEDS, PhaseMemory
+from mrl.plan.workload import PlannedModel, StepWorkload
 
 SECTIONS = {"reward": "reward.model"}  # configuration sections that differ from the model's name
 RELEASES = {"none": ("cache", "all"), "cache": ("all",), "all": ()}
@@ -30,7 +30,7 @@ class Shortage:
 
 
 def shortages(
-    work: Work, worst: Mapping[str, tuple[int, Phase]], engine: EnginePlan | None, memory: int
+    work: StepWorkload, worst: Mapping[str, tuple[int, PhaseMemory]], engine: EnginePlan | None, memory: int
 ) -> Iterator[Shortage]:
     """Yields the shortages. worst: for each phase the rank that needs most. memory: bytes of a GPU."""
     for name, (rank, phase) in worst.items():
@@ -50,7 +50,7 @@ def shortages(
         yield Shortage(text, "; ".join([*_away(work, "rollout"), "a larger rollout.memory_fraction or rollout.tensor"]))
 
 
-def _remedies(work: Work, phase: Phase, engine: EnginePlan | None) -> Iterator[str]:
+def _remedies(work: StepWorkload, phase: PhaseMemory, engine: EnginePlan | None) -> Iterator[str]:
     """Yields remedies for this phase, the cheapest first."""
     awake = sum(item.nbytes for item in phase.items if item.owner == "engine")
     if engine is not None and awake > engine.context and (better := RELEASES[engine.release]):
@@ -63,7 +63,7 @@ def _remedies(work: Work, phase: Phase, engine: EnginePlan | None) -> Iterator[s
     yield "a larger parallel.tensor or parallel.pipeline, or more GPUs (mrl plan CONFIG --search)"
 
 
-def _away(work: Work, phase: str) -> Iterator[str]:
+def _away(work: StepWorkload, phase: str) -> Iterator[str]:
     """Yields the keys of models that could offload more in this phase."""
     levels = NEEDS[phase][0]
     for name, model in work.models.items() if work.is_sampling else ():
@@ -74,7 +74,7 @@ def _away(work: Work, phase: str) -> Iterator[str]:
             yield f"{key}: optimizer"
 
 
-def _smaller_passes(model: Model, phase: Phase, longest: int) -> Iterator[str]:
+def _smaller_passes(model: PlannedModel, phase: PhaseMemory, longest: int) -> Iterator[str]:
     saved = sum(item.nbytes for item in phase.items if item.what == "activations") / GIB
     if model.train.recompute != "full":
         yield f"{model.name}.recompute: full (keeps about a tenth of {saved:.1f} GiB of activations)"

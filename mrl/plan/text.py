@@ -8,21 +8,21 @@ from typing import Any
 from mrl.config.derived import stage_layers
 from mrl.families.flops import num_parameters
 from mrl.plan.chips import GIB
-from mrl.plan.memory import Item
+from mrl.plan.memory import MemoryItem
 from mrl.plan.plan import Plan
-from mrl.plan.workload import Model
+from mrl.plan.workload import PlannedModel
 
 
 def lines(plan: Plan) -> Iterator[str]:
     """Yields the whole plan."""
     yield from _head(plan)
     of_what = "GPU" if plan.on_gpu else "rank"
-    overlap = "generation overlaps with training" if plan.samples_beside else "no phases overlap"
+    overlap = "generation overlaps with training" if plan.samples_during_training else "no phases overlap"
     for title, part in (
         ("Batch", batch(plan)),
         ("Ranks", grid(plan)),
         (f"Memory per {of_what} in GiB; for each phase, the rank that needs most", memory(plan)),
-        ("Host memory and disk" if plan.on_gpu else "Memory and disk of a node", beside(plan)),
+        ("Host memory and disk" if plan.on_gpu else "Memory and disk of a node", host_and_disk(plan)),
         (f"Step time in seconds; {overlap}", seconds(plan)),
         ("Assumptions, not measured with mrl", assumed(plan)),
     ):
@@ -43,10 +43,10 @@ def verdict(plan: Plan) -> str:
     name, (rank, phase) = max(plan.worst.items(), key=lambda item: item[1][1].total)
     room = (plan.cluster.chip.memory - phase.total) / GIB
     fits = f"The run fits: at its peak ({name}, rank {rank}), {room:.1f} GiB are free."
-    return " ".join(filter(None, (fits, bottleneck(plan), too_late(plan))))
+    return " ".join(filter(None, (fits, bottleneck(plan), deadline_warning(plan))))
 
 
-def too_late(plan: Plan) -> str:
+def deadline_warning(plan: Plan) -> str:
     """Returns a warning if a stopped run has less time than it needs; else an empty string."""
     needed, limit = plan.save_seconds, plan.cfg.resilience.save_deadline_s
     if needed <= limit:
@@ -76,7 +76,7 @@ def bottleneck(plan: Plan) -> str:
 
 def _head(plan: Plan) -> Iterator[str]:
     cluster, chip = plan.cluster, plan.cluster.chip
-    each = f"{cluster.gpus} x {chip.name}" if plan.on_gpu else counted(cluster.gpus, "process")
+    each = f"{cluster.gpus} x {chip.name}" if plan.on_gpu else with_noun(cluster.gpus, "process")
     where = "1 node" if cluster.nodes == 1 else f"{cluster.nodes} nodes of {cluster.per_node}"
     yield f"{plan.cfg.run.name}: {each} on {where}{'' if plan.on_gpu else ', without GPUs'}"
     for model in plan.work.models.values():
@@ -97,12 +97,12 @@ def _head(plan: Plan) -> Iterator[str]:
         yield f"  {'engines':<8} at rollout.urls: not planned; step time does not include generation"
 
 
-def counted(number: float, what: str) -> str:
+def with_noun(number: float, what: str) -> str:
     """Returns a number with its noun, such as "1 update" or "2 batches"."""
     return f"{number:g} {what}" + ("" if number == 1 else "es" if what.endswith(("s", "ch")) else "s")
 
 
-def _size(model: Model) -> str:
+def _size(model: PlannedModel) -> str:
     whole = num_parameters(model.arch, model.role)
     return f"{whole / 1e9:.1f}B" if whole >= 1e8 else f"{whole / 1e6:.1f}M"
 
@@ -111,8 +111,8 @@ def batch(plan: Plan) -> Iterator[str]:
     """Yields the step's arithmetic, from prompts to ranks."""
     size, work = plan.work.size, plan.work
     if size.sampled:
-        samples = f"{size.sampled // size.prompts} = {counted(size.sampled, 'sample')}"
-        yield f"{counted(size.prompts, 'prompt')} x {samples} per step"
+        samples = f"{size.sampled // size.prompts} = {with_noun(size.sampled, 'sample')}"
+        yield f"{with_noun(size.prompts, 'prompt')} x {samples} per step"
         longest = f"{size.prompt_tokens} + {size.response_tokens} = {work.lengths.longest}"
         mean = f"{work.lengths.prompt:.0f} + {work.lengths.response:.0f}"
         yield f"a sample: at most {longest} tokens of prompt and response; assumed mean {mean}"
@@ -121,24 +121,24 @@ def batch(plan: Plan) -> Iterator[str]:
             yield f"{name}: {words}; the times below are for one round without it"
     minibatches = size.learnt // size.minibatch
     updates = (
-        f"{size.epochs} x {minibatches} = {counted(size.epochs * minibatches, 'update')} of {size.minibatch} samples"
+        f"{size.epochs} x {minibatches} = {with_noun(size.epochs * minibatches, 'update')} of {size.minibatch} samples"
     )
     yield f"{size.learnt} training samples -> {updates}"
     for name, each in work.batches.items():
         model = work.models[name]
         what = "an update" if model.is_trained else "a forward pass over all samples"
         yield (
-            f"{name}: {what} processes {counted(each.per_replica, 'sample')}{_on_replicas(model)}, in "
-            f"{counted(each.count, 'micro-batch')} of {each.samples:.1f} samples, {each.tokens:.0f} tokens (at most "
+            f"{name}: {what} processes {with_noun(each.per_replica, 'sample')}{_on_replicas(model)}, in "
+            f"{with_noun(each.count, 'micro-batch')} of {each.samples:.1f} samples, {each.tokens:.0f} tokens (at most "
             f"{model.train.max_tokens_per_microbatch}){_on_a_rank(model, each.tokens)}"
         )
 
 
-def _on_replicas(model: Model) -> str:
+def _on_replicas(model: PlannedModel) -> str:
     return f" on each of {model.grid.dp} replicas" if model.grid.dp > 1 else ""
 
 
-def _on_a_rank(model: Model, tokens: float) -> str:
+def _on_a_rank(model: PlannedModel, tokens: float) -> str:
     return f", {tokens / model.layout.context:.0f} per rank" if model.layout.context > 1 else ""
 
 
@@ -158,21 +158,21 @@ def grid(plan: Plan) -> Iterator[str]:
             yield f"  node {node}: {numbers}  {_spans(model, ranks)}{_engines(plan, ranks)}"
 
 
-def _stages(model: Model) -> str:
+def _stages(model: PlannedModel) -> str:
     return "/".join(map(str, stage_layers(model.layout, model.arch.num_layers)))
 
 
-def _spans(model: Model, ranks: Sequence[int]) -> str:
-    seats = [model.grid.seat(rank) for rank in ranks]
+def _spans(model: PlannedModel, ranks: Sequence[int]) -> str:
+    all_coords = [model.grid.coordinates(rank) for rank in ranks]
     found = []
     for axis in ("pp", "dp", "cp", "tp", *(("ep",) if model.layout.expert > 1 else ())):
-        values = sorted({dict(vars(seat))[axis] for seat in seats})
+        values = sorted({dict(vars(coords))[axis] for coords in all_coords})
         found.append(f"{axis} {values[0]}" if len(values) == 1 else f"{axis} {values[0]}-{values[-1]}")
     return "  ".join(found)
 
 
 def _engines(plan: Plan, ranks: Sequence[int]) -> str:
-    numbers = sorted({number for rank in ranks if (number := plan.places.engine_of.get(rank)) is not None})
+    numbers = sorted({number for rank in ranks if (number := plan.placement.engine_of.get(rank)) is not None})
     if not numbers:
         return ""
     return f"  engine {numbers[0]}" if len(numbers) == 1 else f"  engines {numbers[0]}-{numbers[-1]}"
@@ -196,7 +196,7 @@ def memory(plan: Plan) -> Iterator[str]:
             yield "  (the others wait in the queue, or the engine preempts some when responses grow long)"
 
 
-def _items(items: Sequence[Item]) -> str:
+def _items(items: Sequence[MemoryItem]) -> str:
     shown = [item for item in items if item.nbytes >= 0.0005 * GIB]
     return ", ".join(f"{item.owner} {item.what} {_gib(item.nbytes)}" for item in shown) or "less than 1 MiB each"
 
@@ -206,7 +206,7 @@ def _gib(nbytes: float) -> str:
     return f"{nbytes / GIB:.1f}" if nbytes >= GIB / 10 else f"{nbytes / GIB:.3f}"
 
 
-def beside(plan: Plan) -> Iterator[str]:
+def host_and_disk(plan: Plan) -> Iterator[str]:
     """Yields host memory and disk."""
     models = "" if plan.on_gpu else " (including models, and weights and KV caches of all engines)"
     yield f"host memory of the first node: {_gib(plan.host_of_node)} GiB{models}; rank 0 of it:"
@@ -263,4 +263,4 @@ def data(plan: Plan) -> dict[str, Any]:
         "parts": [vars(part) for part in plan.parts],
         "tensors_of_rank_0": {phase.name: phase.tensors for phase in plan.ranks[0]},
         "assumed": vars(plan.assumed),
-    } | plan.places.data()
+    } | plan.placement.data()

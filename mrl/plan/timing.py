@@ -10,12 +10,12 @@ from mrl.families.flops import BACKWARD, BACKWARD_OF_FROZEN, ForwardFlops
 from mrl.plan import fp8, tower
 from mrl.plan.chips import Assumptions, Cluster
 from mrl.plan.engine import EnginePlan
-from mrl.plan.memory import model_held, on_host
-from mrl.plan.workload import Batches, Lengths, Model, Work
+from mrl.plan.memory import elements_of_model, offloaded_memory
+from mrl.plan.workload import MicroBatchPlan, PlannedModel, SampleLengths, StepWorkload
 
 
 @dataclass(frozen=True)
-class Part:
+class TimedPart:
     """limit: the bounding resource, in words."""
 
     phase: str
@@ -32,7 +32,7 @@ def token_flops(arch: ModelArch, length: float) -> float:
     return forward.a_token + forward.a_pair * length / 2
 
 
-def model_flops(model: Model, samples: float, lengths: Lengths) -> tuple[float, float, float]:
+def model_flops(model: PlannedModel, samples: float, lengths: SampleLengths) -> tuple[float, float, float]:
     """Returns (layers' matrices, attention, head) operations of a forward pass of all samples."""
     forward, tokens = ForwardFlops.of(model.arch, model.role), samples * lengths.mean
     attention = tokens * forward.a_pair * lengths.mean / 2
@@ -40,7 +40,7 @@ def model_flops(model: Model, samples: float, lengths: Lengths) -> tuple[float, 
 
 
 @dataclass(frozen=True)
-class Clock:
+class ClusterRates:
     """Assumed rates of a cluster."""
 
     cluster: Cluster
@@ -54,7 +54,7 @@ class Clock:
     def hbm(self) -> float:
         return self.cluster.chip.hbm * self.assumed.hbm_share
 
-    def link(self, model: Model, *axes: str) -> tuple[float, str]:
+    def link(self, model: PlannedModel, *axes: str) -> tuple[float, str]:
         """Returns (bytes a second of a rank, name) of the link between the ranks of these groups."""
         chip, share = self.cluster.chip, self.assumed.link_share
         if model.grid.spread(*axes, node=self.cluster.per_node) > 1:
@@ -70,11 +70,13 @@ class Clock:
         return self.cluster.chip.network * self.assumed.link_share
 
 
-def passes(clock: Clock, model: Model, phase: str, batches: Batches, lengths: Lengths, trained: bool) -> Iterator[Part]:
+def passes(
+    rates: ClusterRates, model: PlannedModel, phase: str, batches: MicroBatchPlan, lengths: SampleLengths, trained: bool
+) -> Iterator[TimedPart]:
     """Yields the parts of a mini-batch's passes: forward, and backward if `trained`. Parts add up without overlap."""
     matrices, attention, head = model_flops(model, batches.per_replica * model.grid.dp, lengths)
-    chip, assumed = clock.cluster.chip, clock.assumed
-    layers = matrices / fp8.layers_rate(model, chip, assumed) + attention / clock.flops
+    chip, assumed = rates.cluster.chip, rates.assumed
+    layers = matrices / fp8.layers_rate(model, chip, assumed) + attention / rates.flops
     selective = 0.1 if model.arch.experts is not None else 0.6  # it recomputes the products of dense MLPs
     again = {"none": 0.0, "selective": selective, "full": 1.0}[model.train.recompute]
     backward = BACKWARD if model.adapters is None else BACKWARD_OF_FROZEN
@@ -83,21 +85,23 @@ def passes(clock: Clock, model: Model, phase: str, batches: Batches, lengths: Le
     ranks = model.grid.world
     skew = assumed.experts_skew if model.arch.experts is not None else 1.0
     compute = layers * times * skew / ranks
-    yield Part(phase, f"{name} layers{fp8.words(model)}", compute, "arithmetic")
+    yield TimedPart(phase, f"{name} layers{fp8.words(model)}", compute, "arithmetic")
     last = ranks / p.pipeline
     per_rank = head * head_times / last
-    yield Part(phase, f"{name} head", per_rank / fp8.head_rate(model, chip, assumed), "arithmetic")
+    yield TimedPart(phase, f"{name} head", per_rank / fp8.head_rate(model, chip, assumed), "arithmetic")
     if seen := tower.flops(model, batches.per_replica, lengths, trained=trained):
         what = f"{name} images, on every rank of the first stage"
-        yield Part(phase, what, seen / clock.flops, "arithmetic")
+        yield TimedPart(phase, what, seen / rates.flops, "arithmetic")
     if p.pipeline > 1:
         bubble = (p.pipeline - 1) / (batches.count * (p.virtual_pipeline or 1))
         what = f"{name} pipeline bubble, {batches.count} micro-batches for {p.pipeline} stages"
-        yield Part(phase, what, compute * bubble, "too few micro-batches")
-    yield from _communication(clock, model, phase, batches, 2 + again if trained else 1)
+        yield TimedPart(phase, what, compute * bubble, "too few micro-batches")
+    yield from _communication(rates, model, phase, batches, 2 + again if trained else 1)
 
 
-def _communication(clock: Clock, model: Model, phase: str, batches: Batches, moved: float) -> Iterator[Part]:
+def _communication(
+    rates: ClusterRates, model: PlannedModel, phase: str, batches: MicroBatchPlan, moved: float
+) -> Iterator[TimedPart]:
     """Yields the communication of all micro-batches of a rank.
 
     moved: multiple of a forward pass's traffic; backward passes and recomputation add to it.
@@ -107,70 +111,70 @@ def _communication(clock: Clock, model: Model, phase: str, batches: Batches, mov
     wide = tokens * arch.hidden_size * model.dtype
     layers = arch.num_layers / p.pipeline
     if p.tensor > 1:
-        speed, link = clock.link(model, "tp")
+        speed, link = rates.link(model, "tp")
         nbytes = layers * 4 * wide * (p.tensor - 1) / p.tensor * moved
-        yield Part(phase, f"{name} tensor parallelism", nbytes / speed, link)
+        yield TimedPart(phase, f"{name} tensor parallelism", nbytes / speed, link)
     if p.context > 1:
-        speed, link = clock.link(model, "cp")
+        speed, link = rates.link(model, "cp")
         kv = 2 * tokens * arch.num_kv_heads / p.tensor * arch.head_dim * model.dtype
-        yield Part(phase, f"{name} context parallelism", layers * kv * (p.context - 1) * moved / speed, link)
+        yield TimedPart(phase, f"{name} context parallelism", layers * kv * (p.context - 1) * moved / speed, link)
     if p.expert > 1 and arch.experts is not None:
-        speed, link = clock.link(model, "ep")
+        speed, link = rates.link(model, "ep")
         routed = tokens / p.tensor * arch.experts.per_token * arch.hidden_size * model.dtype
-        nbytes = layers * 2 * routed * (p.expert - 1) / p.expert * moved * clock.assumed.experts_skew
-        yield Part(phase, f"{name} expert parallelism", nbytes / speed, link)
+        nbytes = layers * 2 * routed * (p.expert - 1) / p.expert * moved * rates.assumed.experts_skew
+        yield TimedPart(phase, f"{name} expert parallelism", nbytes / speed, link)
     if p.pipeline > 1:
-        speed, link = clock.link(model, "pp")
+        speed, link = rates.link(model, "pp")
         hops = 2 * (p.virtual_pipeline or 1) * (2 if moved >= 2 else 1)
         share = p.tensor if p.sequence else 1
-        yield Part(phase, f"{name} between stages", hops * wide / share / speed, link)
+        yield TimedPart(phase, f"{name} between stages", hops * wide / share / speed, link)
 
 
-def step_of_optimizer(clock: Clock, model: Model, phase: str) -> Iterator[Part]:
+def optimizer_step(rates: ClusterRates, model: PlannedModel, phase: str) -> Iterator[TimedPart]:
     """Yields the parts once an update: gradient reduction, Adam, weight gathering."""
-    own, size = model_held(model, model.grid.seat(0)), model.grid.dp * model.layout.context
+    own, size = elements_of_model(model, model.grid.coordinates(0)), model.grid.dp * model.layout.context
     if size > 1:
-        speed, link = clock.link(model, "dp", "cp")
-        weights = own.buffer * model.dtype - fp8.saved_weight_bytes(model, model.grid.seat(0)) / 2
+        speed, link = rates.link(model, "dp", "cp")
+        weights = own.buffer * model.dtype - fp8.saved_weight_bytes(model, model.grid.coordinates(0)) / 2
         nbytes = (own.buffer * 4 + weights) * (size - 1) / size
-        yield Part(phase, f"{model.name} gradients and weights over data parallelism", nbytes / speed, link)
+        yield TimedPart(phase, f"{model.name} gradients and weights over data parallelism", nbytes / speed, link)
     touched = own.shard * (5 * 4 + 2 * 4 + model.dtype) + own.buffer * 4  # two moments, mains, gradients; zeroing
-    yield Part(phase, f"{model.name} optimizer", touched / clock.hbm, "memory bandwidth")
+    yield TimedPart(phase, f"{model.name} optimizer", touched / rates.hbm, "memory bandwidth")
 
 
-def rollout(clock: Clock, work: Work, engine: EnginePlan) -> Iterator[Part]:
+def rollout(rates: ClusterRates, work: StepWorkload, engine: EnginePlan) -> Iterator[TimedPart]:
     """Yields the parts of a rollout: each engine prefills its prompts and decodes, with as many requests as it has
     and holds.
     """
-    actor, chip, size = work.models["actor"], clock.cluster.chip, work.size
-    arch, lengths, assumed = actor.arch, work.lengths, clock.assumed
+    actor, chip, size = work.models["actor"], rates.cluster.chip, work.size
+    arch, lengths, assumed = actor.arch, work.lengths, rates.assumed
     requests = size.sampled / engine.engines
     mean_tokens = lengths.prompt + lengths.response / 2
     room = max(1.0, engine.cache_tokens / (lengths.mean or 1))
     at_once = max(1.0, min(engine.wanted, room, requests))
     prefill = requests * lengths.prompt * token_flops(arch, lengths.prompt)
     speed = engine.tensor * chip.bf16 * assumed.prefill_share
-    yield Part("rollout", "prefill of prompts", prefill / speed, "arithmetic")
+    yield TimedPart("rollout", "prefill of prompts", prefill / speed, "arithmetic")
     if seen := tower.flops(actor, requests, lengths):
-        yield Part("rollout", "images", seen / speed, "arithmetic")  # each GPU processes a share of them
+        yield TimedPart("rollout", "images", seen / speed, "arithmetic")  # each GPU processes a share of them
     steps = max(requests * lengths.response / at_once, float(size.response_tokens or 0))
     busy = requests * lengths.response / steps
     read = engine.weights * _touched(arch, busy) + busy * mean_tokens * engine.token_bytes
     head = ForwardFlops.of(arch).an_output
     flops = busy * (token_flops(arch, 2 * mean_tokens) + head) / engine.tensor
-    memory, arithmetic = read / clock.hbm, flops / (chip.bf16 * assumed.prefill_share)
+    memory, arithmetic = read / rates.hbm, flops / (chip.bf16 * assumed.prefill_share)
     slower, limit = max((memory, "memory bandwidth"), (arithmetic, "arithmetic"))
     overhead = assumed.decode_overhead_s + (2 * arch.num_layers * assumed.hop_s if engine.tensor > 1 else 0)
     limit = limit if slower > overhead else "kernel launches and small all-reduces"
     tail = "" if steps > (size.response_tokens or 0) else "; limited by the longest response"
     engines = f"each of {engine.engines} engines" if engine.engines > 1 else "1 engine"
     what = f"responses, {busy:.0f} at once on {engines}{tail}"
-    yield Part("rollout", what, steps * (slower + overhead), limit)
+    yield TimedPart("rollout", what, steps * (slower + overhead), limit)
     if engine.nodes > 1:  # two all-reduces a layer of one vector per token, and one more between nodes
         wide = arch.hidden_size * actor.dtype
-        moved = (requests * lengths.prompt + steps * busy) * 2 * arch.num_layers * wide / clock.network
+        moved = (requests * lengths.prompt + steps * busy) * 2 * arch.num_layers * wide / rates.network
         waited = steps * 2 * arch.num_layers * assumed.hop_s
-        yield Part("rollout", f"all-reduces of an engine over {engine.nodes} nodes", moved + waited, "network")
+        yield TimedPart("rollout", f"all-reduces of an engine over {engine.nodes} nodes", moved + waited, "network")
 
 
 def _touched(arch: ModelArch, tokens: float) -> float:
@@ -185,56 +189,58 @@ def _touched(arch: ModelArch, tokens: float) -> float:
     return (rest + in_experts * share) / (rest + in_experts)
 
 
-def sync(clock: Clock, work: Work, apart: int) -> Iterator[Part]:
+def sync(rates: ClusterRates, work: StepWorkload, apart: int) -> Iterator[TimedPart]:
     """Yields the parts of a weight sync: every stage's sender gathers its part and sends it to every node's engines.
 
     apart: engines with their own nodes, each of which gets its own broadcast.
     """
     actor = work.models["actor"]
     senders = actor.layout.pipeline
-    total = sum(model_held(actor, seat).weights for seat in actor.grid.seats if seat.dp == seat.cp == 0)
+    total = sum(
+        elements_of_model(actor, coords).weights for coords in actor.grid.all_coordinates if coords.dp == coords.cp == 0
+    )
     nbytes = total * actor.dtype / senders
-    speed, link = clock.link(actor, "tp")
-    yield Part("sync", "gathering weights", nbytes / speed if actor.layout.tensor > 1 else 0.0, link)
-    nodes = clock.cluster.nodes
-    speed, link = (clock.network, "network") if nodes > 1 or apart else (clock.cluster.chip.nvlink, "NVLink")
-    yield Part("sync", "weights to the engines", nbytes * max(1, apart) / speed, link)
+    speed, link = rates.link(actor, "tp")
+    yield TimedPart("sync", "gathering weights", nbytes / speed if actor.layout.tensor > 1 else 0.0, link)
+    nodes = rates.cluster.nodes
+    speed, link = (rates.network, "network") if nodes > 1 or apart else (rates.cluster.chip.nvlink, "NVLink")
+    yield TimedPart("sync", "weights to the engines", nbytes * max(1, apart) / speed, link)
 
 
-def offload(clock: Clock, work: Work) -> Iterator[Part]:
+def offload(rates: ClusterRates, work: StepWorkload) -> Iterator[TimedPart]:
     """Yields the parts of offloading and restoring once a step; gradients are not copied."""
     for model in work.models.values():
-        copied = sum(item.nbytes for item in on_host(model, model.grid.seat(0)))
+        copied = sum(item.nbytes for item in offloaded_memory(model, model.grid.coordinates(0)))
         if copied:
-            yield Part("moving memory", model.name, 2 * copied / clock.pcie, "PCIe")
+            yield TimedPart("moving memory", model.name, 2 * copied / rates.pcie, "PCIe")
 
 
-def hidden(parts: Sequence[Part]) -> list[Part]:
+def overlapped(parts: Sequence[TimedPart]) -> list[TimedPart]:
     """Returns the time saved by sampling while training on the last samples: the shorter of the two."""
     sampling = sum(part.seconds for part in parts if part.phase == "rollout")
     learning = sum(part.seconds for part in parts if part.phase not in ("rollout", "sync", "moving memory"))
-    return [Part("rollout", "overlapped with training", -min(sampling, learning), "rollout.overlap")]
+    return [TimedPart("rollout", "overlapped with training", -min(sampling, learning), "rollout.overlap")]
 
 
-def step(clock: Clock, work: Work, engine: EnginePlan | None, apart: int = 0) -> list[Part]:
+def step(rates: ClusterRates, work: StepWorkload, engine: EnginePlan | None, apart: int = 0) -> list[TimedPart]:
     """Returns all parts of one step, none overlapping. apart: engines that have their own nodes."""
-    found: list[Part] = []
+    found: list[TimedPart] = []
     size, lengths = work.size, work.lengths
     if engine is not None:
-        found += rollout(clock, work, engine)
-    all_samples = {name: Batches.of(model, size.learnt, lengths.mean) for name, model in work.models.items()}
+        found += rollout(rates, work, engine)
+    all_samples = {name: MicroBatchPlan.of(model, size.learnt, lengths.mean) for name, model in work.models.items()}
     if "reward" in work.models:
-        found += passes(clock, work.models["reward"], "scoring", all_samples["reward"], lengths, trained=False)
+        found += passes(rates, work.models["reward"], "scoring", all_samples["reward"], lengths, trained=False)
     for name in size.passes:
         if name in work.models:
-            found += passes(clock, work.models[name], "experience", all_samples[name], lengths, trained=False)
+            found += passes(rates, work.models[name], "experience", all_samples[name], lengths, trained=False)
     updates = size.epochs * max(1, size.learnt // size.minibatch)
     for name, model in work.models.items():
         if model.is_trained:
             phase = f"{name}_update"
-            once = [*passes(clock, model, phase, work.batches[name], lengths, trained=True)]
-            once += step_of_optimizer(clock, model, phase)
-            found += [Part(part.phase, part.what, part.seconds * updates, part.limit) for part in once]
+            once = [*passes(rates, model, phase, work.batches[name], lengths, trained=True)]
+            once += optimizer_step(rates, model, phase)
+            found += [TimedPart(part.phase, part.what, part.seconds * updates, part.limit) for part in once]
     if work.is_sampling:
-        found += [*sync(clock, work, apart), *offload(clock, work)]
+        found += [*sync(rates, work, apart), *offload(rates, work)]
     return found

@@ -9,8 +9,8 @@ from __future__ import annotations
 from mrl.families.arch import VisionArch
 from mrl.families.flops import BACKWARD, TowerFlops
 from mrl.plan.activations import FLOAT32, Tokens
-from mrl.plan.grid import Seat
-from mrl.plan.workload import Lengths, Model
+from mrl.plan.grid import RankCoordinates
+from mrl.plan.workload import PlannedModel, SampleLengths
 
 # vectors of its width that autograd keeps of a patch, as saved by transformers' modules on a CPU: those of a layer of
 # Qwen3-VL, of Qwen2.5-VL (whose norms are of float32), of the ends, and of each merger for deep features
@@ -22,31 +22,31 @@ def saved_bytes(vision: VisionArch, patches: float, dtype: int) -> float:
     return patches * dtype * (vision.depth * _layer(vision) + (ENDS + DEEP * len(vision.deep)) * vision.width)
 
 
-def forward_bytes(model: Model, seat: Seat, tokens: Tokens) -> float:
+def forward_bytes(model: PlannedModel, coords: RankCoordinates, tokens: Tokens) -> float:
     """Returns the bytes of a pass without gradients: pixels, features, and the current layer; 0 for other stages and
     text models.
     """
     vision = model.arch.vision
-    if vision is None or seat.pp:
+    if vision is None or coords.pp:
         return 0.0
     patches = tokens.seen * vision.merge**2
     pixels = patches * vision.patch_values * (FLOAT32 + model.dtype)
     return pixels + patches * model.dtype * _layer(vision) + _features(model, vision, tokens)
 
 
-def update_bytes(model: Model, seat: Seat, tokens: Tokens, in_flight: int) -> float:
+def update_bytes(model: PlannedModel, coords: RankCoordinates, tokens: Tokens, in_flight: int) -> float:
     """Returns the bytes of a pass with gradients with `in_flight` micro-batches; a frozen tower keeps only features."""
     vision = model.arch.vision
-    if vision is None or seat.pp:
+    if vision is None or coords.pp:
         return 0.0
     kept = _features(model, vision, tokens)
     if model.trains_tower:
         patches = tokens.seen * vision.merge**2
         kept += saved_bytes(vision, patches, model.dtype) + patches * vision.patch_values * (FLOAT32 + model.dtype)
-    return forward_bytes(model, seat, tokens) + in_flight * kept
+    return forward_bytes(model, coords, tokens) + in_flight * kept
 
 
-def flops(model: Model, samples: float, lengths: Lengths, *, trained: bool = False) -> float:
+def flops(model: PlannedModel, samples: float, lengths: SampleLengths, *, trained: bool = False) -> float:
     """Returns the operations of a pass over the images of `samples` samples, one image each; 0 for text models.
 
     trained: forward, and backward if the tower is trained
@@ -64,5 +64,5 @@ def _layer(vision: VisionArch) -> int:
     return widths * vision.width + ffns * vision.ffn_size
 
 
-def _features(model: Model, vision: VisionArch, tokens: Tokens) -> float:
+def _features(model: PlannedModel, vision: VisionArch, tokens: Tokens) -> float:
     return tokens.seen * model.arch.hidden_size * model.dtype * (1 + len(vision.deep))

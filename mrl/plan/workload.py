@@ -18,7 +18,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
-class Model:
+class PlannedModel:
     """One model of the run over its whole world. dtype: bytes of a weight; on_gpu: its ranks have GPUs."""
 
     name: str
@@ -56,7 +56,9 @@ class Model:
         return self.is_trained and self.on_gpu and self.grid.dp * self.layout.context > 1 and not self.trains_tower
 
 
-def models_of(cfg: Config, archs: Mapping[str, ModelArch], world: int, on_gpu: bool, fused: bool) -> tuple[Model, ...]:
+def models_of(
+    cfg: Config, archs: Mapping[str, ModelArch], world: int, on_gpu: bool, fused: bool
+) -> tuple[PlannedModel, ...]:
     """Returns the run's models.
 
     archs: by the models' names. fused: the GPUs can use transformer-engine's layers.
@@ -68,7 +70,7 @@ def models_of(cfg: Config, archs: Mapping[str, ModelArch], world: int, on_gpu: b
         can = FAMILIES[archs[name].family].local_only is None
         takes_them = asked == "transformer_engine" or (asked == "auto" and fused and dtype == 2 and can)
         found.append(
-            Model(
+            PlannedModel(
                 name,
                 built.path or cfg.model.path,
                 archs[name],
@@ -86,7 +88,7 @@ def models_of(cfg: Config, archs: Mapping[str, ModelArch], world: int, on_gpu: b
 
 
 @dataclass(frozen=True)
-class Lengths:
+class SampleLengths:
     """Tokens of a sample: the longest, and assumed means; images: image tokens of the prompt, for models with image
     inputs.
     """
@@ -101,12 +103,12 @@ class Lengths:
         return self.prompt + self.response
 
     @staticmethod
-    def of(size: StepSize, train: TrainConfig, assumed: Assumptions) -> Lengths:
+    def of(size: StepSize, train: TrainConfig, assumed: Assumptions) -> SampleLengths:
         if size.prompt_tokens is None or size.response_tokens is None:
             tokens = train.max_tokens_per_microbatch
             half = tokens / 8  # a guess: lengths come from the data
-            return Lengths(tokens, half, half)
-        return Lengths(
+            return SampleLengths(tokens, half, half)
+        return SampleLengths(
             size.prompt_tokens + size.response_tokens,
             size.response_tokens * assumed.mean_response_share,
             size.prompt_tokens * assumed.mean_prompt_share,
@@ -115,7 +117,7 @@ class Lengths:
 
 
 @dataclass(frozen=True)
-class Batches:
+class MicroBatchPlan:
     """Micro-batches of one model in a mini-batch, for samples of equal length.
 
     per_replica: samples of a data-parallel replica; count: micro-batches of each; samples, tokens: of one micro-batch
@@ -128,7 +130,7 @@ class Batches:
     tokens: float
 
     @staticmethod
-    def of(model: Model, samples: int, mean: float) -> Batches:
+    def of(model: PlannedModel, samples: int, mean: float) -> MicroBatchPlan:
         """Packs samples of `mean` tokens as `mrl.data.balance.plan_micro_batches` does."""
         layout, dp = model.layout, model.grid.dp
         align = 2 * layout.context if layout.context > 1 else 1
@@ -142,10 +144,10 @@ class Batches:
             needed = -(-samples // fits)
             count = -(-needed // step) * step
         each = samples / count
-        return Batches(model.name, samples / dp, count // dp, each, each * length)
+        return MicroBatchPlan(model.name, samples / dp, count // dp, each, each * length)
 
 
-def largest_micro_batch(model: Model, lengths: Lengths, samples: int, image_tokens: int) -> Tokens:
+def largest_micro_batch(model: PlannedModel, lengths: SampleLengths, samples: int, image_tokens: int) -> Tokens:
     """Returns the micro-batch that memory must hold: full, or with one longer sample; in the worst case all of it is
     response.
 
@@ -159,16 +161,16 @@ def largest_micro_batch(model: Model, lengths: Lengths, samples: int, image_toke
 
 
 @dataclass(frozen=True)
-class Work:
+class StepWorkload:
     """A step of a run, for all its models.
 
     tokens: of the largest micro-batch; bucket: bytes of a weight sync bucket; copies: as in `Config.copies`
     """
 
-    models: dict[str, Model]
+    models: dict[str, PlannedModel]
     size: StepSize
-    lengths: Lengths
-    batches: dict[str, Batches]
+    lengths: SampleLengths
+    batches: dict[str, MicroBatchPlan]
     tokens: dict[str, Tokens]
     bucket: int
     copies: dict[str, bool]
@@ -177,23 +179,23 @@ class Work:
     def is_sampling(self) -> bool:
         return self.size.sampled > 0
 
-    def with_samples(self, size: StepSize, lengths: Lengths) -> Work:
+    def with_samples(self, size: StepSize, lengths: SampleLengths) -> StepWorkload:
         """Returns the same models at a step of other samples, in the micro-batches these need."""
         models = self.models.values()
         learnt = {model.name: size.minibatch if model.is_trained else size.learnt for model in models}
-        batches = {model.name: Batches.of(model, learnt[model.name], lengths.mean) for model in models}
+        batches = {model.name: MicroBatchPlan.of(model, learnt[model.name], lengths.mean) for model in models}
         return replace(self, size=size, lengths=lengths, batches=batches)
 
     @staticmethod
-    def of(cfg: Config, models: tuple[Model, ...], assumed: Assumptions) -> Work:
+    def of(cfg: Config, models: tuple[PlannedModel, ...], assumed: Assumptions) -> StepWorkload:
         size, engines = cfg.step_size(), cfg.engines()
-        lengths = Lengths.of(size, models[0].train, assumed)
+        lengths = SampleLengths.of(size, models[0].train, assumed)
         learnt = {model.name: size.minibatch if model.is_trained else size.learnt for model in models}
-        return Work(
+        return StepWorkload(
             {model.name: model for model in models},
             size,
             lengths,
-            {model.name: Batches.of(model, learnt[model.name], lengths.mean) for model in models},
+            {model.name: MicroBatchPlan.of(model, learnt[model.name], lengths.mean) for model in models},
             {
                 model.name: largest_micro_batch(model, lengths, learnt[model.name], size.image_tokens)
                 for model in models

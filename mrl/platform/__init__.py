@@ -4,38 +4,38 @@ Call `install()` before the first `import megatron.core`, in training processes 
 """
 
 from mrl.platform.adaptations import applied, check_switches, install
-from mrl.platform.copies import to_device, to_host
-from mrl.platform.determinism import be_deterministic, is_deterministic
+from mrl.platform.determinism import enable_determinism, is_deterministic
+from mrl.platform.fake_rank import fake_rank
 from mrl.platform.features import Feature, features
 from mrl.platform.fp8 import fp8_problem, fp8_recipes
 from mrl.platform.fused import apex_usable, transformer_engine_problem, transformer_engine_usable, triton_usable
 from mrl.platform.gpu_health import GpuHealth, GpuTimeout, gpu_health
 from mrl.platform.host_limit import free_host_memory
-from mrl.platform.host_room import HostRoom, host_bytes
-from mrl.platform.imagined import imagined_rank
 from mrl.platform.memory import (
     peak_memory_bytes,
     release_cached_memory,
     reset_peak_memory,
 )
-from mrl.platform.optimizer_state import prime_adam, unshare_steps
+from mrl.platform.offload_buffer import OffloadBuffer, host_bytes
+from mrl.platform.optimizer_state import prime_adam, separate_step_tensors
 from mrl.platform.process import (
     WorldError,
     backend,
-    collect_shared,
     device,
     device_uuid,
     gpu_count,
     gpu_names,
     init_process_group,
     is_built_for_gpus,
+    release_shared_memory,
+    single_process_world,
     synchronize,
     use_device,
-    world_of_one,
 )
 from mrl.platform.random_state import random_state, restore_random_state
 from mrl.platform.registry import REGISTRY, Adaptation
 from mrl.platform.speed import busy_seconds, cpu_gflops, pass_timers, probe_seconds
+from mrl.platform.transfers import to_device, to_host
 
 __all__ = [
     "REGISTRY",
@@ -43,15 +43,15 @@ __all__ = [
     "Feature",
     "GpuHealth",
     "GpuTimeout",
-    "HostRoom",
+    "OffloadBuffer",
     "WorldError",
     "apex_usable",
     "applied",
     "backend",
-    "be_deterministic",
+    "enable_determinism",
     "busy_seconds",
     "check_switches",
-    "collect_shared",
+    "release_shared_memory",
     "device",
     "device_uuid",
     "features",
@@ -63,9 +63,9 @@ __all__ = [
     "gpu_health",
     "gpu_names",
     "host_bytes",
-    "imagined_rank",
+    "fake_rank",
     "init_process_group",
-    "world_of_one",
+    "single_process_world",
     "install",
     "is_built_for_gpus",
     "is_deterministic",
@@ -83,6 +83,6 @@ __all__ = [
     "transformer_engine_problem",
     "transformer_engine_usable",
     "triton_usable",
-    "unshare_steps",
+    "separate_step_tensors",
     "use_device",
 ]

@@ -29,7 +29,7 @@ _applied: list[str] = []
 _installed = False
 
 
-def switched_off() -> frozenset[str]:
+def disabled_adaptations() -> frozenset[str]:
     """Returns the names in MRL_PLATFORM_OFF. Raises ValueError for an unknown adaptation."""
     names = frozenset(filter(None, (n.strip() for n in os.environ.get("MRL_PLATFORM_OFF", "").split(","))))
     unknown = names - REGISTRY.keys() - {"all"}
@@ -43,7 +43,7 @@ def switched_off() -> frozenset[str]:
 def check_switches() -> None:
     """Raises ValueError for an unknown value of MRL_PLATFORM_OFF or MRL_KERNELS, or for a variable that is nearly one
     of these names."""
-    switched_off()
+    disabled_adaptations()
     check_kernels()
     for name in os.environ:
         if (
@@ -65,7 +65,7 @@ def install() -> None:
     if _installed:
         return
     check_switches()
-    off = switched_off()
+    off = disabled_adaptations()
     _run(Stage.BEFORE_IMPORT, off)
     _import_megatron_quietly()
     _run(Stage.AFTER_IMPORT, off)

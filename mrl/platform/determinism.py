@@ -16,7 +16,7 @@ CHOSEN = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
 REQUIRED = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
 
 
-def be_deterministic() -> None:
+def enable_determinism() -> None:
     """Selects algorithms with a fixed order of sums; torch then raises RuntimeError, with the name, for operations
     without one.
 

@@ -55,7 +55,7 @@ def gpu_health(timeout_s: float = TIMEOUT_S) -> list[GpuHealth]:
     return [GpuHealth(**gpu | {"capability": tuple(gpu["capability"])}) for gpu in found]
 
 
-def judged(index: int, name: str, free: int, total: int, capability: tuple[int, int], product: float) -> GpuHealth:
+def assess(index: int, name: str, free: int, total: int, capability: tuple[int, int], product: float) -> GpuHealth:
     """Returns the verdict on one GPU. product: an entry of ones [SIZE, SIZE] @ ones"""
     problem = ""
     if product != SIZE:
@@ -65,15 +65,15 @@ def judged(index: int, name: str, free: int, total: int, capability: tuple[int, 
     return GpuHealth(index, name, free, total, capability, problem)
 
 
-def _look(index: int) -> GpuHealth:
+def _examine(index: int) -> GpuHealth:
     free, total = torch.cuda.mem_get_info(index)
     ones = torch.ones(SIZE, SIZE, device=torch.device("cuda", index), dtype=torch.bfloat16)
     product = (ones @ ones).float()
     least, most = product.min().item(), product.max().item()
     kind, name = torch.cuda.get_device_capability(index), torch.cuda.get_device_name(index)
-    return judged(index, name, free, total, kind, least if least != SIZE else most)
+    return assess(index, name, free, total, kind, least if least != SIZE else most)
 
 
 def main() -> None:
     for number in range(torch.cuda.device_count()):
-        print(json.dumps(asdict(_look(number))))
+        print(json.dumps(asdict(_examine(number))))

@@ -19,7 +19,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 _HUGE_BYTES = KEPT_BYTES * 7 // 8  # below the size at which freeing it would return it
 
 
-def gives_back() -> bool:
+def returns_large_blocks() -> bool:
     """True if a CPU rank would return large blocks at once."""
     return not torch.cuda.is_available() and hasattr(ctypes.CDLL(None), "mallopt")
 
@@ -28,7 +28,7 @@ def gives_back() -> bool:
     "kept_memory",
     why="glibc returns every large block to the system, and new pages cost a tenth of a small model's step",
     stage=Stage.BEFORE_IMPORT,
-    needed=gives_back,
+    needed=returns_large_blocks,
 )
 def keep_memory() -> None:
     libc = ctypes.CDLL(None)

@@ -30,7 +30,7 @@ def prime_adam(optimizer: Any) -> None:
                     }
 
 
-def unshare_steps(optimizer: Any) -> None:
+def separate_step_tensors(optimizer: Any) -> None:
     """Gives each parameter its own step tensor. Call it after every load.
 
     Megatron loads ONE step tensor into all parameters' states. Adam increments it in place for each parameter, so its

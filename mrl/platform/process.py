@@ -18,7 +18,7 @@ from mrl.ports import MEETING_VARIABLE, listen, world_problem
 
 _POLL_S, _POLLED_RANKS = 0.01, 64  # polling interval up to that many ranks; longer for more ranks
 _EVERYBODY = "every rank"
-_imagined: torch.device | None = None  # see mrl.platform.imagined
+_fake_device: torch.device | None = None  # see mrl.platform.fake_rank
 
 
 def device() -> torch.device:
@@ -26,8 +26,8 @@ def device() -> torch.device:
 
     A launcher may show each process its own GPU alone, which then is number 0 for any LOCAL_RANK.
     """
-    if _imagined is not None:
-        return _imagined
+    if _fake_device is not None:
+        return _fake_device
     if torch.cuda.is_available():
         alone = torch.cuda.device_count() == 1
         return torch.device("cuda", 0 if alone else int(os.environ.get("LOCAL_RANK", "0")))
@@ -81,7 +81,7 @@ def init_process_group(timeout_s: float, kind: Literal["gloo", "nccl"] | None = 
 
 
 @contextlib.contextmanager
-def world_of_one(timeout_s: float) -> Iterator[None]:
+def single_process_world(timeout_s: float) -> Iterator[None]:
     """Runs the block in a world; one made here ends with the block."""
     is_own = not dist.is_initialized()
     init_process_group(timeout_s)
@@ -153,7 +153,7 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def collect_shared() -> None:
+def release_shared_memory() -> None:
     """Frees GPU memory that other processes had mapped and have released."""
     if torch.cuda.is_available():
         torch.cuda.ipc_collect()

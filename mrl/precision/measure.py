@@ -57,7 +57,7 @@ def measure(
     forms = dict(_forms(cfg, arch, recipes))
     if dtype != torch.float32:
         forms = {cfg.model.dtype: FP8Config(), **forms}
-    with platform.world_of_one(cfg.run.timeout_s):
+    with platform.single_process_world(cfg.run.timeout_s):
         meshes = Meshes(cfg.run.timeout_s, cfg.run.seed)
 
         def numbers(name: str, fp8: FP8Config, dtype: torch.dtype) -> _Numbers:

@@ -14,7 +14,7 @@ from mrl.config.schema import Config, SFTDataConfig
 from mrl.core import Rollout
 from mrl.data import PromptDataset, SFTDataset, Tokenizer, load_tokenizer
 from mrl.families import load_arch
-from mrl.observe.files import numbered, read_jsonl
+from mrl.observe.files import numbered_files, read_jsonl
 
 
 class NoSamples(RuntimeError):
@@ -66,7 +66,7 @@ def samples_of(cfg: Config, weights: str, most: int) -> Samples:
 
 def _last_step(run_dir: Path) -> tuple[Path, list[dict[str, Any]]]:
     """Returns the file and its rows that hold a response. Raises NoSamples."""
-    found = numbered(run_dir / "rollouts", "step_*.jsonl")
+    found = numbered_files(run_dir / "rollouts", "step_*.jsonl")
     if not found:
         raise NoSamples(f"{run_dir}/rollouts has no training samples: train one step first (run.steps=1)")
     _, file = found[-1]

@@ -24,27 +24,27 @@ from mrl.data.turns import Turns
 from mrl.options.estimators import OwnEstimator
 from mrl.options.losses import OwnLoss
 from mrl.preflight.finding import Finding
-from mrl.reward.check import Trial, check_functions, check_hidden, row_check
+from mrl.reward.check import TrialRow, check_functions, check_hidden, row_check
 from mrl.reward.errors import RewardError
 from mrl.user_functions import FunctionError
 
 TRIED_ROWS, TRIED_BYTES = 200, 1 << 20  # of each source, searched for a row for every function
 
 
-def look_at_algorithm(cfg: Config) -> Iterator[Finding]:
+def check_algorithm(cfg: Config) -> Iterator[Finding]:
     """Tries out the user's loss and estimator on a few tokens."""
     algorithm = cfg.algorithm_used()
     if algorithm is None:
         return
     try:
-        check_own(algorithm, has_values="critic" in cfg.models())
+        check_user_functions(algorithm, has_values="critic" in cfg.models())
     except FunctionError as error:
         yield Finding("algorithm", "problem", str(error))
     else:
         yield Finding("algorithm", "ok", algorithm.adv_estimator)
 
 
-def look_at_rewards(cfg: Config) -> Iterator[Finding]:
+def check_rewards(cfg: Config) -> Iterator[Finding]:
     """Loads the reward functions and scores one row with each user function."""
     rewards = cfg.rewards()
     if rewards is None:
@@ -64,7 +64,7 @@ def look_at_rewards(cfg: Config) -> Iterator[Finding]:
         yield Finding("reward", "ok", f"reward.manager {rewards.manager}: all functions load")
 
 
-def look_at_data(cfg: Config) -> Iterator[Finding]:
+def check_data(cfg: Config) -> Iterator[Finding]:
     """Checks the first rows of long data; the run itself checks all rows alike before its first step.
 
     It loads the tokenizer only if a chat template formats the rows; otherwise the configuration check has read its
@@ -110,7 +110,7 @@ def look_at_data(cfg: Config) -> Iterator[Finding]:
     yield Finding("tokenizer", "ok", f"{cfg.model.path} loads{said}")
 
 
-def look_at_eyes(cfg: Config) -> Iterator[Finding]:
+def check_image_processors(cfg: Config) -> Iterator[Finding]:
     """Checks that all models with image input normalize images alike, since images are decoded once, by model.path's
     processor."""
     own = _normalisation(cfg, cfg.model.path)
@@ -132,7 +132,7 @@ def _normalisation(cfg: Config, path: str) -> dict[str, Any] | None:
     return None if eyes is None else eyes.normalisation
 
 
-def check_own(algorithm: AlgorithmConfig, has_values: bool) -> None:
+def check_user_functions(algorithm: AlgorithmConfig, has_values: bool) -> None:
     """Loads the user's loss and estimator and tries them out on a few tokens."""
     if isinstance(loss := algorithm.policy_loss, OwnLoss):
         own.load_loss(loss.function, loss.options)
@@ -140,7 +140,7 @@ def check_own(algorithm: AlgorithmConfig, has_values: bool) -> None:
         own.load_estimator(algorithm.advantage.function, algorithm.advantage.options, has_values)
 
 
-def check_of_sampled(cfg: Config) -> RowCheck | None:
+def sampled_row_check(cfg: Config) -> RowCheck | None:
     """Returns the reward's check of a row; None if nothing is scored."""
     rewards = cfg.rewards()
     return row_check(rewards, cfg.data) if rewards is not None else None
@@ -148,7 +148,7 @@ def check_of_sampled(cfg: Config) -> RowCheck | None:
 
 def _sources(cfg: Config) -> Iterator[tuple[SourceConfig, Reader]]:
     for use in cfg.data_uses().values():
-        check = check_of_sampled(cfg) if use.is_sampled else None
+        check = sampled_row_check(cfg) if use.is_sampled else None
         reader: Reader = RowReader(use.cfg, require_answer=not use.is_sampled, check=check)
         if isinstance(use.cfg, PreferenceDataConfig) and use.preferences is not None:
             reader = PreferenceReader(use.cfg, use.preferences, use.margins)
@@ -157,7 +157,7 @@ def _sources(cfg: Config) -> Iterator[tuple[SourceConfig, Reader]]:
         yield from ((source, reader) for source in (*use.cfg.train, *(use.cfg.validation or ())))
 
 
-def _trials(cfg: Config) -> Iterator[Trial]:
+def _trials(cfg: Config) -> Iterator[TrialRow]:
     """Usable first rows of the sampled data."""
     for use in cfg.data_uses().values():
         if not use.is_sampled:
@@ -173,4 +173,4 @@ def _trials(cfg: Config) -> Iterator[Trial]:
                 with suppress(ValueError):
                     seen = None if eyes is None else eyes.pictures(rows[i], root_of(source))
                     pictures = None if seen is None else tuple(each.png for each in seen)
-                    yield Trial(rows.where(i), reader.read(rows, i, source.name), pictures)
+                    yield TrialRow(rows.where(i), reader.read(rows, i, source.name), pictures)

@@ -27,7 +27,7 @@ SLOWER = 0.9  # speed of bfloat16 relative to float32 below which a warning is d
 DEFAULT_PORTS = {"https": 443, "http": 80}
 
 
-def look_at_temporary_files() -> Iterator[Finding]:
+def check_temporary_files() -> Iterator[Finding]:
     """Checks TMPDIR, which engines, torch and the sandbox write to."""
     wanted = os.environ.get("TMPDIR") or tempfile.gettempdir()
     if os.path.isdir(wanted) and os.access(wanted, os.W_OK | os.X_OK):
@@ -37,7 +37,7 @@ def look_at_temporary_files() -> Iterator[Finding]:
     yield Finding("temporary files", "problem", text, "set TMPDIR to a writable directory")
 
 
-def look_at_switches() -> Iterator[Finding]:
+def check_switches() -> Iterator[Finding]:
     """Checks the environment variables of the platform."""
     try:
         platform.check_switches()
@@ -45,7 +45,7 @@ def look_at_switches() -> Iterator[Finding]:
         yield Finding("switches", "problem", str(error), "set it to one of these, or unset it")
 
 
-def look_at_layers(cfg: AnyConfig) -> Iterator[Finding]:
+def check_layers(cfg: AnyConfig) -> Iterator[Finding]:
     """Checks transformer-engine if the configuration asks for it by name."""
     asked = asks_for_transformer_engine(cfg)
     if asked and (problem := platform.transformer_engine_problem()) is not None:
@@ -53,7 +53,7 @@ def look_at_layers(cfg: AnyConfig) -> Iterator[Finding]:
         yield Finding("layers", "problem", text, "set it to auto or local, or see mrl doctor")
 
 
-def look_at_dtype(cfg: AnyConfig) -> Iterator[Finding]:
+def check_dtype(cfg: AnyConfig) -> Iterator[Finding]:
     """Warns if this CPU multiplies bfloat16 slower than float32, as CPUs without bfloat16 instructions do."""
     if platform.gpu_count() or not isinstance(cfg, Config) or cfg.model.dtype != "bfloat16":
         return
@@ -66,7 +66,7 @@ def look_at_dtype(cfg: AnyConfig) -> Iterator[Finding]:
         yield Finding("dtype", "warning", text, "set model.dtype: float32, which is faster and more exact here")
 
 
-def look_at_fp8(cfg: AnyConfig) -> Iterator[Finding]:
+def check_fp8(cfg: AnyConfig) -> Iterator[Finding]:
     """Checks fp8 if it is configured and not emulated."""
     wanted = {name: model.train.precision.fp8 for name, model in cfg.built().items()}
     for recipe in {fp8.recipe for fp8 in wanted.values() if fp8.recipe != "none" and not fp8.emulate}:
@@ -78,7 +78,7 @@ def look_at_fp8(cfg: AnyConfig) -> Iterator[Finding]:
             yield Finding("fp8", "ok", f"{models}: {recipe}, by transformer-engine")
 
 
-def look_at_quantization(cfg: AnyConfig) -> Iterator[Finding]:
+def check_quantization(cfg: AnyConfig) -> Iterator[Finding]:
     """Warns about engines with a lower precision than the trainer's without rollout correction."""
     (rollout, _), algorithm = cfg.engines() or (None, None), cfg.algorithm_used()
     if rollout is None or algorithm is None or rollout.quantization == "none":
@@ -93,7 +93,7 @@ def look_at_quantization(cfg: AnyConfig) -> Iterator[Finding]:
         )
 
 
-def look_at_packages(cfg: AnyConfig) -> Iterator[Finding]:
+def check_packages(cfg: AnyConfig) -> Iterator[Finding]:
     """Checks the optional packages of the configured launcher, trackers and engine."""
     good = True
     wanted = (_not_installed(cfg, name) for name in trainer_of(cfg).packages)
@@ -102,7 +102,7 @@ def look_at_packages(cfg: AnyConfig) -> Iterator[Finding]:
         yield Finding("packages", "problem", problem)
     rollout, _ = cfg.engines() or (None, None)
     if isinstance(cfg, Config) and rollout is not None and not rollout.urls and cfg.engine_nodes() is None:
-        here = Machine.starting(cfg, platform.gpu_count())
+        here = Machine.for_launch(cfg, platform.gpu_count())
         size = cfg.nodes_per_engine()
         part = Part(size, 0, f"{ports.HERE}:1") if size > 1 else None
         spec = ServerSpec(rollout, cfg.model.path, cfg.model.dtype, 0, 0, 0, here, Path(), part=part)
@@ -115,7 +115,7 @@ def look_at_packages(cfg: AnyConfig) -> Iterator[Finding]:
         yield Finding("packages", "ok", "all packages of launcher, trackers and engine are installed")
 
 
-def look_at_ports() -> Iterator[Finding]:
+def check_ports() -> Iterator[Finding]:
     """Checks ports and addresses at which ranks and engines meet."""
     try:
         port = ports.free_port()
@@ -171,7 +171,7 @@ def _not_installed(cfg: AnyConfig, name: str) -> str | None:
     return f"trainer: {cfg.trainer} needs {name}, which is not installed: pip install 'mrl[diffusion]'"
 
 
-def look_at_services(cfg: AnyConfig) -> Iterator[Finding]:
+def check_services(cfg: AnyConfig) -> Iterator[Finding]:
     """Checks that external engines and reward servers accept a connection."""
     rollout, _ = cfg.engines() or (None, None)
     for url in rollout.urls if rollout is not None else ():
@@ -197,7 +197,7 @@ def _unreachable(url: str) -> str | None:
     return None
 
 
-def look_at_gpus() -> Iterator[Finding]:
+def check_gpus() -> Iterator[Finding]:
     """Checks that each GPU computes and that its memory is free."""
     try:
         found = platform.gpu_health()

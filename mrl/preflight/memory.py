@@ -12,11 +12,11 @@ from mrl.config.schema import Config
 from mrl.directories import size_text
 from mrl.plan import chips
 from mrl.plan.chips import GIB, Assumptions, Chip, Cluster
-from mrl.plan.plan import Plan, make, read_shapes
+from mrl.plan.plan import Plan, make_plan, read_shapes
 from mrl.preflight.finding import Finding
 
 
-def look_at_memory(cfg: Config, machine: Machine, kind: str | None = None) -> Iterator[Finding]:
+def check_memory(cfg: Config, machine: Machine, kind: str | None = None) -> Iterator[Finding]:
     """Checks the memory of the world `machine`. kind: GPU as in `mrl plan --gpu`; None: this machine's GPU."""
     try:
         chip = chips.KINDS[kind] if kind is not None else _chip_here()
@@ -25,7 +25,7 @@ def look_at_memory(cfg: Config, machine: Machine, kind: str | None = None) -> It
         return
     cluster = Cluster(chip, machine.world_size, machine.local_world_size)
     fused = kind is not None or platform.transformer_engine_usable()
-    plan = make(cfg, cluster, read_shapes(cfg), Assumptions(), fused=fused)
+    plan = make_plan(cfg, cluster, read_shapes(cfg), Assumptions(), fused=fused)
     yield from _of_gpus(plan)
     yield _of_the_host(plan, is_node=kind is None)
 
@@ -37,7 +37,7 @@ def _chip_here() -> Chip:
     if not found:
         return chips.NO_GPU
     smallest = min(found, key=lambda gpu: gpu.total)
-    return chips.here(smallest.name, smallest.total, min(gpu.capability for gpu in found))
+    return chips.local_chip(smallest.name, smallest.total, min(gpu.capability for gpu in found))
 
 
 def _of_gpus(plan: Plan) -> Iterator[Finding]:

@@ -28,7 +28,7 @@ SLOW_SHARE = 0.5  # of the nodes' median
 
 
 @dataclass(frozen=True)
-class Network:
+class NetworkBandwidth:
     """Bus bandwidth in GB/s, as nccl-tests count it: 2 (n - 1) / n x bytes / seconds, which does not depend on n.
 
     gb_per_s: all-reduce over all ranks. pairs: all-reduces between two neighbouring nodes, as (node, node, GB/s of the
@@ -51,7 +51,7 @@ def default_mib() -> int:
     return 256 if platform.backend() == "nccl" else 16
 
 
-def measure(mib: int) -> Network:
+def measure(mib: int) -> NetworkBandwidth:
     """Measures the world of the environment as the median of a few all-reduces. Collective.
 
     Raises WorldError if a rank does not come, WrongSum if a result is wrong.
@@ -65,7 +65,7 @@ def measure(mib: int) -> Network:
     by_node: dict[str, list[int]] = {}
     for rank, name in enumerate(names):
         by_node.setdefault(name, []).append(rank)
-    return Network(platform.backend(), ranks, len(by_node), mib, speed, tuple(_pairs(buffer, by_node)))
+    return NetworkBandwidth(platform.backend(), ranks, len(by_node), mib, speed, tuple(_pairs(buffer, by_node)))
 
 
 def _name() -> str:
@@ -122,7 +122,7 @@ def rounds(nodes: int) -> list[list[tuple[int, int]]]:
     return [edges[::2], edges[1::2], *last]
 
 
-def slow_nodes(found: Network, at_least: float | None) -> list[str]:
+def slow_nodes(found: NetworkBandwidth, at_least: float | None) -> list[str]:
     """Returns one sentence for each slow node.
 
     A node is slow if it is slow with each of its neighbours: against the median of all nodes, if there are more than
@@ -144,7 +144,7 @@ def slow_nodes(found: Network, at_least: float | None) -> list[str]:
     ]
 
 
-def words(found: Network) -> str:
+def words(found: NetworkBandwidth) -> str:
     """Describes the result in one sentence."""
     where = f"{found.ranks} ranks on {found.nodes} node{'s' * (found.nodes > 1)}"
     said = f"all-reduce of {found.mib} MiB over {where} by {found.backend}: {found.gb_per_s:.2f} GB/s"
@@ -173,7 +173,7 @@ def main(mib: int | None, at_least: float | None, *, as_json: bool) -> int:
     return int(bool(wrong))
 
 
-def _measured(mib: int) -> Network | None:
+def _measured(mib: int) -> NetworkBandwidth | None:
     """Measures the network; None after an error, which it prints."""
     try:
         return measure(mib)

@@ -23,11 +23,11 @@ from typing import Any
 import torch.distributed as dist
 
 from mrl import platform, ports
-from mrl.launcher import NodePlace, signals
+from mrl.launcher import NodeRank, signals
 from mrl.preflight import network
 from mrl.preflight.finding import Finding, problems
 
-MEET_S = 120.0  # timeout of the meeting; the first import of torch from a shared disk is slow
+MEET_S = 120.0  # timeout of the rendezvous; the first import of torch from a shared disk is slow
 MEASURE_S = 180.0
 SAY_S = 5.0  # timeout of the reports; a scheduler ends all nodes with the first one
 _POLL_S = 0.05
@@ -38,10 +38,10 @@ class NodesMissing(RuntimeError):
 
 
 @dataclass
-class Meeting:
-    """Meeting of all nodes; this node is `place`. names: node names for messages"""
+class NodeRendezvous:
+    """Rendezvous of all nodes; this node is `node`. names: node names for messages"""
 
-    place: NodePlace
+    node: NodeRank
     names: Sequence[str]
     meet_s: float = MEET_S
     _store: Any = field(init=False, default=None)
@@ -49,9 +49,9 @@ class Meeting:
     def exchange(self, what: str, own: object, timeout_s: float) -> list[Any]:
         """Returns every node's `own` (plain data) in the order of the nodes. Raises NodesMissing."""
         try:
-            self._join(timeout_s).set(f"{what} {self.place.number}", json.dumps(own))
+            self._join(timeout_s).set(f"{what} {self.node.number}", json.dumps(own))
             end = time.monotonic() + timeout_s
-            keys = [f"{what} {number}" for number in range(self.place.count)]
+            keys = [f"{what} {number}" for number in range(self.node.count)]
             while missing := [number for number, key in enumerate(keys) if not self._store.check([key])]:
                 if time.monotonic() > end:
                     raise NodesMissing(f"{', '.join(map(self.name, missing))} did not join within {timeout_s:g} s")
@@ -59,27 +59,27 @@ class Meeting:
             return [json.loads(self._store.get(key)) for key in keys]
         except dist.DistError as error:
             reason = str(error).partition("\n")[0]
-            raise NodesMissing(f"{self.name(0)} does not answer at {self.place.head}: {reason}") from None
+            raise NodesMissing(f"{self.name(0)} does not answer at {self.node.head}: {reason}") from None
         except OSError as error:
             why = error.strerror or error
-            text = f"{self.name(0)} cannot listen at {self.place.head} ({why})"
+            text = f"{self.name(0)} cannot listen at {self.node.head} ({why})"
             raise NodesMissing(f"{text}: set --head to an address of this node and a free port") from None
 
-    def part(self, timeout_s: float = SAY_S) -> None:
-        """Leaves the meeting once this node has reported.
+    def leave(self, timeout_s: float = SAY_S) -> None:
+        """Leaves the rendezvous once this node has reported.
 
         Other nodes leave after the head, and the head after all have reported, so that a scheduler that ends all nodes
         with the first one cuts off no report.
         """
         if self._store is None:
             return
-        awaited = ["said 0"] if self.place.number else [f"said {number}" for number in range(self.place.count)]
+        awaited = ["said 0"] if self.node.number else [f"said {number}" for number in range(self.node.count)]
         end = time.monotonic() + timeout_s
         with contextlib.suppress(dist.DistError):
-            self._store.set(f"said {self.place.number}", "")
+            self._store.set(f"said {self.node.number}", "")
             while not all(self._store.check([key]) for key in awaited) and time.monotonic() < end:
                 time.sleep(_POLL_S)
-        if self.place.number == 0:
+        if self.node.number == 0:
             time.sleep(4 * _POLL_S)  # the head serves the others' last look
 
     def name(self, number: int) -> str:
@@ -87,9 +87,9 @@ class Meeting:
 
     def _join(self, timeout_s: float) -> Any:
         if self._store is None:
-            host, _, port = self.place.head.rpartition(":")
+            host, _, port = self.node.head.rpartition(":")
             limit = timedelta(seconds=timeout_s)
-            if self.place.number == 0:
+            if self.node.number == 0:
                 listening = ports.listen(host, int(port)).detach()
                 self._store = dist.TCPStore(
                     host, int(port), is_master=True, timeout=limit, wait_for_workers=False, master_listen_fd=listening
@@ -99,54 +99,56 @@ class Meeting:
         return self._store
 
 
-def look_at_nodes(meeting: Meeting, found: Sequence[Finding], mib: int | None, at_least: float | None) -> list[Finding]:
+def check_nodes(
+    rendezvous: NodeRendezvous, found: Sequence[Finding], mib: int | None, at_least: float | None
+) -> list[Finding]:
     """Returns problems of other nodes, or the network's speed; equal on all nodes but for a node's own problems.
 
     found: this node's findings
     """
-    place = meeting.place
+    node = rendezvous.node
     own = [str(finding) for finding in problems(found)]
     try:
-        reports = meeting.exchange("found", {"problems": own, "gpus": platform.gpu_count()}, meeting.meet_s)
+        reports = rendezvous.exchange("found", {"problems": own, "gpus": platform.gpu_count()}, rendezvous.meet_s)
         others = [(number, text) for number, each in enumerate(reports) for text in each["problems"]]
         if others:
-            told = [(number, text) for number, text in others if number != place.number]
-            return [Finding("nodes", "problem", f"{meeting.name(number)}: {text}") for number, text in told]
-        if unlike := _unlike(meeting, [each["gpus"] for each in reports]):
+            told = [(number, text) for number, text in others if number != node.number]
+            return [Finding("nodes", "problem", f"{rendezvous.name(number)}: {text}") for number, text in told]
+        if unlike := _unlike(rendezvous, [each["gpus"] for each in reports]):
             return [unlike]
-        host = place.head.rpartition(":")[0]
-        port, *_ = meeting.exchange("port", ports.free_port(host) if place.number == 0 else None, meeting.meet_s)
-        result = _measured(meeting, f"{host}:{port}", mib)
-        results = meeting.exchange("measured", result, MEASURE_S)
+        host = node.head.rpartition(":")[0]
+        port, *_ = rendezvous.exchange("port", ports.free_port(host) if node.number == 0 else None, rendezvous.meet_s)
+        result = _measured(rendezvous, f"{host}:{port}", mib)
+        results = rendezvous.exchange("measured", result, MEASURE_S)
     except (NodesMissing, ports.NoFreePort) as error:
         remedy = "read its own output, ping it, and check its interfaces, GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
         return [Finding("nodes", "problem", str(error), remedy)]
-    return [Finding("nodes", "ok", f"all {place.count} have joined"), *_judged(meeting, results, at_least)]
+    return [Finding("nodes", "ok", f"all {node.count} have joined"), *_judged(rendezvous, results, at_least)]
 
 
-def _unlike(meeting: Meeting, gpus: Sequence[int]) -> Finding | None:
+def _unlike(rendezvous: NodeRendezvous, gpus: Sequence[int]) -> Finding | None:
     """Finding if some nodes have fewer GPUs than others."""
-    few = [f"{meeting.name(number)} has {count} GPUs" for number, count in enumerate(gpus) if count < max(gpus)]
+    few = [f"{rendezvous.name(number)} has {count} GPUs" for number, count in enumerate(gpus) if count < max(gpus)]
     if not few:
         return None
     text = f"{', '.join(few)}, and other nodes have {max(gpus)}"
     return Finding("nodes", "problem", text, "check nvidia-smi and CUDA_VISIBLE_DEVICES there")
 
 
-def _measured(meeting: Meeting, head: str, mib: int | None) -> dict[str, Any]:
+def _measured(rendezvous: NodeRendezvous, head: str, mib: int | None) -> dict[str, Any]:
     """Returns {"network": rank 0's result, on node 0 alone, "error": this node's error, "" if none}."""
-    place, local = meeting.place, platform.gpu_count() or 1
+    node, local = rendezvous.node, platform.gpu_count() or 1
     host, _, port = head.rpartition(":")
-    env = os.environ | {"MASTER_ADDR": host, "MASTER_PORT": port, "WORLD_SIZE": str(place.count * local)}
-    env |= {"LOCAL_WORLD_SIZE": str(local), network.NAME_VARIABLE: meeting.name(place.number)}
+    env = os.environ | {"MASTER_ADDR": host, "MASTER_PORT": port, "WORLD_SIZE": str(node.count * local)}
+    env |= {"LOCAL_WORLD_SIZE": str(local), network.NAME_VARIABLE: rendezvous.name(node.number)}
     env |= ports.gloo_towards(host)
     with tempfile.TemporaryDirectory(prefix="mrl-network-") as folder:
         made, ranks = Path(folder), []
         for number in range(local):
-            mine = env | {"RANK": str(place.number * local + number), "LOCAL_RANK": str(number)}
+            mine = env | {"RANK": str(node.number * local + number), "LOCAL_RANK": str(number)}
             ranks.append(_start(number, mib or network.default_mib(), mine, made))
         error = next((text for text in _errors(ranks, made) if text), "")
-        is_first = place.number == 0 and not error
+        is_first = node.number == 0 and not error
         return {"network": json.loads((made / "0.json").read_text()) if is_first else None, "error": error}
 
 
@@ -155,7 +157,7 @@ def _start(number: int, mib: int, env: Mapping[str, str], folder: Path) -> subpr
     command = [sys.executable, "-m", "mrl.preflight.network", str(mib), str(folder / f"{number}.json")]
     with (folder / f"{number}.log").open("wb") as log:
         return subprocess.Popen(
-            command, env=env, stdout=log, stderr=log, start_new_session=True, preexec_fn=signals.as_child()
+            command, env=env, stdout=log, stderr=log, start_new_session=True, preexec_fn=signals.child_setup()
         )
 
 
@@ -178,13 +180,13 @@ def _errors(ranks: Sequence[subprocess.Popen[bytes]], folder: Path) -> Iterator[
             rank.wait()
 
 
-def _judged(meeting: Meeting, results: Sequence[dict[str, Any]], at_least: float | None) -> Iterator[Finding]:
+def _judged(rendezvous: NodeRendezvous, results: Sequence[dict[str, Any]], at_least: float | None) -> Iterator[Finding]:
     failed = [(number, each["error"]) for number, each in enumerate(results) if each["error"]]
     for number, text in failed:
-        yield Finding("network", "problem", f"{meeting.name(number)}: {text.removeprefix('mrl: ')}")
+        yield Finding("network", "problem", f"{rendezvous.name(number)}: {text.removeprefix('mrl: ')}")
     if failed:
         return
-    found = network.Network(**results[0]["network"])
+    found = network.NetworkBandwidth(**results[0]["network"])
     is_steady = found.backend == "nccl" or at_least is not None  # on CPUs, other programs disturb the measurement
     for text in network.slow_nodes(found, at_least):
         yield Finding(

@@ -18,7 +18,7 @@ from mrl.weights.errors import WeightError
 MAX_SHOWN = 10
 
 
-def look_at_weights(cfg: Config) -> Iterator[Finding]:
+def check_weights(cfg: Config) -> Iterator[Finding]:
     """Checks every model that starts from a directory: its tensors exist with the shapes of config.json, without
     others; an output layer beside tied embeddings equals them."""
     for key, path, role in _models(cfg):

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from mrl.resilience.protocol import EXIT_PREEMPTED, MARKER, note_leaving, started_by_torchelastic
+from mrl.resilience.protocol import EXIT_PREEMPTED, MARKER, mark_preempted, started_by_torchelastic
 from mrl.stopping import Stopped
 
 WARNINGS = (signal.SIGTERM, signal.SIGUSR1)
@@ -23,17 +23,17 @@ _due: float | None = None  # time.monotonic() by which the rank must have left
 _run_dir: Path | None = None  # set once the run has begun
 
 
-def begin_later() -> None:
+def exit_as_resumable() -> None:
     """Lets SIGTERM and SIGUSR1 end `mrl train` before a run has begun, with the exit code of a resumable run.
 
     This works in the midst of an import too. Ignored signals stay ignored.
     """
     for number in WARNINGS:
         if signal.getsignal(number) == signal.SIG_DFL:
-            signal.signal(number, not_begun)
+            signal.signal(number, exit_before_run)
 
 
-def not_begun(number: int, frame: FrameType | None) -> NoReturn:
+def exit_before_run(number: int, frame: FrameType | None) -> NoReturn:
     name = signal.Signals(number).name
     text = (
         f"mrl: stopped by {name} before the run started (exit code {EXIT_PREEMPTED}): run the same command to start it"
@@ -42,20 +42,20 @@ def not_begun(number: int, frame: FrameType | None) -> NoReturn:
     os._exit(EXIT_PREEMPTED)
 
 
-def die_at_once() -> None:
+def restore_default_signals() -> None:
     """Lets stopping signals end the process silently while nothing is open, in the midst of an import too."""
     for number in (signal.SIGINT, *WARNINGS):
         signal.signal(number, signal.SIG_DFL)
 
 
-def close_first() -> None:
+def close_on_signal() -> None:
     """Turns a deadly stopping signal into SystemExit, so that everything open is closed; a second signal is ignored."""
     for number in (signal.SIGINT, *WARNINGS):
         if signal.getsignal(number) == signal.SIG_DFL:
             signal.signal(number, _end)
 
 
-def save_first(deadline_s: float) -> None:
+def save_on_signal(deadline_s: float) -> None:
     """Lets SIGTERM and SIGUSR1 only be recorded; the rank leaves without saving `deadline_s` seconds later."""
 
     def warn(number: int, frame: FrameType | None) -> None:
@@ -69,11 +69,11 @@ def save_first(deadline_s: float) -> None:
         signal.signal(number, warn)
 
 
-def is_warned() -> bool:
+def is_requested() -> bool:
     return _due is not None
 
 
-def left_s(deadline_s: float) -> float:
+def seconds_left(deadline_s: float) -> float:
     """Returns the seconds left for saving, less a reserve for leaving; `deadline_s` counts if only other ranks were
     warned."""
     return 0.9 * (deadline_s if _due is None else max(0.0, _due - time.monotonic()))
@@ -92,14 +92,14 @@ def leave(run_dir: Path, step: int) -> NoReturn:
     Raises SystemExit, with code 0 under torchrun and ft_launcher, which take every other code for a failure.
     """
     signal.setitimer(signal.ITIMER_REAL, 0.0)
-    _note_leaving(run_dir, step or None)
+    _mark_preempted(run_dir, step or None)
     raise SystemExit(_code())
 
 
-def _note_leaving(run_dir: Path, step: int | None) -> None:
+def _mark_preempted(run_dir: Path, step: int | None) -> None:
     """Writes the marker for the launcher, on rank 0."""
     if os.environ.get("RANK", "0") == "0":
-        note_leaving(run_dir, step)
+        mark_preempted(run_dir, step)
 
 
 def _code() -> int:
@@ -112,7 +112,7 @@ def _too_late(number: int, frame: FrameType | None) -> NoReturn:
     code = EXIT_PREEMPTED  # without a marker, a launcher needs a nonzero code
     if _run_dir is not None:
         with contextlib.suppress(OSError):
-            _note_leaving(_run_dir, None)
+            _mark_preempted(_run_dir, None)
             code = _code()
     raise Stopped(code)
 

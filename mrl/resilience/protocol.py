@@ -22,8 +22,9 @@ SECTIONS = ("setup", "rollout", "reward", "update", "sync", "checkpoint")
 
 
 @dataclass(frozen=True)
-class Place:
-    """Section of a rank. attempt: incremented by each restart. section: the innermost open one. since: Unix time."""
+class RankStatus:
+    """Current section of a rank. attempt: incremented by each restart. section: the innermost open one. since: Unix
+    time."""
 
     rank: int
     pid: int
@@ -33,24 +34,24 @@ class Place:
     ended: bool = False
 
     @classmethod
-    def mine(cls, section: str | None, ended: bool = False) -> Place:
+    def of_this_rank(cls, section: str | None, ended: bool = False) -> RankStatus:
         return cls(int(os.environ["RANK"]), os.getpid(), attempt(), section, time.time(), ended)
 
     def write(self, log_dir: Path) -> None:
-        write_atomically(place_file(log_dir, self.rank), json.dumps(asdict(self)))
+        write_atomically(status_file(log_dir, self.rank), json.dumps(asdict(self)))
 
 
-def place_file(log_dir: Path, rank: int) -> Path:
+def status_file(log_dir: Path, rank: int) -> Path:
     return log_dir / f"rank_{rank}.place"
 
 
-def read_places(log_dir: Path, ranks: int) -> list[Place]:
-    """Returns the places of the ranks that have written one."""
-    files = [place_file(log_dir, rank) for rank in range(ranks)]
-    return [Place(**json.loads(file.read_text())) for file in files if file.exists()]
+def read_statuses(log_dir: Path, ranks: int) -> list[RankStatus]:
+    """Returns the statuses of the ranks that have written one."""
+    files = [status_file(log_dir, rank) for rank in range(ranks)]
+    return [RankStatus(**json.loads(file.read_text())) for file in files if file.exists()]
 
 
-def note_leaving(run_dir: Path, step: int | None) -> None:
+def mark_preempted(run_dir: Path, step: int | None) -> None:
     """Marks the run of an existing directory as one to resume. step: last saved; None: unknown or none"""
     content = json.dumps({"step": step, "unix_time": round(time.time(), 3)}) + "\n"
     write_atomically(run_dir / MARKER, content)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mrl import failure
 from mrl.copies import die_with_parent
-from mrl.resilience.protocol import FOLDER_VARIABLE, LOG_DIR_VARIABLE, Place, started_by_torchelastic
+from mrl.resilience.protocol import FOLDER_VARIABLE, LOG_DIR_VARIABLE, RankStatus, started_by_torchelastic
 
 
 def log_dir() -> Path | None:
@@ -26,7 +26,7 @@ def process_name(rank: int) -> str:
     return f"mrl rank {rank}"
 
 
-def adopt() -> None:
+def set_up_process() -> None:
     """Sets the process name that `top` shows. Rank 0's errors join its output, which the launcher shows; other ranks
     write to rank_N.log."""
     rank = int(os.environ["RANK"])
@@ -35,7 +35,7 @@ def adopt() -> None:
     if started_by_torchelastic():
         die_with_parent()
     if folder := os.environ.get(FOLDER_VARIABLE):
-        Place.mine("setup").write(Path(folder))
+        RankStatus.of_this_rank("setup").write(Path(folder))
     directory = log_dir()
     if directory is None:
         return
@@ -48,4 +48,4 @@ def adopt() -> None:
     failure_file = directory / f"rank_{rank}.failure"
     failure_file.unlink(missing_ok=True)
     os.environ[failure.FILE_VARIABLE] = str(failure_file)
-    Place.mine("setup").write(directory)
+    RankStatus.of_this_rank("setup").write(directory)

@@ -18,7 +18,7 @@ from typing import IO, Any
 from mrl.config.schema import SectionTimeouts
 from mrl.failure import LostContact
 from mrl.resilience import ft_config
-from mrl.resilience.protocol import Place
+from mrl.resilience.protocol import RankStatus
 from mrl.resilience.rank import log_dir
 
 MONITOR_VARIABLE = "FT_RANK_MONITOR_IPC_SOCKET"  # set by ft_launcher in its ranks
@@ -29,7 +29,7 @@ class MonitorError(RuntimeError):
     """ft_launcher's timeouts differ from the configuration's."""
 
 
-class _Watched:
+class _RankWatch:
     """Connection of this rank to its monitor and to the launcher."""
 
     def __init__(self, limits: dict[str, float], client: Any, directory: Path | None) -> None:
@@ -41,15 +41,15 @@ class _Watched:
 
     def enter(self, name: str) -> None:
         if self._client is not None:
-            _answered(lambda: self._client.start_section(name))
+            _call_monitor(lambda: self._client.start_section(name))
         self._open.append(name)
-        self._tell()
+        self._write_status()
 
     def leave(self, name: str) -> None:
         self._open.remove(name)
         if self._client is not None:
-            _answered(lambda: self._client.end_section(name))
-        self._tell()
+            _call_monitor(lambda: self._client.end_section(name))
+        self._write_status()
 
     def fail(self, name: str) -> None:
         """Leaves the section like `leave`, but keeps the file, which shows where the error arose."""
@@ -63,22 +63,22 @@ class _Watched:
         if self._client is not None:
             self._client.shutdown_workload_monitoring()
         if self._directory is not None:
-            Place.mine(None, ended=True).write(self._directory)
+            RankStatus.of_this_rank(None, ended=True).write(self._directory)
 
-    def _tell(self) -> None:
+    def _write_status(self) -> None:
         section = self._open[-1] if self._open else None
         if self._client is not None:
             limit = self._limits[section or "out_of_section"]
             faulthandler.dump_traceback_later(_STACK_AT * limit, file=self._stacks or sys.stderr)
         if self._directory is not None:
-            Place.mine(section).write(self._directory)
+            RankStatus.of_this_rank(section).write(self._directory)
 
 
-_watched: _Watched | None = None
+_watched: _RankWatch | None = None
 
 
 @contextlib.contextmanager
-def watched(timeouts: SectionTimeouts, run_dir: Path) -> Iterator[Callable[[], None]]:
+def watch_rank(timeouts: SectionTimeouts, run_dir: Path) -> Iterator[Callable[[], None]]:
     """Watches the rank from here on, in section `setup` until the yielded function is called.
 
     Call it once the process group exists. A rank that leaves by an error stays recorded as one without an orderly end.
@@ -90,15 +90,15 @@ def watched(timeouts: SectionTimeouts, run_dir: Path) -> Iterator[Callable[[], N
     if client is None and directory is None:
         yield lambda: None
         return
-    _watched = watched = _Watched(limits, client, directory)
-    watched.enter("setup")
+    _watched = watch = _RankWatch(limits, client, directory)
+    watch.enter("setup")
     try:
-        yield lambda: watched.leave("setup")
+        yield lambda: watch.leave("setup")
     except SystemExit:
-        watched.close()
+        watch.close()
         raise
     else:
-        watched.close()
+        watch.close()
     finally:
         _watched = None
 
@@ -109,20 +109,20 @@ def section(name: str) -> Iterator[None]:
 
     Only the main thread is watched, which waits for the others.
     """
-    watched = _watched
-    if watched is None or threading.current_thread() is not threading.main_thread():
+    watch = _watched
+    if watch is None or threading.current_thread() is not threading.main_thread():
         yield
         return
-    watched.enter(name)
+    watch.enter(name)
     try:
         yield
     except BaseException:
-        watched.fail(name)
+        watch.fail(name)
         raise
-    watched.leave(name)
+    watch.leave(name)
 
 
-def _answered(say: Callable[[], None]) -> None:
+def _call_monitor(say: Callable[[], None]) -> None:
     """Runs `say`; raises LostContact if the monitor does not answer, since ft_launcher closes monitors before stopping
     ranks."""
     try:
@@ -135,7 +135,7 @@ def _client(timeouts: SectionTimeouts, run_dir: Path) -> Any:
     from nvidia_resiliency_ext.fault_tolerance import RankMonitorClient
 
     client = RankMonitorClient()
-    _answered(client.init_workload_monitoring)
+    _call_monitor(client.init_workload_monitoring)
     wanted, there = (
         timeouts.model_dump(),
         {**client.section_timeouts.section, "out_of_section": client.section_timeouts.out_of_section},

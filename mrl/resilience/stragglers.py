@@ -23,7 +23,7 @@ Gather = Callable[[Sequence[float]], list[list[float]]]
 
 
 @dataclass
-class Stragglers:
+class StragglerDetector:
     """Collects work times. gather: gathers a rank's numbers on all ranks, collective. peers: equal on ranks with the
     same work."""
 
@@ -43,7 +43,7 @@ class Stragglers:
         finally:
             self._busy[section] = self._busy.get(section, 0.0) + platform.busy_seconds() - began
 
-    def end_of_step(self) -> Report | None:
+    def end_of_step(self) -> StragglerReport | None:
         """Returns the ranks' times every `every_steps` steps, else None. Collective if due."""
         self._steps += 1
         if self._steps < self.every_steps:
@@ -51,13 +51,13 @@ class Stragglers:
         mine = [self._busy.get(name, 0.0) for name in TIMED[:-1]]
         rows = self.gather([float(self.peers), *mine, platform.probe_seconds()])
         seconds = {name: [row[1 + column] for row in rows] for column, name in enumerate(TIMED)}
-        report = Report([int(row[0]) for row in rows], seconds, self._steps, self.ratio)
+        report = StragglerReport([int(row[0]) for row in rows], seconds, self._steps, self.ratio)
         self._busy, self._steps = {}, 0
         return report
 
 
 @dataclass(frozen=True)
-class Report:
+class StragglerReport:
     """Work times of all ranks. peers, seconds by section: one number a rank. steps: summed over (not for the
     device)."""
 

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mrl.reward.claims import Check, Expressions, Run, Step, Unsplit, tellable
 from mrl.reward.plain_values import FUNCTIONS, MATH
+from mrl.reward.program_queries import Comparison, Expressions, Statement, Step, UnsplittableTest, is_expressible
 from mrl.reward.python_text import asserts, bound, bound_in, parse, root_name, shown
 
 MAX_STEPS = 2000
@@ -21,19 +21,19 @@ _OF_OTHERS = (ast.Call, ast.Attribute, ast.Subscript, ast.Name)  # their value i
 Test = tuple[Step, ...]
 
 
-def split(texts: Sequence[str], *, trust: bool = False) -> list[Test]:
+def split_tests(texts: Sequence[str], *, trust: bool = False) -> list[Test]:
     """Returns the tests of one answer: one a text, where a text without assertion belongs to the next one. Functions
     named test... are called as in pytest.
 
-    `trust`: a test that cannot be split becomes one statement that passes unless it raises; otherwise Unsplit is
-    raised. Raises ValueError for text that is not a test.
+    `trust`: a test that cannot be split becomes one statement that passes unless it raises; otherwise UnsplittableTest
+    is raised. Raises ValueError for text that is not a test.
     """
     splitter, tests, steps = _Statements(), list[Test](), list[Step]()
     for number, text in enumerate(texts, 1):
         try:
             found, verdict = splitter.text(text, trust)
-        except Unsplit as error:
-            raise Unsplit(f"test {number}: {error} (see reward.code.unsplit)") from None
+        except UnsplittableTest as error:
+            raise UnsplittableTest(f"test {number}: {error} (see reward.code.unsplit)") from None
         except ValueError as error:
             raise ValueError(f"test {number} {error}") from None
         steps += found
@@ -41,11 +41,11 @@ def split(texts: Sequence[str], *, trust: bool = False) -> list[Test]:
             tests.append(tuple(steps))
             steps = []
     if uncalled := sorted(splitter.checks.keys() - splitter.called):
-        raise Unsplit(f"{uncalled[0]} has assertions, but nothing calls it: end the test with {uncalled[0]}(NAME)")
+        raise UnsplittableTest(f"{uncalled[0]} has assertions, but nothing calls it: end the test with {uncalled[0]}(NAME)")
     if steps and trust:
         return [*tests, tuple(steps)]
     if steps or not tests:
-        raise Unsplit(f"test {len(texts)}: it has no assertion")
+        raise UnsplittableTest(f"test {len(texts)}: it has no assertion")
     return tests
 
 
@@ -65,34 +65,34 @@ class _Statements(Expressions):
                 self.statement(node)
             for name in [name for name in self.checks if name not in self.called and name.startswith("test")]:
                 self.inline(self.checks[name], ast.Call(ast.Name(name, ast.Load()), [], []))
-            return self.steps, any(isinstance(step, Check) for step in self.steps)
+            return self.steps, any(isinstance(step, Comparison) for step in self.steps)
         except RecursionError:
             if not trust:
-                raise Unsplit("is nested too deeply") from None
-        except Unsplit:
+                raise UnsplittableTest("is nested too deeply") from None
+        except UnsplittableTest:
             if not trust:
                 raise
         vars(self).update(vars(before))
         return self.whole(text, tree), True
 
     def copy(self) -> _Statements:
-        of_names = ("known", "told", "helpers", "modules", "checks", "called")
+        of_names = ("known", "sent_names", "helpers", "modules", "checks", "called")
         return _Statements(**{name: vars(self)[name].copy() for name in of_names})
 
     def whole(self, text: str, tree: ast.Module) -> list[Step]:
         """Returns definitions of everything that the text may mention, then the text."""
         for name in sorted(self.known):
-            self.tell(name)
-        self.steps += [Run(ast.unparse(node)) for node in self.checks.values()]
+            self.send_name(name)
+        self.steps += [Statement(ast.unparse(node)) for node in self.checks.values()]
         self.called.update(self.checks)
         self.helpers.update(bound_in(tree))
-        return [*self.steps, Run(text)]
+        return [*self.steps, Statement(text)]
 
     def statement(self, node: ast.stmt) -> None:
         self.seen.clear()
         self.without_value.clear()
         if len(self.steps) > MAX_STEPS:
-            raise Unsplit(f"more than {MAX_STEPS} statements")
+            raise UnsplittableTest(f"more than {MAX_STEPS} statements")
         match node:
             case ast.Assert():
                 self.check(node.test)
@@ -119,7 +119,7 @@ class _Statements(Expressions):
             case ast.For(orelse=[]):
                 self.loop(node)
             case _:
-                raise Unsplit(f"{shown(node)} is a {type(node).__name__.lower()} statement, which is not supported")
+                raise UnsplittableTest(f"{shown(node)} is a {type(node).__name__.lower()} statement, which is not supported")
 
     def imports(self, node: ast.Import | ast.ImportFrom) -> None:
         self.run(node)
@@ -133,15 +133,15 @@ class _Statements(Expressions):
 
     def run(self, node: ast.stmt) -> None:
         if asserts(node):
-            raise Unsplit(f"{shown(node)} has an assertion that the program could bypass")
+            raise UnsplittableTest(f"{shown(node)} has an assertion that the program could bypass")
         if not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             self.refuse_comparisons(node)
-        self.tell_names(node)
+        self.send_names(node)
         for inner in [node] if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else ast.walk(node):
             for name in bound(inner):
                 self.known.pop(name, None)
                 self.modules.pop(name, None)
-        self.steps.append(Run(ast.unparse(node)))
+        self.steps.append(Statement(ast.unparse(node)))
 
     def bind(self, target: ast.expr, value: ast.expr) -> None:
         """Binds a target. The program learns a plain value only when it is asked for an expression that mentions the
@@ -150,7 +150,7 @@ class _Statements(Expressions):
         self.seen.clear()
         self.without_value.clear()
         found = self.value(value)
-        if isinstance(target, ast.Name) and found is not None and tellable(found.value):
+        if isinstance(target, ast.Name) and found is not None and is_expressible(found.value):
             self.assign(target, found.value)
             return
         self.run(ast.fix_missing_locations(ast.Assign([target], value, lineno=1)))
@@ -162,24 +162,24 @@ class _Statements(Expressions):
         if isinstance(target, ast.Name):
             self.known[target.id] = value
             self.modules.pop(target.id, None)
-            self.told.discard(target.id)
+            self.sent_names.discard(target.id)
             self.helpers.discard(target.id)
         elif isinstance(target, (ast.Tuple, ast.List)) and isinstance(value, (tuple, list)):
             if len(target.elts) != len(value):
-                raise Unsplit(f"{len(value)} values for {shown(target)}")
+                raise UnsplittableTest(f"{len(value)} values for {shown(target)}")
             for inner, item in zip(target.elts, value, strict=True):
                 self.assign(inner, item)
         else:
-            raise Unsplit(f"{shown(target)} is bound in a loop")
+            raise UnsplittableTest(f"{shown(target)} is bound in a loop")
 
     def loop(self, node: ast.For) -> None:
         found = self.value(node.iter)
         if (
             found is None
             or not isinstance(found.value, (list, tuple, set, dict, str, range))
-            or not tellable(found.value)
+            or not is_expressible(found.value)
         ):
-            raise Unsplit(f"{shown(node)} iterates over something that is not a plain value")
+            raise UnsplittableTest(f"{shown(node)} iterates over something that is not a plain value")
         for item in found.value:
             self.assign(node.target, item)
             for inner in node.body:
@@ -189,7 +189,7 @@ class _Statements(Expressions):
         arguments, parameters = function.args, [argument.arg for argument in function.args.args]
         others = (arguments.vararg, arguments.kwarg, *arguments.kwonlyargs, *arguments.posonlyargs, *call.keywords)
         if any(others) or len(call.args) != len(parameters):
-            raise Unsplit(f"{shown(call)} must have the {len(parameters)} positional arguments of its definition")
+            raise UnsplittableTest(f"{shown(call)} must have the {len(parameters)} positional arguments of its definition")
         self.called.add(function.name)
         for name, value in zip(parameters, call.args, strict=True):
             self.bind(ast.Name(name, ast.Store()), value)

@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mrl.reward.calls import Call
 from mrl.reward.errors import RewardError, SampleError
 from mrl.reward.loading import answer_problem
 from mrl.reward.manager import pool_setup, prompt_text
-from mrl.reward.plan import Component, Mix, Plan, make_plan
+from mrl.reward.plan import Component, Mix, ScoringPlan, make_plan
 from mrl.reward.pool import FunctionPool
 from mrl.reward.process import STARTUP_TIMEOUT_S
 from mrl.reward.sandbox.isolate import readable_through
-from mrl.reward.server_api import unsendable
+from mrl.reward.score_requests import ScoreRequest
+from mrl.reward.server_api import unserializable_value
 
 if TYPE_CHECKING:
     from mrl.config.schema import DataConfig, RewardConfig
@@ -37,12 +37,12 @@ def row_check(cfg: RewardConfig, data: DataConfig) -> Callable[[Mapping[str, Any
         specs = [plan.components[name].spec for name in mix if plan.components[name].kind == "function"]
         needs, unsplit = [spec for spec in specs if not zero and ":" not in spec], cfg.code.unsplit
         problems = (answer_problem(spec, row, data.answer_key, unsplit) for spec in needs)
-        return next(filter(None, problems), None) or (unsendable(row) if _is_sent(cfg, plan, mix) else None)
+        return next(filter(None, problems), None) or (unserializable_value(row) if _is_sent(cfg, plan, mix) else None)
 
     return check
 
 
-def _is_sent(cfg: RewardConfig, plan: Plan, mix: Mix) -> bool:
+def _is_sent(cfg: RewardConfig, plan: ScoringPlan, mix: Mix) -> bool:
     """Returns True if the row is sent to a reward server."""
     servers = [component.spec for name in mix if (component := plan.components[name]).kind == "server"]
     return any(cfg.servers[name].api == "mrl" for name in servers)
@@ -65,15 +65,15 @@ def check_hidden(cfg: RewardConfig, paths: Mapping[str, str]) -> None:
 
 
 @dataclass(frozen=True)
-class Trial:
-    """A row of the data to try functions on. where: file and row; pictures: as in `Call`"""
+class TrialRow:
+    """A row of the data to try functions on. where: file and row; pictures: as in `ScoreRequest`"""
 
     where: str
     row: dict[str, Any]
     pictures: tuple[bytes, ...] | None = None
 
 
-def check_functions(cfg: RewardConfig, data: DataConfig, trials: Iterable[Trial] = ()) -> list[str]:
+def check_functions(cfg: RewardConfig, data: DataConfig, trials: Iterable[TrialRow] = ()) -> list[str]:
     """Loads every function once, in its own process within STARTUP_TIMEOUT_S, and lets each of the user's functions
     score the first suitable row of `trials`, with the row's own answer as the response. Returns the problems found.
 
@@ -96,8 +96,8 @@ def check_functions(cfg: RewardConfig, data: DataConfig, trials: Iterable[Trial]
 
 
 def _matched(
-    plan: Plan, untried: dict[str, Component], key: str, trials: Iterable[Trial]
-) -> Iterator[tuple[Component, Trial]]:
+    plan: ScoringPlan, untried: dict[str, Component], key: str, trials: Iterable[TrialRow]
+) -> Iterator[tuple[Component, TrialRow]]:
     """Yields each component once, as long as there are rows for it."""
     waiting = dict(untried)
     for trial in trials:
@@ -111,10 +111,10 @@ def _matched(
             yield waiting.pop(name), trial
 
 
-def _try_out(pool: FunctionPool, component: Component, trial: Trial, data: DataConfig) -> str | None:
+def _try_out(pool: FunctionPool, component: Component, trial: TrialRow, data: DataConfig) -> str | None:
     answer = trial.row.get(data.answer_key)
     response = answer if isinstance(answer, str) else ""
-    call = Call(prompt_text(trial.row.get(data.prompt_key, "")), response, trial.row, pictures=trial.pictures)
+    call = ScoreRequest(prompt_text(trial.row.get(data.prompt_key, "")), response, trial.row, pictures=trial.pictures)
     future = pool.submit(component, call, f"{trial.where}, with the response {response[:40]!r},")
     pool.flush(component, [future])
     try:

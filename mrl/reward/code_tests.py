@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mrl.reward import extract
-from mrl.reward.assertions import Test, split
-from mrl.reward.claims import Run, Step
+from mrl.reward.assertions import Test, split_tests
 from mrl.reward.errors import RewardError
 from mrl.reward.plain_values import decode, evaluate
+from mrl.reward.program_queries import Statement, Step
 from mrl.reward.python_text import asked_names
-from mrl.reward.sandbox import Limits, SandboxError, run_python, talk_to_python
+from mrl.reward.sandbox import Limits, SandboxError, converse_with_python, run_python
 from mrl.reward.sandbox.run import START_S, Isolation, check_isolation
 from mrl.reward.sandbox.watch import Talk
 
@@ -52,7 +52,7 @@ class CodeReward:
 
     def __call__(self, response: str, answer: Any) -> dict[str, float]:
         texts, pairs = read_tests(answer)
-        asserted = split(texts, trust=self.unsplit == "trust") if texts else []
+        asserted = split_tests(texts, trust=self.unsplit == "trust") if texts else []
         program = extract.program(response, asked_names(texts))
         passed = self._assertions(program, asserted) if texts else list(self._outputs(program, pairs))
         share = sum(passed) / len(asserted or pairs)
@@ -73,7 +73,7 @@ class CodeReward:
         passed: list[bool] = []
         limits = replace(self.limits, output_kib=self.limits.output_kib + VALUES_KIB)
         talk = _talk(program, tests, passed, time.monotonic() + START_S + limits.wall_s)
-        talk_to_python(ANSWER_CALLS, talk, limits=limits, isolation=self.isolation)
+        converse_with_python(ANSWER_CALLS, talk, limits=limits, isolation=self.isolation)
         return passed
 
 
@@ -81,12 +81,12 @@ def _talk(program: str, tests: list[Test], passed: list[bool], deadline: float) 
     """Sends one step after the other. After a failure only the statements of a test are run: later tests may need
     them.
     """
-    if (yield _request(Run(program))) == b"null":
+    if (yield _request(Statement(program))) == b"null":
         return
     for test in tests:
         passes = True
         for step in test:
-            if passes or isinstance(step, Run):
+            if passes or isinstance(step, Statement):
                 answer = yield _request(step)
                 passes = _holds(step, answer) and passes
         if time.monotonic() > deadline:
@@ -95,7 +95,7 @@ def _talk(program: str, tests: list[Test], passed: list[bool], deadline: float) 
 
 
 def _request(step: Step) -> bytes:
-    request = {"run": step.source} if isinstance(step, Run) else {"values": step.claims}
+    request = {"run": step.source} if isinstance(step, Statement) else {"values": step.queries}
     return json.dumps(request).encode() + b"\n"
 
 
@@ -103,9 +103,9 @@ def _holds(step: Step, answer: bytes) -> bool:
     """Returns True if the step passed. `answer` comes from the program and is not trusted."""
     try:
         values = decode(answer)
-        if values is None or isinstance(step, Run):
+        if values is None or isinstance(step, Statement):
             return values == []
-        return len(values) == len(step.claims) and bool(evaluate(step.expression, values))
+        return len(values) == len(step.queries) and bool(evaluate(step.expression, values))
     except Exception:  # an exception fails the test, as in an assertion
         return False
 
@@ -119,7 +119,7 @@ def check_answer(answer: Any, unsplit: Literal["refuse", "trust"]) -> None:
     """Raises ValueError, which says why and what to do, if no program can be judged by the answer."""
     texts, _ = read_tests(answer)
     if texts:
-        split(texts, trust=unsplit == "trust")
+        split_tests(texts, trust=unsplit == "trust")
 
 
 def read_tests(answer: Any) -> tuple[list[str], list[tuple[str, str]]]:

@@ -1,8 +1,8 @@
 r"""Final answers and programs in a model's response. Standard library only: reward workers start quickly.
 
-Thoughts and tool output never hold the answer: they are removed first (`visible`). In the rest the last \boxed{} or
-\fbox{} counts, else the last line `#### 42`, else the last readable "the answer is ...", else whatever the reader finds
-in the text (`finals`). Programs are taken from fenced blocks (`program`).
+Thoughts and tool output never hold the answer: they are removed first (`visible_text`). In the rest the last \boxed{}
+or \fbox{} counts, else the last line `#### 42`, else the last readable "the answer is ...", else whatever the reader
+finds in the text (`final_answers`). Programs are taken from fenced blocks (`program`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ MAX_PHRASE = 1000  # characters of an answer in a sentence
 MAX_SAID = 20  # number of last sentences to examine
 
 
-def visible(response: str) -> str:
+def visible_text(response: str) -> str:
     """Returns the response without thoughts, tool calls and their results.
 
     An unclosed thought reaches to the end, so nothing after it is an answer; a closing tag without an opening one ends
@@ -83,33 +83,33 @@ def visible(response: str) -> str:
     return answers[-1] if answers else text
 
 
-class Final(NamedTuple):
+class FinalAnswer(NamedTuple):
     """Text that may hold the answer. is_marked: the text is the answer; otherwise the answer is somewhere in it."""
 
     text: str
     is_marked: bool = True
 
 
-def finals(response: str) -> Iterator[Final]:
+def final_answers(response: str) -> Iterator[FinalAnswer]:
     """Yields the final answers of a response, by priority; a reader takes the first that it can read.
 
     A box or a `####` line is the only answer: a marked answer that cannot be read is no answer. Otherwise the last
     sentences of "the answer is" come first, then the whole text.
     """
-    text = _without_programs(visible(response))
-    found = boxed(text)
+    text = _without_programs(visible_text(response))
+    found = boxed_answer(text)
     if found is not None:
-        yield Final(found)
-    elif marked := hashed(text):
-        yield Final(marked)
+        yield FinalAnswer(found)
+    elif marked := hash_marked_answer(text):
+        yield FinalAnswer(marked)
     else:
         for said in reversed(list(_SAID.finditer(text))[-MAX_SAID:]):
             if phrase := _phrase(text[said.end() : said.end() + MAX_PHRASE]):
-                yield Final(phrase)
-        yield Final(text, is_marked=False)
+                yield FinalAnswer(phrase)
+        yield FinalAnswer(text, is_marked=False)
 
 
-def hashed(text: str) -> str:
+def hash_marked_answer(text: str) -> str:
     """Returns the last line `#### 42` without its marks; "" if there is none. A heading of the fourth level does not
     count.
     """
@@ -117,7 +117,7 @@ def hashed(text: str) -> str:
     return found[-1].strip() if found else ""
 
 
-def boxed(text: str) -> str | None:
+def boxed_answer(text: str) -> str | None:
     r"""Returns the content of the last nonempty box; of consecutive boxes ("\boxed{2} and \boxed{3}") all, joined by
     commas. Returns None if there is no box; "" if the last one is not closed, as in a truncated response.
     """
@@ -180,7 +180,7 @@ def _without_programs(text: str) -> str:
 
 
 @dataclass
-class Block:
+class TextBlock:
     """Lines of a response: those of a fenced block, without its indentation, or those between such blocks."""
 
     fenced: bool = False
@@ -200,7 +200,7 @@ def program(response: str, names: Collection[str] = ()) -> str:
     `names` wins; among equals, blocks that are Python and do more than state a value are preferred. Without a fenced
     block the program is the whole response without thoughts.
     """
-    text = visible(response)
+    text = visible_text(response)
     blocks = [block for block in _parts(text) if block.fenced]
     for candidates in ([b for b in blocks if b.language in _PYTHON], [b for b in blocks if not b.language]):
         if candidates:  # `max` takes the first of equals
@@ -222,13 +222,13 @@ def _fitness(text: str, names: Collection[str]) -> tuple[int, bool]:
     return len(set(names) & {name for node in tree.body for name in bound_in(node)}), does
 
 
-def _parts(text: str) -> list[Block]:
+def _parts(text: str) -> list[TextBlock]:
     """Splits a response as Markdown does, line by line, into fenced blocks and the text between them.
 
     A fence in a triple-quoted string of a Python block does not close it. A block without a closing fence ends where
     another named one begins, or with the text.
     """
-    parts, opening, prefix = [Block()], "", ""
+    parts, opening, prefix = [TextBlock()], "", ""
     lines, checks, first_close = text.split("\n"), 0, None
     number = 0
     while number < len(lines):
@@ -237,7 +237,7 @@ def _parts(text: str) -> list[Block]:
         block = parts[-1]
         if fence and not opening:
             opening, prefix, first_close = fence["fence"], fence["before"], None
-            parts.append(Block(True, _language(fence["info"])))
+            parts.append(TextBlock(True, _language(fence["info"])))
         elif fence and opening and fence["fence"][0] == opening[0] and len(fence["fence"]) >= len(opening):
             info = fence["info"].strip()
             checks += 1
@@ -246,17 +246,17 @@ def _parts(text: str) -> list[Block]:
                 block.lines.append(_unindented(line, prefix))
             elif info:  # another block begins, this one was not closed
                 opening, prefix, first_close = fence["fence"], fence["before"], None
-                parts.append(Block(True, _language(info)))
+                parts.append(TextBlock(True, _language(info)))
             else:
                 opening = ""
-                parts.append(Block())
+                parts.append(TextBlock())
         else:
             block.lines.append(_unindented(line, prefix) if opening else line)
         if number == len(lines) and opening and first_close and _ends_in_string(parts[-1].text):
             number, kept = first_close  # the string is never closed, so the fence was
             parts[-1].lines[kept:] = []
             opening, first_close = "", None
-            parts.append(Block())
+            parts.append(TextBlock())
     return parts
 
 

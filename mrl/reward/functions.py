@@ -6,7 +6,7 @@ import re
 from decimal import Decimal
 from fractions import Fraction
 
-from mrl.reward.extract import finals
+from mrl.reward.extract import final_answers
 
 _MINUS = "\N{MINUS SIGN}"
 # a sign counts only where it cannot be a minus between two numbers, as in "7-2"
@@ -52,7 +52,7 @@ def multiple_choice(response: str, answer: str) -> float:
 
 def chosen(response: str) -> str | None:
     """Returns the letter, in upper case, that `multiple_choice` reads; None if it finds none."""
-    for final in finals(response):
+    for final in final_answers(response):
         text = _LATEX.sub("", final.text).strip()
         found = _ALONE.fullmatch(text) or (_LETTER.match(text) if final.is_marked else None)
         if found is not None:
@@ -99,5 +99,5 @@ def arithmetic(response: str, answer: str) -> float:
 
 def number_of(text: str) -> Decimal | Fraction | None:
     """Returns the number that `arithmetic` reads; None if it finds none."""
-    found = (final_number(final.text) if final.is_marked else last_number(final.text) for final in finals(text))
+    found = (final_number(final.text) if final.is_marked else last_number(final.text) for final in final_answers(text))
     return next((number for number in found if number is not None), None)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from mrl import user_functions
 from mrl.config.builtin_rewards import IMAGE_SCORER
-from mrl.reward.calls import Call
 from mrl.reward.errors import RewardError
 from mrl.reward.loading import Settings, load_file
+from mrl.reward.score_requests import ScoreRequest
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,7 +42,7 @@ BUILTINS: dict[str, Callable[..., Any]] = {
 }
 
 
-def load_images(spec: str, where: str, settings: Settings) -> Callable[[Sequence[Call]], Any]:
+def load_images(spec: str, where: str, settings: Settings) -> Callable[[Sequence[ScoreRequest]], Any]:
     """Returns the function that `spec`, the value of reward.`where`, names, for calls that have images. Raises
     RewardError.
     """
@@ -61,17 +61,17 @@ def load_images(spec: str, where: str, settings: Settings) -> Callable[[Sequence
     return lambda calls: function(_stacked(calls), [call.prompt for call in calls], [call.row for call in calls])
 
 
-def _stacked(calls: Sequence[Call]) -> np.ndarray:
+def _stacked(calls: Sequence[ScoreRequest]) -> np.ndarray:
     import numpy as np
 
     return np.stack([call.image for call in calls if call.image is not None]).astype(np.float32) / 255
 
 
 def _jpeg_bytes(image: np.ndarray) -> int:
-    return len(file_of((image * 255).round().astype("uint8"), "JPEG", quality=JPEG_QUALITY))
+    return len(encode_image((image * 255).round().astype("uint8"), "JPEG", quality=JPEG_QUALITY))
 
 
-def file_of(levels: np.ndarray, kind: str, **settings: Any) -> bytes:
+def encode_image(levels: np.ndarray, kind: str, **settings: Any) -> bytes:
     """Returns an image [1 or 3, H, W] uint8 as a file of this kind (PIL's name)."""
     from PIL import Image
 

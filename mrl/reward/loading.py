@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mrl import user_functions
 from mrl.config.builtin_rewards import BUILTIN_REWARDS, COMPARISONS, OF_AGENTS, RESERVED, SHAPES
-from mrl.reward.calls import Call, Outcome
 from mrl.reward.errors import RewardError
+from mrl.reward.score_requests import Outcome, ScoreRequest
 
 if TYPE_CHECKING:
     from PIL import Image
 
-RewardFunction = Callable[[Call], Any]
+RewardFunction = Callable[[ScoreRequest], Any]
 _LARGEST = 3.4028234e38  # in float32, the dtype of all training inputs
 Settings = Mapping[str, Mapping[str, Any]]  # settings of built-ins that have a section, by name
 
@@ -31,8 +31,8 @@ def load(
     *,
     pictures: bool = False,
 ) -> RewardFunction:
-    """Returns the function that `spec`, the value of reward.`where`, names, as a function of a Call: a built-in or
-    `path/to/file.py:name`.
+    """Returns the function that `spec`, the value of reward.`where`, names, as a function of a ScoreRequest: a built-in
+    or `path/to/file.py:name`.
 
     A user's function gets (prompt, response, row), and with `pictures` a list of PIL images. Raises RewardError, which
     says what is missing and suggests similar names.
@@ -47,21 +47,23 @@ def load(
     return lambda call: function(call.prompt, call.response, call.row)
 
 
-def load_batch(spec: str, where: str = "function", *, pictures: bool = False) -> Callable[[Sequence[Call]], Any]:
+def load_batch(
+    spec: str, where: str = "function", *, pictures: bool = False
+) -> Callable[[Sequence[ScoreRequest]], Any]:
     """Returns a user's batch function of (prompts, responses, rows), lists of equal length; with `pictures` a fourth
     list.
     """
     words = "(prompts, responses, rows, pictures)" if pictures else "(prompts, responses, rows)"
     function = load_file(spec, f"reward.{where}", ([],) * (3 + pictures), words)
 
-    def score(calls: Sequence[Call]) -> Any:
+    def score(calls: Sequence[ScoreRequest]) -> Any:
         lists: list[list[Any]] = [[c.prompt for c in calls], [c.response for c in calls], [c.row for c in calls]]
         return function(*lists, *([[_opened(c) for c in calls]] if pictures else []))
 
     return score
 
 
-def _opened(call: Call) -> list[Image.Image]:
+def _opened(call: ScoreRequest) -> list[Image.Image]:
     """Opens the images, which mrl itself has written."""
     from PIL import Image
 

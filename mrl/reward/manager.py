@@ -8,11 +8,11 @@ from concurrent.futures import Future, as_completed
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mrl.reward.calls import Call, Outcome
 from mrl.reward.errors import NoVerdict, RewardError, SampleError
-from mrl.reward.model import ModelSource, ScoreSamples
-from mrl.reward.plan import MODEL, Component, Plan, make_plan
+from mrl.reward.model import RewardModelSource, ScoreSamples
+from mrl.reward.plan import MODEL, Component, ScoringPlan, make_plan
 from mrl.reward.pool import FunctionPool, PoolSetup
+from mrl.reward.score_requests import Outcome, ScoreRequest
 from mrl.reward.server import ServerClient
 
 if TYPE_CHECKING:
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 PROMPT_HEAD_CHARS = 80
 
 
-class Source(Protocol):
+class ScoreSource(Protocol):
     """Scorer of some components' samples. `flush`: the samples of these futures form one batch, which is complete."""
 
-    def submit(self, component: Component, call: Call, label: str) -> Future[Outcome]: ...
+    def submit(self, component: Component, call: ScoreRequest, label: str) -> Future[Outcome]: ...
 
     def flush(self, component: Component, futures: Collection[Future[Outcome]]) -> None: ...
 
@@ -57,7 +57,9 @@ class RewardManager:
         self.on_scored: Callable[[object], None] = lambda future: None  # after each call, in any thread
         self._running: dict[Sample, dict[str, Future[Outcome]]] = {}
         with ExitStack() as stack:
-            self._sources: dict[str, Source] = _open_sources(cfg, self.plan, answer_key, max_response_tokens, stack)
+            self._sources: dict[str, ScoreSource] = _open_sources(
+                cfg, self.plan, answer_key, max_response_tokens, stack
+            )
             self._open = stack.pop_all()
 
     def submit(self, sample: Sample) -> None:
@@ -104,7 +106,7 @@ class RewardManager:
         `collect`.
         """
         for source in self._sources.values():
-            if isinstance(source, ModelSource):
+            if isinstance(source, RewardModelSource):
                 source.score = score
 
     def close(self) -> None:
@@ -142,7 +144,7 @@ class RewardManager:
         except RewardError as error:
             raise RewardError(f"{label}: its row {error}") from None
 
-    def _call(self, sample: Sample) -> tuple[Call, str]:
+    def _call(self, sample: Sample) -> tuple[ScoreRequest, str]:
         request = sample.request
         row = request.prompt.row
         label = f"sample {request.sample_id} (row {request.prompt.index})"
@@ -153,7 +155,7 @@ class RewardManager:
         if sample.messages:
             row = {**row, "messages": sample.messages, "environment": sample.environment}
         pictures = request.prompt.pictures if self.cfg.pictures else None
-        call = Call(prompt, sample.response_text, row, sample.num_drawn, sample, pictures=pictures)
+        call = ScoreRequest(prompt, sample.response_text, row, sample.num_drawn, sample, pictures=pictures)
         return call, label
 
 
@@ -169,10 +171,10 @@ def longest_call_s(cfg: RewardConfig) -> float:
 
 
 def _open_sources(
-    cfg: RewardConfig, plan: Plan, answer_key: str, max_response_tokens: int, stack: ExitStack
-) -> dict[str, Source]:
+    cfg: RewardConfig, plan: ScoringPlan, answer_key: str, max_response_tokens: int, stack: ExitStack
+) -> dict[str, ScoreSource]:
     """Returns sources by component name: one pool for all functions, a client for each server."""
-    sources: dict[str, Source] = {}
+    sources: dict[str, ScoreSource] = {}
     setup = pool_setup(cfg, plan, answer_key, max_response_tokens)
     if setup is not None:
         pool = FunctionPool(setup)
@@ -182,12 +184,12 @@ def _open_sources(
         sources[name] = client = ServerClient(name, cfg.servers[name])
         stack.callback(client.close)
     if MODEL in plan.components:
-        sources[MODEL] = ModelSource()
+        sources[MODEL] = RewardModelSource()
     return sources
 
 
 def pool_setup(
-    cfg: RewardConfig, plan: Plan, answer_key: str = "answer", max_response_tokens: int = 0
+    cfg: RewardConfig, plan: ScoringPlan, answer_key: str = "answer", max_response_tokens: int = 0
 ) -> PoolSetup | None:
     """Returns the setup of the plan's functions; None if it has none."""
     functions = tuple(c for c in plan.components.values() if c.kind in ("function", "batch"))

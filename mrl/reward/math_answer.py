@@ -21,7 +21,7 @@ from math_verify.errors import TimeoutException
 from sympy import Basic, Eq
 
 from mrl.reward.errors import NoVerdict
-from mrl.reward.extract import boxed, finals, hashed
+from mrl.reward.extract import boxed_answer, final_answers, hash_marked_answer
 
 LIMIT_S = 5  # of one reading or comparison
 MAX_CHARS = 2000  # of a final answer: nothing longer is read
@@ -59,7 +59,7 @@ def math(response: str, answer: str) -> float:
     reaches no verdict.
     """
     gold = read_answer(answer)
-    for final in finals(response):
+    for final in final_answers(response):
         if words := _words(_marked(answer)):
             return float(words == _words(final.text))
         if guess := _read(final.text) if final.is_marked else _loose(final.text):
@@ -77,7 +77,7 @@ def read_answer(answer: str) -> list[Any]:
 
 def _marked(answer: str) -> str:
     """Returns the part of a row's answer that is compared."""
-    return boxed(answer) or hashed(answer) or answer
+    return boxed_answer(answer) or hash_marked_answer(answer) or answer
 
 
 def _equal(answer: str, gold: list[Any], text: str, guess: list[Any]) -> bool:

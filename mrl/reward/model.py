@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-from mrl.reward.calls import Call, Outcome, settle
 from mrl.reward.errors import RewardError, SampleError
 from mrl.reward.plan import Component
+from mrl.reward.score_requests import Outcome, ScoreRequest, set_outcome
 
 if TYPE_CHECKING:
     from mrl.core import Sample
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 ScoreSamples = Callable[["Sequence[Sample]"], Sequence[float]]
 
 
-class ModelSource:
+class RewardModelSource:
     """Collects samples; `flush` runs the model on them, in the thread that calls it."""
 
     def __init__(self) -> None:
         self.score: ScoreSamples | None = None
-        self._waiting: list[tuple[Call, str, Future[Outcome]]] = []
+        self._waiting: list[tuple[ScoreRequest, str, Future[Outcome]]] = []
 
-    def submit(self, component: Component, call: Call, label: str) -> Future[Outcome]:
+    def submit(self, component: Component, call: ScoreRequest, label: str) -> Future[Outcome]:
         """Returns a future that `flush` settles: the model scores all samples at once."""
         future: Future[Outcome] = Future()
         self._waiting.append((call, label, future))
@@ -40,6 +40,6 @@ class ModelSource:
         scores = self.score([call.sample for call, _, _ in waiting if call.sample is not None])
         for (_, label, future), score in zip(waiting, scores, strict=True):
             if math.isfinite(score):
-                settle(future, Outcome(score))
+                set_outcome(future, Outcome(score))
             else:
-                settle(future, SampleError(f"reward model on {label}: the score must be finite, got {score}"))
+                set_outcome(future, SampleError(f"reward model on {label}: the score must be finite, got {score}"))

@@ -1,8 +1,8 @@
 """Plain values: results that a sandboxed program claims for its calls, and expressions over them, evaluated outside.
 
 A value is None or of exactly bool, int, float, complex, Decimal, Fraction, str, bytes, range, list, tuple, dict, set or
-frozenset, or `Items` of any other iterable. Text from a program and expressions from a data set are harmless here: both
-are bounded in size, and nothing is called except FUNCTIONS and METHODS.
+frozenset, or `OpaqueItems` of any other iterable. Text from a program and expressions from a data set are harmless
+here: both are bounded in size, and nothing is called except FUNCTIONS and METHODS.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class NotPlain(ValueError):
 
 
 @dataclass(frozen=True)
-class Items:
+class OpaqueItems:
     """Items of a generator, a view or the like: equal only to itself or, for a dict's keys or items, to a set of the
     same.
     """
@@ -51,7 +51,7 @@ class Items:
 
 
 @dataclass(frozen=True)
-class Claimed:
+class QueryResult:
     """Placeholder in an expression's Constant for the claim of this number."""
 
     number: int
@@ -126,9 +126,9 @@ _CONTAINERS: dict[str, Callable[[list[Any]], Any]] = {
     "list": list,
     "tuple": tuple,
     **{kind.__name__: _hashed(kind) for kind in (set, frozenset, dict)},
-    "items": Items,
-    "dict_keys": lambda values: Items(values, is_set=True),
-    "dict_items": lambda values: Items(values, is_set=True),
+    "items": OpaqueItems,
+    "dict_keys": lambda values: OpaqueItems(values, is_set=True),
+    "dict_items": lambda values: OpaqueItems(values, is_set=True),
 }
 
 
@@ -186,17 +186,17 @@ _COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 }
 
 
-def evaluate(node: ast.expr, claims: Sequence[Any] = ()) -> Any:
+def evaluate(node: ast.expr, queries: Sequence[Any] = ()) -> Any:
     """Returns the value of an expression with calls of FUNCTIONS. Raises NotPlain, or any error of Python's
     operations.
     """
 
     def value(node: ast.expr) -> Any:
-        return evaluate(node, claims)
+        return evaluate(node, queries)
 
     match node:
-        case ast.Constant(value=Claimed(number=number)):
-            return claims[number]
+        case ast.Constant(value=QueryResult(number=number)):
+            return queries[number]
         case ast.Constant():
             return node.value
         case ast.List() | ast.Tuple() | ast.Set():

@@ -28,7 +28,7 @@ class Component:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ScoringPlan:
     components: dict[str, Component]
     mixes: dict[str, Mix]  # by the row's data_source, `ANY` for those that are not named
 
@@ -45,7 +45,7 @@ class Plan:
         return found
 
 
-def make_plan(cfg: RewardConfig) -> Plan:
+def make_plan(cfg: RewardConfig) -> ScoringPlan:
     """Returns the plan of a checked configuration."""
     if cfg.manager == "recipe":
         mixes = cfg.recipe.items()
@@ -64,7 +64,7 @@ def make_plan(cfg: RewardConfig) -> Plan:
     for component in (component for mix in made.values() for component, _ in mix):
         other = components.setdefault(component.name, component)
         assert (other.spec, other.kind) == (component.spec, component.kind), f"two components {component.name!r}"
-    return Plan(components, {label: {c.name: weight for c, weight in mix} for label, mix in made.items()})
+    return ScoringPlan(components, {label: {c.name: weight for c, weight in mix} for label, mix in made.items()})
 
 
 def component_name(spec: str) -> str:

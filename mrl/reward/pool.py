@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from mrl.reward.calls import Call, Outcome, Unsettled, settle
 from mrl.reward.errors import NoVerdict, RewardError, SampleError
 from mrl.reward.loading import Settings
 from mrl.reward.plan import Component
 from mrl.reward.process import STARTUP_TIMEOUT_S, Job, Worker
+from mrl.reward.score_requests import Outcome, PendingScores, ScoreRequest, set_outcome
 
 MAX_JOBS_A_MESSAGE = 32
 
@@ -53,8 +53,8 @@ class FunctionPool:
         self.setup = setup
         self._lock = threading.Lock()  # guards the fields below
         self._queue: deque[Job] = deque()
-        self._batches: dict[str, list[tuple[Call, str, Future[Outcome]]]] = {}  # by component, until `flush`
-        self._unsettled = Unsettled()
+        self._batches: dict[str, list[tuple[ScoreRequest, str, Future[Outcome]]]] = {}  # by component, until `flush`
+        self._pending = PendingScores()
         self.ready: Future[None] = Future()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
@@ -71,11 +71,11 @@ class FunctionPool:
             self.close()
             raise
 
-    def submit(self, component: Component, call: Call, label: str) -> Future[Outcome]:
+    def submit(self, component: Component, call: ScoreRequest, label: str) -> Future[Outcome]:
         """Starts scoring; queues batches and images until `flush`. Raises RewardError if the row cannot be sent to a
         worker.
         """
-        future = self._unsettled.new()
+        future = self._pending.new()
         if component.kind in ("batch", "images"):
             with self._lock:
                 self._batches.setdefault(component.name, []).append((call, label, future))
@@ -108,13 +108,13 @@ class FunctionPool:
         os.close(self._wake_write)
 
     def end(self, error: RewardError) -> None:
-        self._unsettled.end(error)
+        self._pending.end(error)
         if not self.ready.done():
             self.ready.set_exception(error)
 
     @property
     def has_ended(self) -> bool:
-        return self._unsettled.ended is not None
+        return self._pending.ended is not None
 
     def take_jobs(self) -> list[Job]:
         """Returns queued jobs: many at once from a long queue, one by one towards the end."""
@@ -133,7 +133,7 @@ class FunctionPool:
             os.read(self._wake_read, 4096)
 
     def _queue_job(
-        self, component: Component, calls: list[Call], labels: list[str], futures: list[Future[Outcome]]
+        self, component: Component, calls: list[ScoreRequest], labels: list[str], futures: list[Future[Outcome]]
     ) -> None:
         try:
             payload = pickle.dumps((component.name, [replace(call, sample=None) for call in calls]))
@@ -180,7 +180,7 @@ class _Dispatcher:
     def _hand_out(self) -> None:
         for worker in [worker for worker in self.workers if worker.ready and not worker.jobs]:
             jobs = self.pool.take_jobs()
-            if jobs and not worker.give(jobs):
+            if jobs and not worker.send_jobs(jobs):
                 self._retire(worker, jobs)
 
     def _wait(self) -> None:
@@ -214,7 +214,7 @@ class _Dispatcher:
             if "error" in result:
                 job.fail("returned no score: " + result["error"], place)
             else:
-                settle(job.futures[place], Outcome(result["score"], result["parts"]))
+                set_outcome(job.futures[place], Outcome(result["score"], result["parts"]))
 
     def _check_deadlines(self) -> None:
         now = time.monotonic()

@@ -17,9 +17,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from mrl.reward.calls import Outcome, settle
 from mrl.reward.errors import SampleError
 from mrl.reward.plan import Component
+from mrl.reward.score_requests import Outcome, set_outcome
 
 STARTUP_TIMEOUT_S = 120.0
 SOCKET_TIMEOUT_S = 10  # for a message in transit; only a stopped process takes so long
@@ -40,7 +40,7 @@ class Job:
         places = range(len(self.futures)) if place is None else [place]
         for i in places:
             what = f"reward function {self.component.spec!r} on {self._who(place)} {reason}"
-            settle(self.futures[i], error(what))
+            set_outcome(self.futures[i], error(what))
 
     def _who(self, place: int | None) -> str:
         if place is not None or len(self.labels) == 1:
@@ -81,7 +81,7 @@ class Worker:
         worker._send({"sys_path": sys.path, **setup})
         return worker
 
-    def give(self, jobs: list[Job]) -> bool:
+    def send_jobs(self, jobs: list[Job]) -> bool:
         """Sends jobs to the worker; returns False, with nothing taken, if the worker no longer reads."""
         if not self._send([job.payload for job in jobs]):
             return False

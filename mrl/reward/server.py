@@ -14,10 +14,10 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from mrl.reward.calls import Call, Outcome, Unsettled, settle
 from mrl.reward.errors import RewardError, SampleError
 from mrl.reward.plan import Component
-from mrl.reward.server_api import APIS, BadAnswer, doubt, head, read_answer
+from mrl.reward.score_requests import Outcome, PendingScores, ScoreRequest, set_outcome
+from mrl.reward.server_api import APIS, BadResponse, head, known_defect, read_answer
 
 if TYPE_CHECKING:
     from mrl.config.schema import ServerConfig
@@ -29,12 +29,12 @@ MAX_ERROR_BYTES = 2000
 CLOSE_TIMEOUT_S = 10.0
 
 
-class _Again(Exception):
+class _Retryable(Exception):
     """Failure that a retry may fix."""
 
 
 @dataclass(frozen=True)
-class _Item:
+class _QueuedSample:
     text: str
     label: str
     future: Future[Outcome]
@@ -55,20 +55,20 @@ class ServerClient:
         parts = urlsplit(self.url)
         shown = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()  # no password in messages
         self._who = f"reward server {name!r} ({shown})"
-        self._unsettled = Unsettled()
+        self._pending = PendingScores()
         self._loop = asyncio.new_event_loop()
-        self._queue: asyncio.Queue[_Item] = asyncio.Queue()
+        self._queue: asyncio.Queue[_QueuedSample] = asyncio.Queue()
         self._main = self._loop.create_task(self._serve())
         self._thread = threading.Thread(target=self._run, name=f"reward-server-{name}", daemon=True)
         self._thread.start()
 
-    def submit(self, component: Component, call: Call, label: str) -> Future[Outcome]:
+    def submit(self, component: Component, call: ScoreRequest, label: str) -> Future[Outcome]:
         """Queues a sample; a sample that JSON cannot represent fails at once."""
-        future = self._unsettled.new()
+        future = self._pending.new()
         try:
-            item = _Item(self.api.item(call), label, future)
+            item = _QueuedSample(self.api.item(call), label, future)
         except (TypeError, ValueError, RecursionError) as error:
-            settle(future, SampleError(f"{label}: its row cannot be sent to a reward server: {error}"))
+            set_outcome(future, SampleError(f"{label}: its row cannot be sent to a reward server: {error}"))
         else:
             self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
         return future
@@ -78,8 +78,8 @@ class ServerClient:
 
     def close(self) -> None:
         """Ends the client; safe to call twice."""
-        if self._unsettled.ended is None:
-            self._unsettled.end(RewardError("the reward client is closed"))
+        if self._pending.ended is None:
+            self._pending.end(RewardError("the reward client is closed"))
             self._loop.call_soon_threadsafe(self._main.cancel)
             self._thread.join(CLOSE_TIMEOUT_S)
             if self._thread.is_alive():
@@ -91,7 +91,7 @@ class ServerClient:
         except asyncio.CancelledError:
             pass  # closed
         except Exception as error:
-            self._unsettled.end(RewardError(f"{self._who} failed: {type(error).__name__}: {error}"))
+            self._pending.end(RewardError(f"{self._who} failed: {type(error).__name__}: {error}"))
             raise
         finally:
             self._loop.close()
@@ -112,7 +112,7 @@ class ServerClient:
         url = self.cfg.url.rstrip("/") + "/model_info"
         try:
             async with asyncio.timeout(self.cfg.timeout_s), self._http.stream("GET", url) as reply:
-                problem = doubt(json.loads(await self._read(reply)))
+                problem = known_defect(json.loads(await self._read(reply)))
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, RecursionError, TimeoutError):
             return
         if problem:
@@ -125,15 +125,15 @@ class ServerClient:
                 items.append(self._queue.get_nowait())
             await self._score(items)
 
-    async def _score(self, items: Sequence[_Item]) -> None:
+    async def _score(self, items: Sequence[_QueuedSample]) -> None:
         """Settles every item."""
         for item, result in zip(items, await self._results(items), strict=True):
             if isinstance(result, str):
-                settle(item.future, SampleError(f"{self._who} on {item.label}: {result}"))
+                set_outcome(item.future, SampleError(f"{self._who} on {item.label}: {result}"))
             else:
-                settle(item.future, result)
+                set_outcome(item.future, result)
 
-    async def _results(self, items: Sequence[_Item]) -> list[Outcome | str]:
+    async def _results(self, items: Sequence[_QueuedSample]) -> list[Outcome | str]:
         """Returns the outcome of each item, or the reason why it has none."""
         body, attempt = self.api.body([item.text for item in items]), 0
         while True:
@@ -141,9 +141,9 @@ class ServerClient:
             try:
                 async with asyncio.timeout(self.cfg.timeout_s):
                     return read_answer(self.api, await self._post(body), len(items))
-            except BadAnswer as error:
+            except BadResponse as error:
                 return [str(error)] * len(items)
-            except _Again as error:
+            except _Retryable as error:
                 problem = str(error)
             except TimeoutError:
                 problem = f"no response within {self.cfg.timeout_s:g} s (timeout_s)"
@@ -159,21 +159,21 @@ class ServerClient:
                     return await self._read(reply)
                 text = await _beginning(reply)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise _Again(f"{type(error).__name__}: {error}") from error
+            raise _Retryable(f"{type(error).__name__}: {error}") from error
         if reply.has_redirect_location:
-            raise BadAnswer(f"HTTP {reply.status_code} to {reply.headers['location']!r}: redirects are not followed")
+            raise BadResponse(f"HTTP {reply.status_code} to {reply.headers['location']!r}: redirects are not followed")
         problem = f"HTTP {reply.status_code}: {head(text)}"
-        raise _Again(problem) if reply.status_code in RETRIED else BadAnswer(problem)
+        raise _Retryable(problem) if reply.status_code in RETRIED else BadResponse(problem)
 
     async def _read(self, reply: httpx.Response) -> bytes:
         """Returns the whole answer, within its limits."""
         if reply.headers.get("content-encoding", "identity") != "identity":
-            raise BadAnswer(f"the response is compressed ({reply.headers['content-encoding']}): send it uncompressed")
+            raise BadResponse(f"the response is compressed ({reply.headers['content-encoding']}): send it uncompressed")
         limit, data = self.cfg.max_answer_mib << 20, bytearray()
         async for chunk in reply.aiter_raw():
             data += chunk
             if len(data) > limit:
-                raise BadAnswer(f"the response is longer than {self.cfg.max_answer_mib} MiB (max_answer_mib)")
+                raise BadResponse(f"the response is longer than {self.cfg.max_answer_mib} MiB (max_answer_mib)")
         return bytes(data)
 
 

@@ -8,43 +8,43 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mrl.reward.calls import Call, Outcome
-from mrl.reward.images import file_of
+from mrl.reward.images import encode_image
 from mrl.reward.loading import check_result
+from mrl.reward.score_requests import Outcome, ScoreRequest
 
 BIASED_IN_SGLANG = ("Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification")
 
 
-class BadAnswer(ValueError):
+class BadResponse(ValueError):
     """Answer of the server that does not have the expected form."""
 
 
 @dataclass(frozen=True)
-class Api:
+class ServerApi:
     """Protocol of a reward server.
 
     path: below the server's address
     item: one sample as JSON text; raises ValueError, TypeError or RecursionError for values that JSON cannot represent
     body: request body from the items of a call
-    results: result of each item in an answer, parsed from JSON; raises BadAnswer for another form
+    results: result of each item in an answer, parsed from JSON; raises BadResponse for another form
     """
 
     path: str
-    item: Callable[[Call], str]
+    item: Callable[[ScoreRequest], str]
     body: Callable[[Sequence[str]], str]
     results: Callable[[Any], list[Any]]
 
 
-def read_answer(api: Api, data: bytes, count: int) -> list[Outcome | str]:
-    """Returns the outcome of each sample, or its error. Raises BadAnswer unless there is one result a sample."""
+def read_answer(api: ServerApi, data: bytes, count: int) -> list[Outcome | str]:
+    """Returns the outcome of each sample, or its error. Raises BadResponse unless there is one result a sample."""
     try:
         answer = json.loads(data)
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise BadAnswer(f"the response is not JSON ({reason}): {head(data)}") from None
+        raise BadResponse(f"the response is not JSON ({reason}): {head(data)}") from None
     results = api.results(answer)
     if len(results) != count:
-        raise BadAnswer(f"{len(results)} scores for {count} samples")
+        raise BadResponse(f"{len(results)} scores for {count} samples")
     return [_outcome(result) for result in results]
 
 
@@ -60,9 +60,9 @@ def _outcome(result: Any) -> Outcome | str:
         return str(error)
 
 
-def _sample(call: Call) -> str:
+def _sample(call: ScoreRequest) -> str:
     if call.image is not None:
-        png = base64.b64encode(file_of(call.image, "PNG", compress_level=1)).decode()
+        png = base64.b64encode(encode_image(call.image, "PNG", compress_level=1)).decode()
         return json.dumps({"prompt": call.prompt, "image": png, "row": call.row}, allow_nan=False)
     found = {"prompt": call.prompt, "response": call.response, "row": call.row}
     if call.pictures is not None:
@@ -70,7 +70,7 @@ def _sample(call: Call) -> str:
     return json.dumps(found, allow_nan=False)
 
 
-def unsendable(row: Mapping[str, Any]) -> str | None:
+def unserializable_value(row: Mapping[str, Any]) -> str | None:
     """Returns the first value of a row that JSON cannot represent, and why; None if there is none."""
     for key, value in row.items():
         try:
@@ -82,7 +82,7 @@ def unsendable(row: Mapping[str, Any]) -> str | None:
 
 def _scores(answer: Any) -> list[Any]:
     if not isinstance(answer, dict) or not isinstance(answer.get("scores"), list):
-        raise BadAnswer(f'expected {{"scores": [...]}}, got {head(json.dumps(answer).encode())}')
+        raise BadResponse(f'expected {{"scores": [...]}}, got {head(json.dumps(answer).encode())}')
     scores: list[Any] = answer["scores"]
     return scores
 
@@ -90,16 +90,16 @@ def _scores(answer: Any) -> list[Any]:
 def _embeddings(answer: Any) -> list[Any]:
     """Returns the scores: a reward model's score is an "embedding" of length 1."""
     if not isinstance(answer, list) or not all(isinstance(item, dict) for item in answer):
-        raise BadAnswer(f'expected [{{"embedding": [score]}}, ...], got {head(json.dumps(answer).encode())}')
+        raise BadResponse(f'expected [{{"embedding": [score]}}, ...], got {head(json.dumps(answer).encode())}')
     found = [item.get("embedding") for item in answer]
     for numbers in found:
         if not isinstance(numbers, list) or len(numbers) != 1:
             what = f"{len(numbers)} numbers" if isinstance(numbers, list) else repr(numbers)
-            raise BadAnswer(f"expected one score per sample, got {what}: check that it serves a reward model")
+            raise BadResponse(f"expected one score per sample, got {what}: check that it serves a reward model")
     return [numbers[0] for numbers in found if numbers is not None]
 
 
-def doubt(about: Any) -> str:
+def known_defect(about: Any) -> str:
     """Returns a known defect of the model of this /model_info; empty if there is none."""
     found = about.get("architectures") if isinstance(about, dict) else None
     names = [name for name in BIASED_IN_SGLANG if isinstance(found, list) and name in found]
@@ -112,8 +112,8 @@ def doubt(about: Any) -> str:
     )
 
 
-MRL = Api("", _sample, lambda items: f'{{"samples": [{", ".join(items)}]}}', _scores)
-SGLANG = Api(
+MRL = ServerApi("", _sample, lambda items: f'{{"samples": [{", ".join(items)}]}}', _scores)
+SGLANG = ServerApi(
     "/classify",
     lambda call: json.dumps(call.token_ids),
     lambda items: f'{{"input_ids": [{", ".join(items)}]}}',

@@ -20,13 +20,13 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from mrl.reward.calls import Call
 from mrl.reward.errors import NoVerdict, RewardError
 from mrl.reward.images import load_images
 from mrl.reward.loading import Settings, check_result, check_results, load, load_batch
 from mrl.reward.plan import Component
+from mrl.reward.score_requests import ScoreRequest
 
-BatchFunction = Callable[[list[Call]], list[Any]]
+BatchFunction = Callable[[list[ScoreRequest]], list[Any]]
 PR_SET_PDEATHSIG = 1
 MAX_TRACEBACK_CHARS = 8000
 

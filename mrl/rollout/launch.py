@@ -123,8 +123,8 @@ class ServerSpec:
 
 @dataclass(frozen=True)
 class Launch:
-    """How an engine is started. env: all of its environment, which may hold its key. kind: of the nursery that it may
-    be a copy from."""
+    """How an engine is started. env: all of its environment, which may hold its key. kind: of the fork server that it
+    may be a copy from."""
 
     command: list[str]
     env: dict[str, str] = field(repr=False)

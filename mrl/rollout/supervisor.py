@@ -1,5 +1,5 @@
 """Runs one engine and makes sure that nothing of it is left. Started by path as a process of its own, or in a copy of
-one that has imported what the engine does (nursery.py); stdlib only.
+one that has imported what the engine does (fork_server.py); stdlib only.
 
     python supervisor.py PARENT_PID GRACE_S FOLDER COMMAND...
 

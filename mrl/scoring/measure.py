@@ -55,7 +55,7 @@ def judge(model: str, data: PreferenceDataset, tokens: int, note: Callable[[int,
     train = TrainConfig(max_tokens_per_microbatch=tokens)
     dtype = torch.float32 if platform.device().type == "cpu" else torch.bfloat16
     found: list[Judged] = []
-    with platform.world_of_one(TIMEOUT_S):
+    with platform.single_process_world(TIMEOUT_S):
         mesh = Meshes(TIMEOUT_S).get(train.parallel)
         learner = Learner("critic", load_arch(model), model, train, mesh, dtype=dtype, seed=1, trainable=False)
         learner.pixels = None if data.eyes is None else PictureStore(data.sources, data.eyes)

@@ -18,7 +18,7 @@ from mrl.directories import Staging
 from mrl.families import load_arch
 from mrl.families.peft import PREFIX
 from mrl.families.table import HF_OUTPUT, HF_VALUE_HEAD, VALUE_HEAD, weight_table
-from mrl.weights.disk.adapter_files import CONFIG, WEIGHTS, Found, read_config
+from mrl.weights.disk.adapter_files import CONFIG, WEIGHTS, AdapterConfig, read_config
 from mrl.weights.disk.base_digest import joined, tensor_digest
 from mrl.weights.disk.model_files import CHAT_TEMPLATE, GENERATION, copy_model_files
 from mrl.weights.disk.safetensors_io import HFCheckpoint
@@ -30,7 +30,7 @@ _PARTS = {"lora_A.weight": "A", "lora_B.weight": "B", "lora_magnitude_vector": "
 
 
 @dataclass
-class Merged:
+class MergeReport:
     """Result of a merge.
 
     layers: number with adapters; tensors: number in total; is_checked: the weights are known to be the adapters' base
@@ -62,11 +62,11 @@ class AdapterFile:
     replace those of the same name.
     """
 
-    found: Found
+    config: AdapterConfig
     layers: Mapping[str, dict[str, Tensor]]
     whole: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def merged(self, name: str, weight: Tensor, into: Merged) -> Tensor:
+    def merged(self, name: str, weight: Tensor, into: MergeReport) -> Tensor:
         """Returns the tensor `name` with its adapter merged, in its own dtype, and adds the rounding error to `into`. A
         replaced tensor has the dtype of its replacement.
         """
@@ -76,8 +76,8 @@ class AdapterFile:
         if parts is None:
             return weight
         plain = weight.float()
-        exact = plain + self.found.scale * (parts["B"].float() @ parts["A"].float())
-        if self.found.dora:
+        exact = plain + self.config.scale * (parts["B"].float() @ parts["A"].float())
+        if self.config.dora:
             exact *= (parts["magnitude"].float().flatten() / exact.norm(dim=1))[:, None]
         rounded = exact.to(weight.dtype)
         into.lost += float((rounded.float() - exact).double().square().sum())
@@ -92,8 +92,8 @@ def merge(
     max_file_bytes: int,
     *,
     allow_pickle: bool = False,
-    describe: Callable[[Path, Merged], None] | None = None,
-) -> Merged:
+    describe: Callable[[Path, MergeReport], None] | None = None,
+) -> MergeReport:
     """Writes `target`, a complete Hugging Face directory, all or nothing. Each tensor is merged in float32 and rounded
     once to the base's dtype. A classifier's score head comes from the adapters.
 
@@ -103,10 +103,10 @@ def merge(
     """
     file, arch = read_adapter(adapter), load_arch(base)
     if file.whole:
-        arch = replace(arch, score_heads=file.whole[HF_VALUE_HEAD].size(0), scores_steps=file.found.scores_steps)
+        arch = replace(arch, score_heads=file.whole[HF_VALUE_HEAD].size(0), scores_steps=file.config.scores_steps)
         row, head = weight_table(arch, "critic")[VALUE_HEAD], file.whole[HF_VALUE_HEAD]
         file = replace(file, whole={**file.whole, **{name: head.new_zeros(shape) for name, shape in row.zeros}})
-    result = Merged(len(file.layers))
+    result = MergeReport(len(file.layers))
     with closing(HFCheckpoint(base, allow_pickle)) as checkpoint:
         metas = _metas(checkpoint, file, adapter)
         staging = Staging(target, sum(meta.nbytes for meta in metas))
@@ -170,7 +170,7 @@ def _metas(checkpoint: HFCheckpoint, file: AdapterFile, adapter: Path) -> list[T
             problems.append(f"{checkpoint.path} has no {layer}.weight")
             continue
         here = checkpoint.source(f"{layer}.weight").shape
-        problems += (f"{layer}: {misfit}" for misfit in _misfits(parts, file.found.rank, here))
+        problems += (f"{layer}: {misfit}" for misfit in _misfits(parts, file.config.rank, here))
     if problems:
         more = [f"and {len(problems) - 4} more"] if len(problems) > 4 else []
         raise WeightError(f"{adapter} does not fit the base weights: {'; '.join(problems[:4] + more)}")
@@ -199,7 +199,7 @@ def _write(
     metas: list[TensorMeta],
     max_file_bytes: int,
     directory: Path,
-    result: Merged,
+    result: MergeReport,
     base: Path,
 ) -> None:
     digests: list[tuple[str, str]] = []
@@ -222,9 +222,9 @@ def _write(
         write_index(files, directory)
     left = [name for name in checkpoint if name not in {meta.name for meta in metas}]
     digests += [(name, tensor_digest(checkpoint.source(name)[:])) for name in left]
-    if file.found.base_digest is not None and joined(digests) != file.found.base_digest:
+    if file.config.base_digest is not None and joined(digests) != file.config.base_digest:
         raise WeightError(
             f"{base} is not the base model of the adapters: its weights have the digest {joined(digests)[:12]}, and "
-            f"the adapters were trained on {file.found.base_digest[:12]}: name their base model"
+            f"the adapters were trained on {file.config.base_digest[:12]}: name their base model"
         )
-    result.is_checked = file.found.base_digest is not None
+    result.is_checked = file.config.base_digest is not None

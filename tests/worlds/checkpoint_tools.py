@@ -19,7 +19,7 @@ platform.install()
 from gradients import make_rollout, parse  # noqa: E402
 
 from mrl import checkpoint  # noqa: E402
-from mrl.checkpoint import Part, Saver, torch_dist  # noqa: E402
+from mrl.checkpoint import Checkpointable, Saver, torch_dist  # noqa: E402
 from mrl.config.schema import CheckpointConfig, OptimizerConfig, TrainConfig, ValueLossConfig  # noqa: E402
 from mrl.families import load_arch  # noqa: E402
 from mrl.learner import Learner, losses  # noqa: E402
@@ -69,7 +69,12 @@ def train(learners: dict[str, Learner], updates: range) -> None:
 
 
 def save(
-    run: Path, step: int, learners: Mapping[str, Part], state: dict[str, Any], keep_last: int, kept: Any = None
+    run: Path,
+    step: int,
+    learners: Mapping[str, Checkpointable],
+    state: dict[str, Any],
+    keep_last: int,
+    kept: Any = None,
 ) -> Path:
     """Waited for."""
     saver = Saver(run, CheckpointConfig(keep_last=keep_last, timeout_s=120), lambda written: None)
@@ -132,18 +137,18 @@ def min_change(a: Weights, b: Weights) -> float:
 @contextlib.contextmanager
 def held_up() -> Iterator[Callable[[], None]]:
     """No rank writes a file before what this gives is called."""
-    go, write = threading.Event(), torch_dist.Shards.write
+    go, write = threading.Event(), torch_dist.ShardedWrite.write
 
-    def later(shards: torch_dist.Shards) -> Any:
+    def later(shards: torch_dist.ShardedWrite) -> Any:
         assert go.wait(100)
         return write(shards)
 
-    torch_dist.Shards.write = later  # type: ignore[method-assign]
+    torch_dist.ShardedWrite.write = later  # type: ignore[method-assign]
     try:
         yield go.set
     finally:
         go.set()
-        torch_dist.Shards.write = write  # type: ignore[method-assign]
+        torch_dist.ShardedWrite.write = write  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

@@ -41,7 +41,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorSt
 
 from mrl import checkpoint, platform
 from mrl.checkpoint import Saver, directory, learner_state, torch_dist
-from mrl.checkpoint.torch_dist import Shards
+from mrl.checkpoint.torch_dist import ShardedWrite
 from mrl.config.schema import CheckpointConfig
 from mrl.learner import Learner
 from mrl.parallel import rank, world_size
@@ -109,7 +109,7 @@ def beside_the_training(world: World) -> None:
     random.seed(rank()), np.random.seed(rank()), torch.manual_seed(rank())
     train(learners, range(3))
     waited_for, at_save = save(run, 2, learners, {}, keep_last=5), weights_of(learners)
-    written: list[checkpoint.Written] = []
+    written: list[checkpoint.SavedCheckpoint] = []
     saver = Saver(run, CheckpointConfig(keep_last=5, timeout_s=120), written.append)
     with held_up() as go:
         saver.save(3, learners, {"step": 3})
@@ -147,16 +147,16 @@ def writers_in_turns(world: World) -> None:
     """Which ranks' files are written at the same time; every write is made to last longer."""
     learners, run = world.pair("tp2.pp2", 1), world.work / "turns"
     spans: list[tuple[float, float]] = []
-    real = Shards.write
+    real = ShardedWrite.write
 
-    def slow(part: Shards) -> Any:
+    def slow(part: ShardedWrite) -> Any:
         began = time.monotonic()
         result = real(part)
         time.sleep(0.1)
         spans.append((began, time.monotonic()))
         return result
 
-    Shards.write = slow  # type: ignore[method-assign]
+    ShardedWrite.write = slow  # type: ignore[method-assign]
     for step, writers in enumerate(("every_rank", "one_node", "one_rank"), 1):
         spans.clear()
         saver = Saver(run, CheckpointConfig(keep_last=5, writers=writers, timeout_s=120), lambda written: None)
@@ -165,7 +165,7 @@ def writers_in_turns(world: World) -> None:
         boxes: list[Any] = [None] * world_size()
         torch.distributed.all_gather_object(boxes, spans)
         report(f"writers: {writers}", spans=boxes)
-    Shards.write = real  # type: ignore[method-assign]
+    ShardedWrite.write = real  # type: ignore[method-assign]
     one, two = run / "checkpoints" / "step_1", run / "checkpoints" / "step_3"
     report("writers", stored=stored_difference(one, two, vocab_of(learners)))
 
@@ -247,7 +247,7 @@ def report_poisoned(world: World, learners: dict[str, Learner], good: Path) -> N
         named = [str(file.relative_to(path)) if rank() == 0 else ""]
         torch.distributed.broadcast_object_list(named)
 
-        read = checkpoint.load_kept if case == "kept" else partial(checkpoint.load, learners=learners)
+        read = checkpoint.load_samples if case == "kept" else partial(checkpoint.load, learners=learners)
         report(f"poisoned: {case}", message=same_everywhere(partial(read, path)), file=named[0], ran=ran.exists())
 
 

@@ -25,14 +25,14 @@ from mrl import checkpoint  # noqa: E402
 from mrl.config.schema import CheckpointConfig, TrainConfig  # noqa: E402
 from mrl.learner import Learner  # noqa: E402
 from mrl.parallel import Meshes, rank  # noqa: E402
-from mrl.weights.convert.convert import Options, hf_to_megatron, megatron_to_hf  # noqa: E402
+from mrl.weights.convert.convert import ConvertOptions, hf_to_megatron, megatron_to_hf  # noqa: E402
 from mrl.weights.disk.megatron_dirs import open_megatron  # noqa: E402
 from mrl.weights.disk.safetensors_io import HFCheckpoint  # noqa: E402
 from mrl.weights.model.export import Exporter, save_hf  # noqa: E402
 from mrl.weights.model.load import load_hf, load_pretrained  # noqa: E402
 from mrl.weights.model.names import named_parameters  # noqa: E402
 
-SMALL = Options(bucket_bytes=5_000, max_file_bytes=100_000)  # many blocks, some cut through a parameter
+SMALL = ConvertOptions(bucket_bytes=5_000, max_file_bytes=100_000)  # many blocks, some cut through a parameter
 State = dict[str, torch.Tensor]
 
 
@@ -142,17 +142,17 @@ def run_checkpoint(job: ConvertedJob) -> dict[str, Any]:
     wrong = {}
     for name, learner in learners.items():
         target, want = job.out / name, job.out / f"{name}_want"
-        options = Options(part=name, bucket_bytes=5_000)
+        options = ConvertOptions(part=name, bucket_bytes=5_000)
         megatron_to_hf(step, target, options, job.meshes)
         save_hf(learner.exporter, job.path, want)
         with HFCheckpoint(want) as one, HFCheckpoint(target) as two:
             wrong[name] = sorted(set(one) ^ set(two))
             wrong[name] += [key for key in one if not torch.equal(one.source(key)[:], two.source(key)[:])]
-    other = error_of(lambda: megatron_to_hf(step, job.out / "none", Options(part="reward"), job.meshes))
+    other = error_of(lambda: megatron_to_hf(step, job.out / "none", ConvertOptions(part="reward"), job.meshes))
     shutil.copytree(step / "actor", job.out / "bare", dirs_exist_ok=True) if rank() == 0 else None
     dist.barrier()
-    bare = error_of(lambda: megatron_to_hf(job.out / "bare", job.out / "none", Options(), job.meshes))
-    named = Options(model_files=job.path)
+    bare = error_of(lambda: megatron_to_hf(job.out / "bare", job.out / "none", ConvertOptions(), job.meshes))
+    named = ConvertOptions(model_files=job.path)
     megatron_to_hf(job.out / "bare", job.out / "from_bare", named, job.meshes)
     same = (job.out / "from_bare" / "model.safetensors").read_bytes() == (
         job.out / "actor" / "model.safetensors"

@@ -28,11 +28,11 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 from mrl.config.model_dirs import read_converted  # noqa: E402
 from mrl.parallel import Meshes  # noqa: E402
-from mrl.weights.compare.verdict import judge  # noqa: E402
-from mrl.weights.convert.convert import Options, hf_to_megatron, megatron_to_hf  # noqa: E402
+from mrl.weights.compare.verdict import compare_models  # noqa: E402
+from mrl.weights.convert.convert import ConvertOptions, hf_to_megatron, megatron_to_hf  # noqa: E402
 from mrl.weights.errors import WeightError  # noqa: E402
 
-SMALL = Options(workers=1, bucket_bytes=5_000, max_file_bytes=100_000)
+SMALL = ConvertOptions(workers=1, bucket_bytes=5_000, max_file_bytes=100_000)
 SHARDED = "release/__0_0.distcp"
 
 
@@ -56,7 +56,7 @@ class Faults:
         save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
         return copy
 
-    def megatron(self, change: Callable[[Path], Any] = lambda path: None, options: Options = SMALL) -> Path:
+    def megatron(self, change: Callable[[Path], Any] = lambda path: None, options: ConvertOptions = SMALL) -> Path:
         """A converted model that was changed afterwards; its manifest says what it is then."""
         target = self.fresh() / "converted"
         hf_to_megatron(self.model, target, options, self.meshes)
@@ -66,13 +66,15 @@ class Faults:
         (target / "complete").write_text(json.dumps(manifest))
         return target
 
-    def to_megatron(self, source: Path, options: Options = SMALL, target: Path | None = None) -> dict[str, Any]:
+    def to_megatron(self, source: Path, options: ConvertOptions = SMALL, target: Path | None = None) -> dict[str, Any]:
         return self._attempt(hf_to_megatron, source, options, target)
 
-    def to_hf(self, source: Path, options: Options = SMALL, target: Path | None = None) -> dict[str, Any]:
+    def to_hf(self, source: Path, options: ConvertOptions = SMALL, target: Path | None = None) -> dict[str, Any]:
         return self._attempt(megatron_to_hf, source, options, target)
 
-    def _attempt(self, convert: Callable[..., Any], source: Path, options: Options, to: Path | None) -> dict[str, Any]:
+    def _attempt(
+        self, convert: Callable[..., Any], source: Path, options: ConvertOptions, to: Path | None
+    ) -> dict[str, Any]:
         target = to or self.fresh() / "target"
         error = ""
         try:
@@ -83,7 +85,7 @@ class Faults:
         return {"error": error, "left": left, "target": str(target)}
 
     def verdict(self, hf: Path, megatron: Path, **more: Any) -> dict[str, Any]:
-        found = judge(hf, megatron, self.meshes, **more).as_dict()
+        found = compare_models(hf, megatron, self.meshes, **more).as_dict()
         different = [text for group in found["groups"] for text in group["different"]]
         return {"same": found["same"], "different": different, "problems": found["problems"], "logits": found["logits"],
                 "dtypes": sorted({tuple(pair) for group in found["groups"] for pair in group["dtypes"]})}  # fmt: skip
@@ -286,7 +288,7 @@ def memory(faults: Faults) -> None:
     big = faults.hf(lambda tensors: tensors.update({"model.embed_tokens.weight": torch.ones(rows, 64)}))
     config = json.loads((big / "config.json").read_text())
     (big / "config.json").write_text(json.dumps({**config, "vocab_size": rows}))
-    options = Options(bucket_bytes=1 << 20)
+    options = ConvertOptions(bucket_bytes=1 << 20)
     faults.to_hf(faults.megatron(options=options))  # what is imported and cached once is not the model's
     grown = []
     target = faults.fresh() / "target"

@@ -30,7 +30,7 @@ from mrl.models.build import build_model  # noqa: E402
 from mrl.models.initialise import initialise  # noqa: E402
 from mrl.parallel import Meshes, rank  # noqa: E402
 from mrl.rollout import Access, EngineClient  # noqa: E402
-from mrl.weights.sync.push import WeightSync  # noqa: E402
+from mrl.weights.sync.weight_sync import WeightSync  # noqa: E402
 from tests import fake_fp8  # noqa: E402
 
 
@@ -106,7 +106,7 @@ def push(made: Learner, engine: dict[str, str]) -> list[str]:
     access = Access(engine["api_key"])
     cfg = SyncConfig(transport="http", verify="checksum", timeout_s=60.0, bucket_mib=1)
     with closing(WeightSync(made.exporter, [engine["url"]], cfg, access=access)) as sync:
-        report = sync.push("1")
+        report = sync.update_weights("1")
     assert report.verified == report.tensors > 0
     if rank() != 0:
         return []

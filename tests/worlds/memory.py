@@ -91,8 +91,8 @@ def parts(learner: Learner) -> Bytes:
 def everything() -> int:
     """Bytes of all tensors of the process but those that wait in host memory."""
     gc.collect()
-    found = [x for x in gc.get_objects() if isinstance(x, torch.Tensor | platform.HostRoom)]
-    rooms = [room._room for room in found if isinstance(room, platform.HostRoom) and room._room is not None]
+    found = [x for x in gc.get_objects() if isinstance(x, torch.Tensor | platform.OffloadBuffer)]
+    rooms = [room._buffer for room in found if isinstance(room, platform.OffloadBuffer) and room._buffer is not None]
     kept = live(x for x in found if isinstance(x, torch.Tensor) and x.device.type == "cpu")
     return sum(kept.values()) - sum(live(rooms).values())
 
@@ -241,11 +241,11 @@ def refusals(job: Job) -> None:
     job.memory.begin("experience")
     found["update without the optimizer"] = said(lambda: train({"actor": actor}, range(1)))
     job.memory.begin("actor_update")
-    room = platform.HostRoom.take
+    room = platform.OffloadBuffer.offload
     if rank() == 2:
-        platform.HostRoom.take = no_host_memory  # type: ignore[method-assign]
+        platform.OffloadBuffer.offload = no_host_memory  # type: ignore[method-assign]
     found["no host memory"] = said(lambda: job.memory.begin("critic_update"))
-    platform.HostRoom.take = room  # type: ignore[method-assign]
+    platform.OffloadBuffer.offload = room  # type: ignore[method-assign]
     report("refusals", **found)
 
 

@@ -44,7 +44,7 @@ def main() -> None:
     for learner in (still, moving):
         train({"actor": learner}, range(2, 4))
     weights = [weights_of({"actor": learner}) for learner in (still, moving)]
-    room = moving.memory._rooms["optimizer"]._room
+    room = moving.memory._rooms["optimizer"]._buffer
     found = {
         "allocated": allocated,
         "reserved": reserved,

@@ -47,7 +47,7 @@ def main() -> None:
     for first in range(0, len(WAYS), 4):
         out, dtype, layers, order = WAYS[first : first + 4]
         if order == "fixed":
-            platform.be_deterministic()
+            platform.enable_determinism()
         torch.save(one_update(make("policy", meshes, dtype, layers), make("critic", meshes, dtype, layers)), out)
     torch.distributed.destroy_process_group()
 

@@ -201,7 +201,7 @@ def saved(world: World, case: str, model: str, layouts: list[str], dtype: torch.
             loaded=error(shown(fresh_copy), at_save),
             stored=stored_difference(path, again, fresh.arch.vocab_size),
             continued=error(go_on(fresh, fresh_copy), at_end),
-            kept=[int(x) for x in checkpoint.load_kept(path)["tensors"][0]],
+            kept=[int(x) for x in checkpoint.load_samples(path)["tensors"][0]],
         )
 
 

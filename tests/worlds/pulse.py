@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mrl import failure
 from mrl.resilience import preemption
-from mrl.resilience.rank import adopt
+from mrl.resilience.rank import set_up_process
 
 
 def listening(pid: int) -> list[str]:
@@ -26,8 +26,8 @@ def listening(pid: int) -> list[str]:
 
 
 def main() -> None:
-    preemption.close_first()
-    adopt()
+    preemption.close_on_signal()
+    set_up_process()
     from mrl import platform
     from mrl.parallel import rank
     from mrl.trainers.shared.world import World

@@ -1,4 +1,4 @@
-"""Four ranks, each a node, and two engines over two of them each. Usage: spanning.py MODEL_DIR URL URL
+"""Four ranks, each a node, and two engines over two of them each. Usage: multi_node_engine.py MODEL_DIR URL URL
 
 Ranks 1 and 2 send. A push for both engines, then one for the second alone, as after it was started again.
 """
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from mrl.config.schema import SyncConfig
 from mrl.parallel import Nodes
 from mrl.weights.sync.payload import Bucket, plan_buckets
-from mrl.weights.sync.push import WeightSync
+from mrl.weights.sync.weight_sync import WeightSync
 from tests.sync_tools import FileExporter
 
 
@@ -33,9 +33,9 @@ def main() -> None:
     exporter.gather = dist.barrier
     homes = {urls[0]: (0, 1), urls[1]: (2, 3)}
     sync = SmallBuckets(exporter, urls, SyncConfig(timeout_s=30.0), 4, nodes=Nodes((0, 1, 2, 3), rank), homes=homes)
-    sync.push("7")
+    sync.update_weights("7")
     with sync._engines.only(urls[1]):
-        sync.push("8")
+        sync.update_weights("8")
     sync.close()
     dist.destroy_process_group()
 

@@ -25,7 +25,7 @@ from mrl.parallel import Meshes, rank  # noqa: E402
 from mrl.rollout import Access, EngineClient  # noqa: E402
 from mrl.weights.model.export import Exporter  # noqa: E402
 from mrl.weights.model.load import load_hf  # noqa: E402
-from mrl.weights.sync.push import WeightSync  # noqa: E402
+from mrl.weights.sync.weight_sync import WeightSync  # noqa: E402
 
 MODEL, OLD, URL, JOBS, RESULTS = sys.argv[1:6]
 
@@ -57,7 +57,7 @@ def main() -> None:
         dist.barrier()
         cfg = SyncConfig(transport=job["transport"], verify="checksum", timeout_s=60.0, bucket_mib=1)
         sync = WeightSync(exporter(job["layout"], meshes), [URL], cfg, access=access)
-        report = sync.push("1")
+        report = sync.update_weights("1")
         result |= {"verified": report.verified, "tensors": report.tensors, "seconds": report.seconds}
         if rank() == 0:
             result["after"] = hashes(client)

@@ -23,8 +23,8 @@ from mrl.config.schema import SyncConfig
 from mrl.parallel import Nodes
 from mrl.weights.errors import SyncError
 from mrl.weights.sync.payload import Bucket, plan_buckets
-from mrl.weights.sync.push import WeightSync
 from mrl.weights.sync.transports import SharedMemory
+from mrl.weights.sync.weight_sync import WeightSync
 from tests.sync_tools import FileExporter
 
 
@@ -63,7 +63,7 @@ def push(job: dict[str, Any], exporter: FileExporter) -> dict[str, Any]:
     error = ""
     try:
         with no_room() if job.get("lacks") == exporter.rank else contextlib.nullcontext():
-            sync.push("7")
+            sync.update_weights("7")
     except SyncError as caught:
         error = str(caught)
     seconds = time.monotonic() - started

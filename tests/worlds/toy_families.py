@@ -5,7 +5,7 @@ from __future__ import annotations
 from safetensors.torch import load_file
 
 from mrl.parallel import Meshes
-from mrl.weights.convert.convert import Options, hf_to_megatron, megatron_to_hf
+from mrl.weights.convert.convert import ConvertOptions, hf_to_megatron, megatron_to_hf
 from tests.toy_families import add_toys
 from tests.worlds.weights import CHECKS, Job, run_checks
 
@@ -14,7 +14,7 @@ def convert(job: Job) -> list[str]:
     """There and back: the tensors that are not the same."""
     assert job.out is not None
     for convert, source, target in ((hf_to_megatron, job.path, "there"), (megatron_to_hf, job.out / "there", "back")):
-        convert(source, job.out / target, Options(), Meshes(60))
+        convert(source, job.out / target, ConvertOptions(), Meshes(60))
     want, got = (load_file(path / "model.safetensors") for path in (job.path, job.out / "back"))
     return [name for name in want.keys() | got.keys() if not want[name].equal(got[name])]
 

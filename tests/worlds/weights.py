@@ -282,7 +282,7 @@ def tied_copy_forgotten(job: Job) -> str:
     """As if the loader wrote the first stage's embedding only."""
     original = load._fill
 
-    def forgetful(item: load.Item, *args: Any) -> None:
+    def forgetful(item: load.ParameterLoad, *args: Any) -> None:
         if item.name != OUTPUT:
             original(item, *args)
 

@@ -154,14 +154,16 @@ def child(direction: str, source: str, target: str, workers: str) -> None:
 
     platform.install()
     from mrl.parallel import Meshes
-    from mrl.weights.convert.convert import Options, hf_to_megatron, megatron_to_hf
+    from mrl.weights.convert.convert import ConvertOptions, hf_to_megatron, megatron_to_hf
 
     platform.init_process_group(TIMEOUT_S)
     convert = hf_to_megatron if direction == "hf-to-megatron" else megatron_to_hf
     meshes = Meshes()
     platform.reset_peak_memory()
     before = platform.peak_memory_bytes()
-    report = convert(Path(source), Path(target), Options(workers=int(workers), max_file_bytes=SHARD_BYTES), meshes)
+    report = convert(
+        Path(source), Path(target), ConvertOptions(workers=int(workers), max_file_bytes=SHARD_BYTES), meshes
+    )
     peak = platform.peak_memory_bytes()
     if peak - before > GROWTH_LIMIT:
         sys.exit(f"{direction}: resident memory grew by {(peak - before) / 1e6:.0f} MB")

@@ -242,9 +242,9 @@ def curve(run_dir: Path) -> dict[str, Any]:
 def draw(file: Path, found: dict[str, list[dict[str, Any]]]) -> None:
     """name -> a curve a seed. Their mean over the last steps, and each of them pale; dashed where nothing corrects. Of
     the seeds that all have."""
-    from mrl.observe.curves import INK, PALETTE, blank
+    from mrl.observe.curves import INK, PALETTE, empty_axes
 
-    figure, axes = blank((7, 4))
+    figure, axes = empty_axes((7, 4))
     shared = min(len(seeds) for seeds in found.values())
     colours = dict(zip(dict.fromkeys(name.split()[0] for name in found), PALETTE, strict=False))
     for name, seeds in found.items():

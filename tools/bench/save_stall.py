@@ -91,10 +91,10 @@ class Bench:
         """Of one checkpoint: seconds that training stood still, of these to put the copy together, until the files were
         there, and the median update meanwhile; MiB of tensors, and by which this rank's memory grew at most."""
         from mrl import platform
-        from mrl.checkpoint import Saver, Written
+        from mrl.checkpoint import SavedCheckpoint, Saver
         from mrl.config.schema import CheckpointConfig
 
-        found: list[Written] = []
+        found: list[SavedCheckpoint] = []
         name = "async" if asynchronous else "sync"
         saver = Saver(self.work / name, CheckpointConfig(asynchronous=asynchronous, keep_last=1), found.append)
         platform.reset_peak_memory()

@@ -227,7 +227,7 @@ def host(samples: int, tokens: int, ranks: int, minibatch: int, critic: bool = F
 
     from mrl.config.schema import RLConfig
     from mrl.learner import losses
-    from mrl.platform.imagined import imagined_rank
+    from mrl.platform.fake_rank import fake_rank
     from mrl.trainers.rl.experience import forward_passes, make_experience
     from mrl.trainers.rl.loop import update
     from tests.bare_run import bare_run
@@ -248,7 +248,7 @@ def host(samples: int, tokens: int, ranks: int, minibatch: int, critic: bool = F
         return to(self, device)
 
     losses.PolicyTargets.to = counted  # type: ignore[method-assign]
-    with imagined_rank(0, ranks, device="cpu"):
+    with fake_rank(0, ranks, device="cpu"):
         actor, values = host_learner("policy", ranks), host_learner("critic", ranks) if critic else None
         run, base = bare_run(cfg, actor, values), peak_mib()
         for learner in filter(None, (actor, values)):
@@ -285,7 +285,7 @@ def engines(servers: int) -> Row:
     from mrl.rollout.check import check_server
     from mrl.rollout.fleet import Fleet
     from mrl.rollout.server import Server
-    from mrl.weights.sync.push import WeightSync
+    from mrl.weights.sync.weight_sync import WeightSync
 
     exporter: Any = SimpleNamespace(metas=list, stream=lambda: iter(()))
     cfg, clock = RolloutConfig(), Clock()
@@ -301,7 +301,7 @@ def engines(servers: int) -> Row:
         sync = WeightSync(exporter, urls, SyncConfig(transport="http"))
         for name in ("push", "again"):
             with clock.of(name):
-                sync.push("1")
+                sync.update_weights("1")
         sync.close()
     return clock.row
 

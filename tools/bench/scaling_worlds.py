@@ -135,10 +135,10 @@ def layout(ranks: int) -> Row:
 
     from mrl.config.schema import ParallelConfig
     from mrl.parallel import Mesh
-    from mrl.platform.imagined import imagined_rank
+    from mrl.platform.fake_rank import fake_rank
 
     clock, counted = Clock(), SimpleNamespace(calls=0)
-    with imagined_rank(0, ranks):
+    with fake_rank(0, ranks):
         inner = dist.new_group
 
         def counting(*args: Any, **kwargs: Any) -> Any:

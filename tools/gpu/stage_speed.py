@@ -20,9 +20,9 @@ from mrl.families import load_arch  # noqa: E402
 from mrl.learner import Learner, losses  # noqa: E402
 from mrl.parallel import Meshes  # noqa: E402
 from mrl.weights.sync.payload import Bucket, plan_buckets  # noqa: E402
-from mrl.weights.sync.push import Filler  # noqa: E402
-from mrl.weights.sync.transports import Deadline, Engines, Place, Transport  # noqa: E402
-from mrl.weights.sync.transports.base import by_turns, largest  # noqa: E402
+from mrl.weights.sync.transports import Deadline, Engines, SenderLocation, Transport  # noqa: E402
+from mrl.weights.sync.transports.base import double_buffer, largest_bucket_bytes  # noqa: E402
+from mrl.weights.sync.weight_sync import BucketFiller  # noqa: E402
 from tools.gpu.kernel_checks import head, head_by_torch, token_kernels  # noqa: E402
 from tools.gpu.stage import ROOT, Check, Numbers, Setting  # noqa: E402
 from tools.gpu.timing import DTYPE, ROUNDS, copied_bytes, product_flops, rounds_of, seconds  # noqa: E402
@@ -108,9 +108,9 @@ class _Nowhere(Transport):
 
     def prepare(self, buckets: Sequence[Bucket]) -> None:
         def room() -> torch.Tensor:
-            return torch.empty(largest(buckets), dtype=torch.uint8, device=platform.device())
+            return torch.empty(largest_bucket_bytes(buckets), dtype=torch.uint8, device=platform.device())
 
-        self._flats = by_turns(room, buckets)
+        self._flats = double_buffer(room, buckets)
 
     def buffer(self, bucket: Bucket) -> torch.Tensor:
         return next(self._flats)
@@ -124,13 +124,13 @@ def sync(setting: Setting) -> Numbers:
     actor = learner("local", setting.rehearsal)
     metas = actor.exporter.metas()
     buckets = plan_buckets(metas, BUCKET_BYTES)
-    nowhere = _Nowhere(Engines((), 1, Deadline(PUSH_S)), Place(0, platform.device(), None))
+    nowhere = _Nowhere(Engines((), 1, Deadline(PUSH_S)), SenderLocation(0, platform.device(), None))
     nowhere.prepare(buckets)
 
     def work() -> None:
-        filler = Filler(nowhere, buckets, None)
+        filler = BucketFiller(nowhere, buckets, None)
         for name, tensor in actor.exporter.stream():
-            filler.take(name, tensor)
+            filler.add(name, tensor)
         filler.delivered()
         filler.check_done()
 

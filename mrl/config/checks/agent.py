@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 from mrl.config.checks.reward import definitions
-from mrl.config.problems import Problem, no_file, reason
+from mrl.config.problems import Problem, not_a_file, reason
 from mrl.config.schema import AgentConfig, RLConfig
 
 KEY, PARSER, ENVIRONMENT = "agent.rollout", "agent.parser", "environment"
@@ -69,7 +69,7 @@ def _defined(key: str, spec: str, but: str = "") -> Generator[Problem, None, ast
         yield Problem((key,), f"{spec!r} is {but}not path/to/file.py:name")
         return None
     try:
-        if problem := no_file(Path(path)):
+        if problem := not_a_file(Path(path)):
             raise ValueError(problem)
         found = definitions(ast.parse(Path(path).read_bytes(), path))
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mrl.config.checks.base import changed, inert
+from mrl.config.checks.base import changed, without_effect
 from mrl.config.checks.reward import OF_A_GROUP, check_function
 from mrl.config.problems import Problem
 from mrl.config.schema import AlgorithmConfig, RefConfig, RLConfig, ValueLossConfig
@@ -27,8 +27,10 @@ def check_kl(cfg: RLConfig) -> Iterator[Problem]:
     on = f"{key}.use_in_reward" if kl.use_in_reward else f"{key}.use_in_loss"
     if not needs_ref(cfg):
         names = ["coef", "penalty", "bias_correction", "controller", "target", "horizon_samples"]
-        yield from inert(kl, key, names, "use_in_reward and use_in_loss are both false", f"{key}.use_in_reward")
-        yield from inert(cfg.ref, "ref", list(RefConfig.model_fields), "no KL term uses a reference model", on)
+        yield from without_effect(
+            kl, key, names, "use_in_reward and use_in_loss are both false", f"{key}.use_in_reward"
+        )
+        yield from without_effect(cfg.ref, "ref", list(RefConfig.model_fields), "no KL term uses a reference model", on)
         return
     if kl.use_in_reward and kl.use_in_loss:
         yield Problem((f"{key}.use_in_reward", f"{key}.use_in_loss"), "the penalty would count twice: choose one")
@@ -37,7 +39,7 @@ def check_kl(cfg: RLConfig) -> Iterator[Problem]:
         yield Problem((f"{key}.penalty", f"{key}.use_in_reward"), message)
     if not kl.use_in_loss:
         because = "the penalty in the reward is that of the rollout policy"
-        yield from inert(kl, key, ["bias_correction"], because, f"{key}.use_in_loss")
+        yield from without_effect(kl, key, ["bias_correction"], because, f"{key}.use_in_loss")
     elif kl.bias_correction and kl.penalty.endswith("+"):
         message = f"{kl.penalty} already has an unbiased gradient: use {kl.penalty[:-1]}"
         yield Problem((f"{key}.bias_correction", f"{key}.penalty"), message)
@@ -45,7 +47,7 @@ def check_kl(cfg: RLConfig) -> Iterator[Problem]:
         yield Problem((f"{key}.coef", on), "0 disables the KL term that is enabled: set a coefficient")
     if kl.controller == "fixed":
         names = ["target", "horizon_samples"]
-        yield from inert(kl, key, names, "the controller is fixed", f"{key}.controller")
+        yield from without_effect(kl, key, names, "the controller is fixed", f"{key}.controller")
         return
     for name in ("target", "horizon_samples"):
         if not changed(kl, name):
@@ -70,7 +72,7 @@ def _estimator(cfg: RLConfig) -> Iterator[Problem]:
     because = f"the estimator is {name}"
     if isinstance(algorithm, Whitening) and not algorithm.whiten_advantages:
         switch = "algorithm.whiten_advantages"
-        yield from inert(algorithm, "algorithm", ["whiten_shift_mean"], "advantages are not whitened", switch)
+        yield from without_effect(algorithm, "algorithm", ["whiten_shift_mean"], "advantages are not whitened", switch)
     if algorithm.takes_values == "always" and cfg.critic is None:
         message = f"{name} needs a critic: add a `critic:` section (`critic: {{}}` for its defaults)"
         yield Problem((ESTIMATOR, "critic"), message)
@@ -104,13 +106,13 @@ def _gdpo(cfg: RLConfig) -> Iterator[Problem]:
         yield Problem(("algorithm.kl.use_in_reward", ESTIMATOR), message)
     if algorithm.pf_ppo is None or (algorithm.score_clip is None and not _is_drawn_by_centred_scores(algorithm)):
         names = ["use_score_scaling", "use_score_norm", "score_clip"]
-        yield from inert(algorithm, "algorithm", names, "gdpo uses components of the reward, not the score", ESTIMATOR)
+        yield from without_effect(algorithm, "algorithm", names, "gdpo uses components of the reward, not the score", ESTIMATOR)
 
 
 def _scores(cfg: RLConfig) -> Iterator[Problem]:
     algorithm, scaling = cfg.algorithm, "algorithm.use_score_scaling"
     if not algorithm.use_score_scaling:
-        yield from inert(algorithm, "algorithm", ["use_score_norm"], "scores are not scaled", scaling)
+        yield from without_effect(algorithm, "algorithm", ["use_score_norm"], "scores are not scaled", scaling)
         return
     reads_scale = algorithm.score_clip is not None or algorithm.kl.use_in_reward
     if algorithm.is_scale_free and not reads_scale and not _is_drawn_by_centred_scores(algorithm):
@@ -128,17 +130,17 @@ def _resampling(cfg: RLConfig) -> Iterator[Problem]:
     resampling, key = cfg.algorithm.pf_ppo, "algorithm.pf_ppo"
     if resampling is not None and resampling.reweight_method != "pow":
         because = f"samples are reweighted by {resampling.reweight_method}"
-        yield from inert(resampling, key, ["weight_pow"], because, f"{key}.reweight_method")
+        yield from without_effect(resampling, key, ["weight_pow"], because, f"{key}.reweight_method")
 
 
 def _filter_groups(cfg: RLConfig) -> Iterator[Problem]:
     groups, key = cfg.algorithm.filter_groups, "algorithm.filter_groups"
     if not groups.enable:
         because = "groups with equal values of the metric are not dropped"
-        yield from inert(groups, key, ["metric"], because, f"{key}.enable")
+        yield from without_effect(groups, key, ["metric"], because, f"{key}.enable")
     if not groups.is_on:
         names = ["prompts_per_round", "max_num_gen_batches", "on_shortage"]
-        yield from inert(groups, key, names, "no groups are filtered", f"{key}.enable")
+        yield from without_effect(groups, key, names, "no groups are filtered", f"{key}.enable")
         return
     if groups.enable and cfg.batch.samples_per_prompt == 1:
         message = "1 sample per prompt: every group has equal values and would be dropped: use at least 2"

@@ -18,12 +18,12 @@ def changed(section: BaseModel, *names: str) -> list[str]:
     return [name for name in names if values[name] != fields[name].default]
 
 
-def inert(section: BaseModel, key: str, names: Sequence[str], because: str, other: str) -> Iterator[Problem]:
+def without_effect(section: BaseModel, key: str, names: Sequence[str], because: str, other: str) -> Iterator[Problem]:
     for name in changed(section, *names):
         yield Problem((f"{key}.{name}", other), f"has no effect: {because}")
 
 
-def either(values: Sequence[int]) -> str:
+def one_of(values: Sequence[int]) -> str:
     """1, 2 or 4; long lists are cut in the middle."""
     shown = [str(value) for value in (values if len(values) <= 9 else [*values[:4], *values[-4:]])]
     if len(values) > 9:

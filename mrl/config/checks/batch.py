@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mrl.config.checks.base import inert
+from mrl.config.checks.base import without_effect
 from mrl.config.checks.layout import check_shares
 from mrl.config.derived import Machine
 from mrl.config.problems import Problem
@@ -21,7 +21,7 @@ def check(cfg: RLConfig, machine: Machine) -> Iterator[Problem]:
         )
     if minibatch == total and cfg.replay is None:
         because = "each update uses all samples of its step"
-        yield from inert(cfg.batch, "batch", ["shuffle_minibatches"], because, "batch.samples_per_minibatch")
+        yield from without_effect(cfg.batch, "batch", ["shuffle_minibatches"], because, "batch.samples_per_minibatch")
     explicit = cfg.batch.samples_per_minibatch is not None
     key = "batch.samples_per_minibatch" if explicit else "batch.prompts_per_step"
     yield from check_shares(cfg, machine, key, minibatch, "samples per update")

@@ -14,7 +14,7 @@ ANY, BATCH, MODEL, SCORE = "*", "batch", "model", "score"
 
 
 @dataclass(frozen=True)
-class Mix:
+class RewardMix:
     """What scores rows of one data source. names: that a sample has; whole: components of whose parts the names are
     not known; is_open: neither is any other name, as the parts of a single component have no prefix."""
 
@@ -63,19 +63,19 @@ def _length(cfg: RLConfig, key: str) -> Iterator[Problem]:
             return
 
 
-def _mixes(reward: RewardConfig) -> dict[str, Mix]:
+def _mixes(reward: RewardConfig) -> dict[str, RewardMix]:
     """By data source."""
     specs = _specs(reward)
     if len({spec for each in specs.values() for spec in each}) == 1:
         ((spec, *_), *_) = specs.values()
         parts = _parts(reward, spec)
-        return dict.fromkeys(specs, Mix((SCORE, *(parts or ())), is_open=parts is None))
+        return dict.fromkeys(specs, RewardMix((SCORE, *(parts or ())), is_open=parts is None))
     made = {}
     for label, each in specs.items():
         parts_of = {_name(spec): _parts(reward, spec) for spec in each}
         inner = [f"{name}/{part}" for name, parts in parts_of.items() for part in parts or ()]
         whole = tuple(name for name, parts in parts_of.items() if parts is None)
-        made[label] = Mix((SCORE, *parts_of, *inner), whole)
+        made[label] = RewardMix((SCORE, *parts_of, *inner), whole)
     return made
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from mrl.config.checks.base import Archs, changed
 from mrl.config.json_rows import BOM, as_row, parse_row
-from mrl.config.problems import Problem, no_file, reason
+from mrl.config.problems import Problem, not_a_file, reason
 from mrl.config.sections.data import DataConfig, PreferenceDataConfig, SourceConfig
 from mrl.config.trainers.base import AnyConfig, Config, DataUse
 from mrl.families import ModelArch
@@ -123,7 +123,7 @@ def read_columns(source: SourceConfig) -> Columns | None:
         raise FileNotFoundError
     if path.is_dir():
         return _columns_of_directory(path, source.split)
-    if problem := no_file(path):
+    if problem := not_a_file(path):
         raise _Unreadable(f"cannot read {path}: {problem}")
     if path.suffix not in (".jsonl", ".json", ".parquet"):
         raise _Unreadable(f"{path} is not in a format that mrl reads: {KINDS}")

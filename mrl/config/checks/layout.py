@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from mrl.config.checks.base import Archs, either
+from mrl.config.checks.base import Archs, one_of
 from mrl.config.derived import Machine, data_parallel, expert_size, model_size
 from mrl.config.problems import Problem
 from mrl.config.sections.models import ParallelConfig
@@ -39,7 +39,7 @@ def _world(key: str, p: ParallelConfig, machine: Machine, arch: ModelArch | None
         product = " x ".join(f"{name} {size}" for name, size in sizes.items())
         others = model_size(p) // sizes[first]
         would = [n for n in range(1, world + 1) if world % (others * n) == 0 and _cuts(first, n, arch)]
-        hint = f"use {first} {either(would)}" if would else f"use a multiple of {model_size(p)} ranks"
+        hint = f"use {first} {one_of(would)}" if would else f"use a multiple of {model_size(p)} ranks"
         message = f"{product} = {model_size(p)} ranks do not divide {source} of {world} ranks: {hint}"
         yield Problem((f"{key}.{first}", *other), message)
     if p.expert > 1 and world % expert_size(p):
@@ -122,7 +122,7 @@ def _pipeline(key: str, p: ParallelConfig, arch: ModelArch, path_key: str) -> It
     if odd:
         would = [count for count in _all_divisors(*per_stage.values()) if count > 1]
         message = f"{chunks} chunks per stage do not divide the layers of {_amounts(odd)}: "
-        message += f"use {either(would)}" if would else "leave it out"
+        message += f"use {one_of(would)}" if would else "leave it out"
         yield Problem((f"{key}.virtual_pipeline", *named, path_key), message)
 
 
@@ -132,7 +132,7 @@ def _other_split(layers: int, pipeline: int, fixed: dict[str, int]) -> str:
     rest, stages = layers - sum(fixed[other] for other in others), pipeline - len(fixed)
     would = [n for n in range(1, rest + 1) if (rest - n) % stages == 0 and n < rest] if stages else [rest]
     would = [n for n in would if n > 0]
-    return f": use {name} {either(would)}" if would else ""
+    return f": use {name} {one_of(would)}" if would else ""
 
 
 def _all_divisors(*numbers: int) -> list[int]:
@@ -142,7 +142,7 @@ def _all_divisors(*numbers: int) -> list[int]:
 
 def _divisors(*numbers: int) -> str:
     """What divides all of them."""
-    return either(_all_divisors(*numbers))
+    return one_of(_all_divisors(*numbers))
 
 
 def _amounts(layers: dict[str, int]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from mrl.config.checks.base import Archs, either, inert
+from mrl.config.checks.base import Archs, one_of, without_effect
 from mrl.config.derived import Machine
 from mrl.config.engines import ENGINES
 from mrl.config.model_dirs import is_converted
@@ -111,7 +111,7 @@ def check_sync(cfg: RLConfig, arch: ModelArch | None, machine: Machine) -> Itera
         message = "an adapter sync does not restore the released base weights: set merge, or rollout.release: cache"
         yield Problem((key, "rollout.release"), message)
     because = "adapters are sent inside requests"
-    yield from inert(cfg.sync, "sync", ["transport", "bucket_mib"], because, key)
+    yield from without_effect(cfg.sync, "sync", ["transport", "bucket_mib"], because, key)
     yield from _engine_reads(cfg, arch, machine)
 
 
@@ -128,7 +128,7 @@ def _engine_reads(cfg: RLConfig, arch: ModelArch | None, machine: Machine) -> It
         return
     if odd := sorted({layer.ffn_size for layer in arch.layers if layer.ffn_size % multiple}):
         message = (
-            f"SGLang on a CPU pads MLPs to a multiple of {multiple}, and the model has {either(odd)}, so that adapters "
+            f"SGLang on a CPU pads MLPs to a multiple of {multiple}, and the model has {one_of(odd)}, so that adapters "
             "do not fit: set merge, or target attention only"
         )
         yield Problem(("sync.lora", "model.path"), message)

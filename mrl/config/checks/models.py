@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mrl.config import tokenizer_files
-from mrl.config.checks.base import Archs, inert
+from mrl.config.checks.base import Archs, without_effect
 from mrl.config.derived import Machine, asks_for_transformer_engine
 from mrl.config.model_dirs import is_converted, read_converted
 from mrl.config.problems import Problem, reason
@@ -17,14 +17,14 @@ from mrl.families import FAMILIES, ModelArch, UnsupportedModel, is_reward_model,
 
 
 def read_archs(cfg: Config, problems: list[Problem], shapes_only: bool = False) -> Archs:
-    """The shapes of the run's models; what is wrong with their directories is added to `problems`, of config.json alone
-    with `shapes_only`."""
+    """The shapes of the run's models; what is wrong with their directories is added to `tokenizer_problems`, of
+    config.json alone with `shapes_only`."""
     model = cfg.model
     actor = _arch("model.path", model.path, problems)
     if actor is not None and not model.from_scratch and not shapes_only:
         problems.extend(_weights("model.path", model.path, model.allow_pickle))
     if actor is not None and not shapes_only:
-        found_in_tokenizer = tokenizer_files.problems(model.path, actor.vocab_size, model.eos_token)
+        found_in_tokenizer = tokenizer_files.tokenizer_problems(model.path, actor.vocab_size, model.eos_token)
         problems.extend(Problem((key,), message) for key, message in found_in_tokenizer)
     archs: dict[str, ModelArch | None] = {}
     for name, use in cfg.models().items():
@@ -112,14 +112,14 @@ def check_optimizers(cfg: Config) -> Iterator[Problem]:
     """Settings of the optimizers that contradict each other or have no effect."""
     for name, use in cfg.models().items():
         if use.train is not None:
-            yield from check_optimizer(f"{name}.optimizer", use.train.optimizer, cfg.least_updates(name))
+            yield from check_optimizer(f"{name}.optimizer", use.train.optimizer, cfg.min_updates(name))
 
 
 def check_optimizer(key: str, opt: OptimizerConfig, updates: int | None) -> Iterator[Problem]:
     """Of one model, whose optimizer is under `key`. updates: that the run makes at least; None: only the data tells"""
     decay = f"{key}.decay"
     if opt.decay == "constant":
-        yield from inert(opt, key, ["decay_steps", "min_lr"], "the learning rate is constant", decay)
+        yield from without_effect(opt, key, ["decay_steps", "min_lr"], "the learning rate is constant", decay)
     elif opt.decay_steps is None:
         if updates is not None:
             yield Problem((f"{key}.decay_steps", decay), f"required by {opt.decay} decay")
@@ -161,12 +161,12 @@ def check_local(cfg: Config, archs: Archs) -> Iterator[Problem]:
 
 
 def check_offload(cfg: Config) -> Iterator[Problem]:
-    if cfg.gives_up_memory():
+    if cfg.offloads_memory():
         return
     for name, use in cfg.models().items():
         if use.train is not None:
             because = f"trainer {cfg.trainer} updates the model all the time"
-            yield from inert(use.train, name, ["offload"], because, "trainer")
+            yield from without_effect(use.train, name, ["offload"], because, "trainer")
 
 
 def check_heads(cfg: RLConfig, archs: Archs) -> Iterator[Problem]:
@@ -175,9 +175,11 @@ def check_heads(cfg: RLConfig, archs: Archs) -> Iterator[Problem]:
     if judge is None:
         return
     if arch is not None and arch.score_heads == 1:
-        yield from inert(judge, "reward.model", ["heads", "std_coef"], "it has one score head", "reward.model.path")
+        yield from without_effect(
+            judge, "reward.model", ["heads", "std_coef"], "it has one score head", "reward.model.path"
+        )
     elif judge.heads == "min":
-        yield from inert(judge, "reward.model", ["std_coef"], "heads: min uses the lowest score", "reward.model.heads")
+        yield from without_effect(judge, "reward.model", ["std_coef"], "heads: min uses the lowest score", "reward.model.heads")
 
 
 def check_critic(cfg: RLConfig) -> Iterator[Problem]:
@@ -186,11 +188,11 @@ def check_critic(cfg: RLConfig) -> Iterator[Problem]:
         return
     if cfg.critic.frozen:
         names = ["warmup_steps", "optimizer", "recompute", "lora"]
-        yield from inert(cfg.critic, "critic", names, "the critic is frozen", "critic.frozen")
+        yield from without_effect(cfg.critic, "critic", names, "the critic is frozen", "critic.frozen")
         if cfg.critic.offload == "optimizer":
             message = "has no effect: a frozen critic has no optimizer: use none, or all to offload its parameters"
             yield Problem(("critic.offload", "critic.frozen"), message)
-        yield from inert(cfg.algorithm, "algorithm", ["value_loss"], "the critic is frozen", "critic.frozen")
+        yield from without_effect(cfg.algorithm, "algorithm", ["value_loss"], "the critic is frozen", "critic.frozen")
     elif cfg.critic.warmup_steps >= cfg.run.steps:
         message = f"{cfg.critic.warmup_steps} critic-only steps of {cfg.run.steps}: the actor would never be trained"
         yield Problem(("critic.warmup_steps", "run.steps"), message)

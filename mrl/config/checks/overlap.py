@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mrl.config.checks.base import inert
+from mrl.config.checks.base import without_effect
 from mrl.config.engines import ENGINES
 from mrl.config.problems import Problem
 from mrl.config.schema import RLConfig
@@ -23,9 +23,9 @@ def check(cfg: RLConfig) -> Iterator[Problem]:
     if cfg.rollout.overlap == "bounded":
         yield from _bounded(cfg)
     else:
-        yield from inert(cfg.rollout, "rollout", ["max_staleness"], "responses do not span weight syncs", OVERLAP)
+        yield from without_effect(cfg.rollout, "rollout", ["max_staleness"], "responses do not span weight syncs", OVERLAP)
     if cfg.rollout.segment_tokens is None:
-        yield from inert(cfg.rollout, "rollout", ["oversample"], "there are no partial rollouts", SEGMENT)
+        yield from without_effect(cfg.rollout, "rollout", ["oversample"], "there are no partial rollouts", SEGMENT)
     else:
         yield from _segments(cfg, cfg.rollout.segment_tokens)
     if cfg.rollout.early_passes is not None:

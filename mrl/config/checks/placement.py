@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mrl.config.checks.base import changed, inert
+from mrl.config.checks.base import changed, without_effect
 from mrl.config.derived import Machine
 from mrl.config.engines import ENGINES
 from mrl.config.problems import Problem
@@ -20,7 +20,7 @@ def check(cfg: RLConfig, machine: Machine) -> Iterator[Problem]:
     if not placement.is_apart:
         others = [name for name in PlacementConfig.model_fields if name not in ("mode", "nodes_per_engine")]
         because = "engines are on the trainer's nodes"
-        yield from inert(placement, "placement", others, because, MODE)
+        yield from without_effect(placement, "placement", others, because, MODE)
         yield from _over_nodes(cfg, -(-machine.world_size // machine.local_world_size), "run.nodes")
         return
     if rollout.urls:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mrl.config.checks.base import inert
+from mrl.config.checks.base import without_effect
 from mrl.config.checks.reward import check_function
 from mrl.config.problems import Problem
 from mrl.config.schema import RLConfig
@@ -39,7 +39,7 @@ def _options(cfg: RLConfig) -> Iterator[Problem]:
 def _entropy(cfg: RLConfig) -> Iterator[Problem]:
     loss, end, steps = cfg.algorithm.policy_loss, f"{LOSS}.entropy_coef_end", f"{LOSS}.entropy_coef_steps"
     if loss.entropy_coef_end is None:
-        yield from inert(loss, LOSS, ["entropy_coef_steps"], "entropy_coef is constant", end)
+        yield from without_effect(loss, LOSS, ["entropy_coef_steps"], "entropy_coef is constant", end)
     elif loss.entropy_coef_steps is None:
         yield Problem((steps, end), "required: set the number of steps until entropy_coef_end is reached")
     elif loss.entropy_coef_end == loss.entropy_coef:
@@ -58,14 +58,14 @@ def _aggregation(cfg: RLConfig) -> Iterator[Problem]:
     for section, key, mode in ((loss, LOSS, loss.aggregation), (value_loss, VALUE_LOSS, value_loss.loss_agg_mode)):
         if mode != norm:
             because = f"the aggregation is {mode}"
-            yield from inert(section, key, ["loss_scale_factor"], because, f"{key}.loss_agg_mode")
+            yield from without_effect(section, key, ["loss_scale_factor"], because, f"{key}.loss_agg_mode")
 
 
 def _importance_weights(cfg: RLConfig) -> Iterator[Problem]:
     correction, where = cfg.algorithm.rollout_correction, f"{CORRECTION}.rollout_is"
     if correction.rollout_is is None:
         names = ["rollout_is_threshold", "rollout_is_batch_normalize"]
-        yield from inert(correction, CORRECTION, names, "there are no importance weights", where)
+        yield from without_effect(correction, CORRECTION, names, "there are no importance weights", where)
         return
     try:
         correction.importance_bounds()
@@ -84,7 +84,7 @@ def _rejection(cfg: RLConfig) -> Iterator[Problem]:
     correction, where = cfg.algorithm.rollout_correction, f"{CORRECTION}.rollout_rs"
     threshold = f"{where}_threshold"
     if not correction.rollout_rs:
-        yield from inert(correction, CORRECTION, ["rollout_rs_threshold"], "nothing is rejected", where)
+        yield from without_effect(correction, CORRECTION, ["rollout_rs_threshold"], "nothing is rejected", where)
     elif not correction.rollout_rs_threshold:
         yield Problem((threshold, where), "required: set the bound of each criterion")
     else:
@@ -99,12 +99,12 @@ def _controls(cfg: RLConfig) -> Iterator[Problem]:
     always_new = cfg.replay is None or algorithm.rollout_correction.rollout_is is not None
     one_update = updates_per_step(cfg) == 1 and algorithm.old_log_probs == "trainer" and always_new
     if one_update:
-        yield from inert(algorithm, "algorithm", ["ratio_threshold"], ONE_UPDATE, batch)
+        yield from without_effect(algorithm, "algorithm", ["ratio_threshold"], ONE_UPDATE, batch)
     if one_update and algorithm.policy_loss.needs_moved_policy:
         yield Problem((f"{LOSS}.loss_mode", batch), f"{algorithm.policy_loss.loss_mode} has no effect: {ONE_UPDATE}")
     if cfg.batch.epochs_per_step == 1:
         because = "a step has only one epoch"
-        yield from inert(algorithm, "algorithm", ["target_kl"], because, "batch.epochs_per_step")
+        yield from without_effect(algorithm, "algorithm", ["target_kl"], because, "batch.epochs_per_step")
     threshold = algorithm.ratio_threshold
     if threshold is not None and threshold <= 1:
         message = f"must be above 1 (the ratio of equal policies), got {threshold}"

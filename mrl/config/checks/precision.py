@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mrl.config.checks.base import Archs, inert
+from mrl.config.checks.base import Archs, without_effect
 from mrl.config.derived import Machine
 from mrl.config.fp8_shapes import BLOCK, token_unit, widths
 from mrl.config.problems import Problem
 from mrl.config.sections.models import TrainConfig
 from mrl.config.sections.precision import FP8Config
-from mrl.config.trainers.base import Built, Config
+from mrl.config.trainers.base import Config, ModelSpec
 from mrl.families import FAMILIES, ModelArch
 
 _SECTIONS = {"reward": "reward.model"}  # model -> section, where they have different names
@@ -29,7 +29,7 @@ def check(cfg: Config, archs: Archs, machine: Machine) -> Iterator[Problem]:
         key, fp8 = f"{section}.precision.fp8", model.train.precision.fp8
         if fp8.recipe == "none":
             names = [field for field in FP8Config.model_fields if field != "recipe"]
-            yield from inert(fp8, key, names, "no recipe is chosen", f"{key}.recipe")
+            yield from without_effect(fp8, key, names, "no recipe is chosen", f"{key}.recipe")
             continue
         yield from _place(cfg, section, key, fp8, machine)
         yield from _settings(key, fp8, is_policy=not model.scores)
@@ -44,7 +44,7 @@ def check(cfg: Config, archs: Archs, machine: Machine) -> Iterator[Problem]:
     yield from _weights_in_fp8(cfg)
 
 
-def _is_like(model: Built, actor: Built) -> bool:
+def _is_like(model: ModelSpec, actor: ModelSpec) -> bool:
     mine, theirs = model.train, actor.train
     return model.path is None and (mine.precision, mine.parallel, mine.max_tokens_per_microbatch) == (
         theirs.precision,
@@ -93,7 +93,7 @@ def _family(key: str, fp8: FP8Config, arch: ModelArch) -> Iterator[Problem]:
 def _settings(key: str, fp8: FP8Config, is_policy: bool) -> Iterator[Problem]:
     recipe = f"{key}.recipe"
     if fp8.recipe != "delayed":
-        yield from inert(fp8, key, list(_OF_DELAYED), f"{fp8.recipe} scales by current values", recipe)
+        yield from without_effect(fp8, key, list(_OF_DELAYED), f"{fp8.recipe} scales by current values", recipe)
         if not fp8.wgrad:
             yield Problem((f"{key}.wgrad", recipe), f"false needs recipe: delayed, not {fp8.recipe}")
     else:
@@ -134,7 +134,7 @@ def _recompute(section: str, key: str, train: TrainConfig, arch: ModelArch) -> I
         yield Problem((f"{section}.recompute", f"{key}.recipe"), message)
 
 
-def _sizes(section: str, key: str, model: Built, arch: ModelArch) -> Iterator[Problem]:
+def _sizes(section: str, key: str, model: ModelSpec, arch: ModelArch) -> Iterator[Problem]:
     """Emulated, a block at an edge may be smaller: its scale is that of what it holds."""
     fp8, layout = model.train.precision.fp8, model.train.parallel
     if fp8.emulate:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import ceil
 
-from mrl.config.checks.base import inert
+from mrl.config.checks.base import without_effect
 from mrl.config.checks.layout import check_shares
 from mrl.config.derived import Machine
 from mrl.config.problems import Problem
@@ -31,7 +31,7 @@ def _ema(cfg: RLConfig) -> Iterator[Problem]:
         message = "has no effect: the average is neither validated, nor exported, nor used as the reference"
         yield Problem(("ema", "ema.in_validation", "checkpoint.export_hf", "ref.policy"), message)
     if cfg.data.validation is None:
-        yield from inert(cfg.ema, "ema", ["in_validation"], "data.validation is not set", "data.validation")
+        yield from without_effect(cfg.ema, "ema", ["in_validation"], "data.validation is not set", "data.validation")
 
 
 def _reference(cfg: RLConfig) -> Iterator[Problem]:
@@ -40,16 +40,16 @@ def _reference(cfg: RLConfig) -> Iterator[Problem]:
         yield Problem((key, "ema"), "needs a weight average: add an `ema:` section (`ema: {}` for its defaults)")
     if ref.policy != "frozen":
         because = f"the reference is {ref.policy}: it runs in the actor, with other weights"
-        yield from inert(
+        yield from without_effect(
             ref, "ref", ["path", "parallel", "max_tokens_per_microbatch", "precision", "offload"], because, key
         )
     elif cfg.ref_is_actor:
         because = "the reference is the actor without its adapters"
         names = ["parallel", "max_tokens_per_microbatch", "precision", "offload"]
-        yield from inert(ref, "ref", names, because, "actor.lora")
+        yield from without_effect(ref, "ref", names, because, "actor.lora")
     if ref.policy != "refreshed":
         because = f"the reference is {ref.policy}"
-        yield from inert(ref, "ref", ["refresh_every_steps", "refresh_share"], because, key)
+        yield from without_effect(ref, "ref", ["refresh_every_steps", "refresh_share"], because, key)
     elif ref.refresh_every_steps is None:
         yield Problem(("ref.refresh_every_steps", key), "required by refreshed")
     elif ref.refresh_every_steps >= cfg.run.steps:

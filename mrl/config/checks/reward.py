@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from mrl.config.builtin_rewards import BUILTIN_REWARDS, RESERVED, WITH_SECTION
-from mrl.config.checks.base import inert
-from mrl.config.problems import Problem, no_file, reason
+from mrl.config.checks.base import without_effect
+from mrl.config.problems import Problem, not_a_file, reason
 from mrl.config.schema import RewardConfig, RLConfig, ServerConfig
 
 USES = {
@@ -43,10 +43,10 @@ def check(cfg: RLConfig) -> Iterator[Problem]:
     own = any(":" in spec for _, spec in _functions(reward))
     if not own and not any(server.api == "mrl" for server in reward.servers.values()):
         because = "only functions of your files and servers with api: mrl read images"
-        yield from inert(reward, "reward", ["pictures"], because, "reward.manager")
+        yield from without_effect(reward, "reward", ["pictures"], because, "reward.manager")
     if not _functions(reward):
         because = "no function is called"
-        yield from inert(reward, "reward", ["workers", "timeout_s"], because, "reward.manager")
+        yield from without_effect(reward, "reward", ["workers", "timeout_s"], because, "reward.manager")
 
 
 def check_functions(reward: RewardConfig) -> Iterator[Problem]:
@@ -86,7 +86,7 @@ def _manager(reward: RewardConfig) -> Iterator[Problem]:
         if name not in uses:
             of_recipe = name == "function" and manager == "recipe"
             because = "no recipe names batch" if of_recipe else f"the manager is {manager}"
-            yield from inert(reward, "reward", [name], because, where)
+            yield from without_effect(reward, "reward", [name], because, where)
     if manager in ("naive", "dapo") and not (reward.function or reward.functions):
         yield Problem(("reward.function", where), f"required by {manager}: set it, or functions by data_source")
     if calls_batch and not reward.function:
@@ -108,7 +108,7 @@ def _manager(reward: RewardConfig) -> Iterator[Problem]:
 def check_server(key: str, server: ServerConfig) -> Iterator[Problem]:
     """Of a scorer behind HTTP, whatever it scores."""
     if server.retries == 0:
-        yield from inert(server, key, ["backoff_s"], "there are no retries", f"{key}.retries")
+        yield from without_effect(server, key, ["backoff_s"], "there are no retries", f"{key}.retries")
 
 
 def _servers(reward: RewardConfig) -> Iterator[Problem]:
@@ -149,7 +149,7 @@ def _sections(cfg: RLConfig) -> Iterator[Problem]:
     used = {spec for _, spec in _functions(reward)} | ({"overlong"} if reward.manager == "dapo" else set())
     for name in WITH_SECTION:
         if name not in used:
-            yield from inert(reward, "reward", [name], f"the built-in {name} is not used", "reward.manager")
+            yield from without_effect(reward, "reward", [name], f"the built-in {name} is not used", "reward.manager")
         elif dict(reward)[name] is None:
             yield Problem((f"reward.{name}", "reward.manager"), f"required by the built-in {name}")
     yield from _limits(cfg, used)
@@ -187,7 +187,7 @@ def check_function(
             yield Problem((key,), _unknown(spec, built_in))
         return
     try:
-        if problem := no_file(Path(path)):
+        if problem := not_a_file(Path(path)):
             raise ValueError(problem)
         tree = ast.parse(Path(path).read_bytes(), path)
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:

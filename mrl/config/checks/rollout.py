@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from mrl.config.checks import lora
-from mrl.config.checks.base import either, inert
+from mrl.config.checks.base import one_of, without_effect
 from mrl.config.derived import Machine
 from mrl.config.engines import ENGINES
 from mrl.config.fp8_shapes import BLOCK, widths
@@ -74,23 +74,23 @@ def _engine(cfg: RLConfig, arch: ModelArch | None, machine: Machine) -> Iterator
     if rollout.urls:
         names = ["servers", "tensor", "memory_fraction", "max_context_tokens"]
         names += ["max_running_requests", "max_restarts", "server_args", "gpus", "quantization", "threads"]
-        yield from inert(rollout, "rollout", names, "mrl starts no engine when urls are given", "rollout.urls")
+        yield from without_effect(rollout, "rollout", names, "mrl starts no engine when urls are given", "rollout.urls")
         yield from _urls(rollout.urls)
         return
-    yield from inert(
+    yield from without_effect(
         rollout, "rollout", ["api_key_file"], "engines that mrl starts get a key from the run", "rollout.urls"
     )
     yield from _server_args(rollout.server_args)
     if rollout.tensor > 1:
         because = "tensor-parallel engines on CPUs use one thread per process"
-        yield from inert(rollout, "rollout", ["threads"], because, "rollout.tensor")
+        yield from without_effect(rollout, "rollout", ["threads"], because, "rollout.tensor")
     ignored = ENGINES[rollout.engine].ignores
     because = f"it belongs to SGLang, and the engine is {rollout.engine}"
-    yield from inert(rollout, "rollout", ignored, because, "rollout.engine")
+    yield from without_effect(rollout, "rollout", ignored, because, "rollout.engine")
     if "tensor" not in ignored and arch is not None and not _fits(rollout.tensor, arch):
         heads = f"{arch.num_heads} heads and {arch.num_kv_heads} key-value heads"
         would = [size for size in range(1, min(arch.num_heads, 64) + 1) if _fits(size, arch)]
-        message = f"{rollout.tensor} does not divide the model's {heads}: use {either(would)}"
+        message = f"{rollout.tensor} does not divide the model's {heads}: use {one_of(would)}"
         yield Problem(("rollout.tensor", "model.path"), message)
     if "tensor" not in ignored and arch is not None:
         yield from _served(rollout, arch, machine)
@@ -168,7 +168,7 @@ def _validation(cfg: RLConfig) -> Iterator[Problem]:
     if validation.temperature == 0:
         names = ["top_p", "top_k", *(["samples_per_prompt"] if cfg.agent is None else [])]
         because = "temperature 0 is greedy"
-        yield from inert(validation, "validation", names, because, "validation.temperature")
+        yield from without_effect(validation, "validation", names, because, "validation.temperature")
 
 
 def _stops(sampling: SamplingConfig, arch: ModelArch | None) -> Iterator[Problem]:
@@ -235,7 +235,9 @@ def _sync(cfg: RLConfig, machine: Machine) -> Iterator[Problem]:
         )
         yield Problem(("sync.transport", "rollout.urls"), message)
     if transport == "disk":
-        yield from inert(cfg.sync, "sync", ["bucket_mib"], "disk transport writes files, not buckets", "sync.transport")
+        yield from without_effect(
+            cfg.sync, "sync", ["bucket_mib"], "disk transport writes files, not buckets", "sync.transport"
+        )
 
 
 def _quantization(cfg: RLConfig, arch: ModelArch | None, machine: Machine) -> Iterator[Problem]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mrl.config.checks.base import inert
+from mrl.config.checks.base import without_effect
 from mrl.config.engines import ENGINES
 from mrl.config.problems import Problem
 from mrl.config.trainers.rl import RLConfig, most_updates_per_step, needs_forward_pass
@@ -18,7 +18,7 @@ def check(cfg: RLConfig, arch: ModelArch | None) -> Iterator[Problem]:
     mode = cfg.actor.routing_replay
     if mode != "engine":
         because = "only replay of the engine's routing changes log-probs"
-        yield from inert(cfg.actor, "actor", ["routing_compare_steps"], because, KEY)
+        yield from without_effect(cfg.actor, "actor", ["routing_compare_steps"], because, KEY)
     if mode != "off" and arch is not None and arch.experts is None:
         yield Problem((KEY, "model.path"), f"{mode} needs a model with experts, and this one is dense: leave it out")
     elif mode == "engine":

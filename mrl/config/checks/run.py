@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mrl.config import resume
-from mrl.config.checks.base import inert
+from mrl.config.checks.base import without_effect
 from mrl.config.derived import Machine
 from mrl.config.problems import Problem, printable, reason
 from mrl.config.sections.run import RunConfig
@@ -43,7 +43,7 @@ def check_trackers(run: RunConfig) -> Iterator[Problem]:
         yield Problem(("run.trackers",), "names a tracker twice")
     for name in ("wandb", "mlflow"):
         if name not in run.trackers:
-            yield from inert(run, "run", [name], f"{name} is not among the trackers", "run.trackers")
+            yield from without_effect(run, "run", [name], f"{name} is not among the trackers", "run.trackers")
 
 
 def check_profile(cfg: AnyConfig, machine: Machine) -> Iterator[Problem]:
@@ -67,7 +67,7 @@ def check_checkpoint(cfg: AnyConfig) -> Iterator[Problem]:
     kept = checkpoint.keep_every_steps
     if checkpoint.every_steps is None:
         names = ["keep_last", "keep_every_steps", "asynchronous", "writers"]
-        yield from inert(checkpoint, "checkpoint", names, "no checkpoints are written", every)
+        yield from without_effect(checkpoint, "checkpoint", names, "no checkpoints are written", every)
     elif kept is not None and kept % checkpoint.every_steps:
         message = f"{kept} is not a multiple of {checkpoint.every_steps}, the steps at which checkpoints are written"
         yield Problem(("checkpoint.keep_every_steps", every), message)
@@ -81,13 +81,13 @@ def check_resilience(cfg: AnyConfig) -> Iterator[Problem]:
     saves, key = cfg.checkpoint.every_steps is not None, "checkpoint.every_steps"
     if cfg.run.launcher != "ft":
         because = f"launcher {cfg.run.launcher} neither monitors nor restarts ranks"
-        yield from inert(cfg.run, "run", ["max_restarts"], because, "run.launcher")
-        yield from inert(cfg.resilience, "resilience", ["timeouts_s"], because, "run.launcher")
+        yield from without_effect(cfg.run, "run", ["max_restarts"], because, "run.launcher")
+        yield from without_effect(cfg.resilience, "resilience", ["timeouts_s"], because, "run.launcher")
     elif not saves:
         message = "ft resumes from the last checkpoint after a restart, and none is written: set checkpoint.every_steps"
         yield Problem(("run.launcher", key), message)
     if not saves:
-        yield from inert(cfg.resilience, "resilience", ["save_deadline_s"], "no checkpoints are written", key)
+        yield from without_effect(cfg.resilience, "resilience", ["save_deadline_s"], "no checkpoints are written", key)
     if cfg.resilience.straggler_ratio <= 1:
         message = f"must be greater than 1, got {cfg.resilience.straggler_ratio:g}"
         yield Problem(("resilience.straggler_ratio",), message)
@@ -98,7 +98,7 @@ def _timeouts(cfg: AnyConfig) -> Iterator[Problem]:
     timeouts, key = cfg.resilience.timeouts_s, "resilience.timeouts_s"
     if not cfg.is_sampling:
         because = f"trainer {cfg.trainer} does not generate"
-        yield from inert(timeouts, key, ["rollout", "reward", "sync"], because, "trainer")
+        yield from without_effect(timeouts, key, ["rollout", "reward", "sync"], because, "trainer")
     elif timeouts.reward > timeouts.rollout:
         message = f"{timeouts.reward:g} s is never reached: the rollout includes rewards and has {timeouts.rollout:g} s"
         yield Problem((f"{key}.reward", f"{key}.rollout"), message)

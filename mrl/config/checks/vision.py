@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mrl.config.checks.base import Archs, inert
+from mrl.config.checks.base import Archs, without_effect
 from mrl.config.derived import first_chunk_layers, model_size
 from mrl.config.problems import Problem
 from mrl.config.trainers.base import Config
@@ -44,11 +44,11 @@ def check(cfg: Config, archs: Archs) -> Iterator[Problem]:
 def _unseen(cfg: Config) -> Iterator[Problem]:
     """Of models of text: what has no effect."""
     because, other = "the model reads no images", "model.path"
-    yield from inert(cfg.model.vision, "model.vision", ["train"], because, other)
+    yield from without_effect(cfg.model.vision, "model.vision", ["train"], because, other)
     for key, use in cfg.data_uses().items():
-        yield from inert(use.cfg, key, ["images_key", "max_images", "max_image_tokens"], because, other)
+        yield from without_effect(use.cfg, key, ["images_key", "max_images", "max_image_tokens"], because, other)
     if (rewards := cfg.rewards()) is not None:
-        yield from inert(rewards, "reward", ["pictures"], because, other)
+        yield from without_effect(rewards, "reward", ["pictures"], because, other)
 
 
 def _prompts_alone(cfg: Config) -> Iterator[Problem]:

@@ -74,7 +74,7 @@ class DataUse:
 
 
 @dataclass(frozen=True)
-class Built:
+class ModelSpec:
     """A model as a run builds it.
 
     path: its directory; None: that of the run's model
@@ -138,7 +138,7 @@ class AnyConfig(Section):
         """Every language model of the run, by the section that its keys `path`, `parallel` and `optimizer` are in."""
         return {}
 
-    def built(self) -> dict[str, Built]:
+    def built(self) -> dict[str, ModelSpec]:
         """Every language model that the run has weights of, by its name."""
         return {}
 
@@ -171,7 +171,7 @@ class AnyConfig(Section):
         """Every key that says what is learnt from."""
         return {f"{key}.train": use.cfg.train for key, use in self.data_uses().items()}
 
-    def read_anew(self) -> Iterator[tuple[str, str]]:
+    def reread_files(self) -> Iterator[tuple[str, str]]:
         """(key, path) of all files and directories beside the data that the run is made of whenever it starts, as no
         checkpoint has what they hold."""
         return iter(())
@@ -194,11 +194,11 @@ class AnyConfig(Section):
         """Addresses of services, started by somebody else, that ranks may have to reach."""
         return ()
 
-    def gives_up_memory(self) -> bool:
+    def offloads_memory(self) -> bool:
         """Whether its loop says what must be on the device when, so that `offload` has an effect."""
         return False
 
-    def least_updates(self, name: str) -> int | None:
+    def min_updates(self, name: str) -> int | None:
         """How many updates of the model under `name` the whole run makes at least; None: only the data tells."""
         return None if self.steps_follow_data() else self.run.steps
 
@@ -216,7 +216,7 @@ class AnyConfig(Section):
         return held_out is not None and held_out.keep_best
 
     @property
-    def kept(self) -> CheckpointConfig:
+    def effective_checkpoint(self) -> CheckpointConfig:
         """What the run leaves to go on from and to use: nothing, where it is made for its profile."""
         nothing = {"every_steps": None, "weights_every_steps": None, "export_hf": False}
         return self.checkpoint.model_copy(update=nothing) if self.run.is_for_profile else self.checkpoint
@@ -241,8 +241,8 @@ class Config(AnyConfig):
     def models(self) -> dict[str, ModelUse]:
         return {"actor": ModelUse(None, self.actor.parallel, self.actor)}
 
-    def built(self) -> dict[str, Built]:
-        return {"actor": Built(None, self.actor, is_trained=True)}
+    def built(self) -> dict[str, ModelSpec]:
+        return {"actor": ModelSpec(None, self.actor, is_trained=True)}
 
     def frozen(self) -> dict[str, str | None]:
         """Every language model that is never trained, by its section -> its directory; None: that of the run's
@@ -250,7 +250,7 @@ class Config(AnyConfig):
         models = {name: model.path for name, model in self.built().items() if not model.is_trained}
         return {"reward.model" if name == "reward" else name: path for name, path in models.items()}
 
-    def read_anew(self) -> Iterator[tuple[str, str]]:
+    def reread_files(self) -> Iterator[tuple[str, str]]:
         frozen = self.frozen()
         yield from ((f"{section}.path", path) for section, path in frozen.items() if path is not None)
         if None in frozen.values() and not self.model.from_scratch:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from mrl.config.builtin_rewards import IMAGE_SCORER
-from mrl.config.checks.base import Archs, inert
+from mrl.config.checks.base import Archs, without_effect
 from mrl.config.checks.data import unreadable
 from mrl.config.checks.diffusion import (
     NETS,
@@ -25,7 +25,7 @@ from mrl.config.checks.diffusion import (
 from mrl.config.checks.models import check_optimizer
 from mrl.config.checks.reward import check_server
 from mrl.config.derived import Machine
-from mrl.config.outline import file_of
+from mrl.config.file_fingerprint import file_of
 from mrl.config.problems import Problem
 from mrl.config.sections.data import SourceConfig
 from mrl.config.sections.diffusion import (
@@ -61,7 +61,7 @@ class DiffusionConfig(AnyConfig):
     def sources(self) -> dict[str, tuple[SourceConfig, ...]]:
         return {"data.train": self.data.train}
 
-    def read_anew(self) -> Iterator[tuple[str, str]]:
+    def reread_files(self) -> Iterator[tuple[str, str]]:
         yield "model.path", self.model.path
 
 
@@ -84,7 +84,7 @@ class DDPOConfig(DiffusionConfig):
     def images_per_update(self) -> int:
         return self.batch.images_per_update or self.images_per_step
 
-    def least_updates(self, name: str) -> int:
+    def min_updates(self, name: str) -> int:
         return self.run.steps * self.batch.inner_epochs * (self.images_per_step // self.images_per_update)
 
     @property
@@ -94,8 +94,8 @@ class DDPOConfig(DiffusionConfig):
     def reward_servers(self) -> dict[str, ServerConfig]:
         return {"reward.server": self.reward.server} if self.reward.server is not None else {}
 
-    def read_anew(self) -> Iterator[tuple[str, str]]:
-        yield from super().read_anew()
+    def reread_files(self) -> Iterator[tuple[str, str]]:
+        yield from super().reread_files()
         if file := file_of(self.reward.function):
             yield "reward.function", file
         if self.reward.scorer is not None:
@@ -134,11 +134,11 @@ def check_ddpo(cfg: DDPOConfig, archs: Archs, machine: Machine) -> Iterator[Prob
     yield from _advantage(cfg)
     yield from _reward(cfg.reward)
     if cfg.sampler.kind == "ddim":
-        yield from inert(cfg.sampler, "sampler", ["noise_level"], "ddim uses eta", KIND)
+        yield from without_effect(cfg.sampler, "sampler", ["noise_level"], "ddim uses eta", KIND)
         if cfg.sampler.eta == 0:
             yield Problem(("sampler.eta",), "must be above 0: at 0 every step is deterministic and has no ratio")
     else:
-        yield from inert(cfg.sampler, "sampler", ["eta"], "flow_sde uses noise_level", KIND)
+        yield from without_effect(cfg.sampler, "sampler", ["eta"], "flow_sde uses noise_level", KIND)
     if cfg.loss.kl_coef and cfg.model.from_scratch:
         yield Problem(("loss.kl_coef", "model.from_scratch"), "has a random reference with from_scratch: set it to 0")
 
@@ -205,15 +205,15 @@ def _sampler(cfg: DDPOConfig, name: str, config: dict, scheduler: str, settings:
     if NETS[name].told == "labels":
         if cfg.sampler.guidance != 1 and blank_label(name, config) is None:
             yield Problem((GUIDANCE, "model.path"), f"must be 1: this {name} has no unconditional class for guidance")
-        yield from inert(cfg.sampler, "sampler", ["negative_prompt"], f"a {name} takes classes", "model.path")
+        yield from without_effect(cfg.sampler, "sampler", ["negative_prompt"], f"a {name} takes classes", "model.path")
     elif cfg.sampler.guidance == 1:
-        yield from inert(cfg.sampler, "sampler", ["negative_prompt"], "there is no guidance", GUIDANCE)
+        yield from without_effect(cfg.sampler, "sampler", ["negative_prompt"], "there is no guidance", GUIDANCE)
 
 
 def _common(cfg: DiffusionConfig, machine: Machine) -> Iterator[Problem]:
     if machine.planned:  # otherwise all its files are looked at
         yield from check_shapes(cfg)
-    yield from check_optimizer("actor.optimizer", cfg.actor.optimizer, cfg.least_updates("actor"))
+    yield from check_optimizer("actor.optimizer", cfg.actor.optimizer, cfg.min_updates("actor"))
     if cfg.actor.lora is not None and cfg.model.from_scratch:
         yield Problem(("actor.lora", "model.from_scratch"), "adapters need trained weights: set from_scratch: false")
 
@@ -240,8 +240,8 @@ def _reward(reward: ImageRewardConfig) -> Iterator[Problem]:
         yield Problem(("reward.function", "reward.server"), "give exactly one of them to score the images")
     if reward.server is not None:
         yield from check_server("reward.server", reward.server)
-        yield from inert(reward.server, "reward.server", ["api"], "images use api: mrl", "reward.server")
-        yield from inert(reward, "reward", ["workers", "timeout_s"], "a server scores the images", "reward.server")
+        yield from without_effect(reward.server, "reward.server", ["api"], "images use api: mrl", "reward.server")
+        yield from without_effect(reward, "reward", ["workers", "timeout_s"], "a server scores the images", "reward.server")
     if (reward.function == IMAGE_SCORER) != (reward.scorer is not None):
         yield Problem(("reward.function", "reward.scorer"), f"`function: {IMAGE_SCORER}` and `scorer:` need each other")
 
@@ -250,7 +250,7 @@ def _advantage(cfg: DDPOConfig) -> Iterator[Problem]:
     advantage = cfg.advantage
     if advantage.against != "prompt":
         because = f"scores are compared with {advantage.against}"
-        yield from inert(advantage, "advantage", ["buffer_size", "min_count"], because, AGAINST)
+        yield from without_effect(advantage, "advantage", ["buffer_size", "min_count"], because, AGAINST)
     elif advantage.min_count > advantage.buffer_size:
         message = f"{advantage.min_count} exceeds the {advantage.buffer_size} scores that are kept per prompt"
         yield Problem(("advantage.min_count", "advantage.buffer_size"), message)

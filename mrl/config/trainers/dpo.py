@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from mrl.config.checks.base import Archs, inert
+from mrl.config.checks.base import Archs, without_effect
 from mrl.config.derived import Machine
 from mrl.config.problems import Problem
 from mrl.config.sections.preference import PreferenceConfig, PreferenceRefConfig
-from mrl.config.trainers.base import Built, DataUse, ModelUse
+from mrl.config.trainers.base import DataUse, ModelSpec, ModelUse
 from mrl.config.trainers.preferences import PreferencesConfig, check_common
 
 LOSS, REF = "preference.loss", "ref.policy"
@@ -37,9 +37,9 @@ class DPOConfig(PreferencesConfig):
         path = self.ref.path if self.has_own_reference else None
         return super().models() | {"ref": ModelUse(path, self.actor.parallel if self.has_own_reference else None)}
 
-    def built(self) -> dict[str, Built]:
+    def built(self) -> dict[str, ModelSpec]:
         stays = self.has_own_reference and self.ref.policy != "cached"
-        return super().built() | ({"ref": Built(self.ref.path, self.actor)} if stays else {})
+        return super().built() | ({"ref": ModelSpec(self.ref.path, self.actor)} if stays else {})
 
     def frozen(self) -> dict[str, str | None]:
         return {"ref": self.ref.path} if self.has_own_reference else {}
@@ -82,12 +82,12 @@ def check(cfg: DPOConfig, archs: Archs, machine: Machine) -> Iterator[Problem]:
     yield from _losses(cfg)
     yield from _reference(cfg)
     yield from _pictures(cfg, archs)
-    yield from inert(cfg.data, "data", ["answer_key"], "dpo uses chosen_key and rejected_key", "trainer")
+    yield from without_effect(cfg.data, "data", ["answer_key"], "dpo uses chosen_key and rejected_key", "trainer")
     kind, others = "pairs", ["completion_key", "label_key"]
     if cfg.preference.is_unpaired:
         kind, others = "responses with a label", ["completions_key", "ranked_pairs"]
-    yield from inert(cfg.data, "data", others, f"the losses use {kind}", LOSS)
-    yield from inert(cfg.data, "data", ["margin_key"], "no loss uses a margin", LOSS)
+    yield from without_effect(cfg.data, "data", others, f"the losses use {kind}", LOSS)
+    yield from without_effect(cfg.data, "data", ["margin_key"], "no loss uses a margin", LOSS)
 
 
 def _losses(cfg: DPOConfig) -> Iterator[Problem]:
@@ -134,13 +134,13 @@ def _reference(cfg: DPOConfig) -> Iterator[Problem]:
     ref, moving = cfg.ref, ["refresh_every_steps", "refresh_share"]
     if not cfg.preference.needs_reference:
         because = "no reference is used"
-        yield from inert(ref, "ref", list(type(ref).model_fields), because, LOSS)
+        yield from without_effect(ref, "ref", list(type(ref).model_fields), because, LOSS)
         return
     if ref.policy != "refreshed":
-        yield from inert(ref, "ref", moving, f"the reference is {ref.policy}", REF)
+        yield from without_effect(ref, "ref", moving, f"the reference is {ref.policy}", REF)
     else:
         because = "the reference is refreshed: it runs in the actor, with other weights"
-        yield from inert(ref, "ref", ["path"], because, REF)
+        yield from without_effect(ref, "ref", ["path"], because, REF)
         if ref.refresh_every_steps is None:
             yield Problem(("ref.refresh_every_steps", REF), "required by refreshed")
         elif ref.refresh_every_steps >= cfg.run.steps:

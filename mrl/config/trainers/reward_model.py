@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal
 
-from mrl.config.checks.base import Archs, inert
+from mrl.config.checks.base import Archs, without_effect
 from mrl.config.derived import Machine
 from mrl.config.problems import Problem
 from mrl.config.sections.data import RewardDataConfig
 from mrl.config.sections.reward_model import RewardModelTraining, reward_model_training
-from mrl.config.trainers.base import Built, DataUse, ModelUse
+from mrl.config.trainers.base import DataUse, ModelSpec, ModelUse
 from mrl.config.trainers.preferences import PreferencesConfig, check_common
 from mrl.families import ModelArch, UnsupportedModel, is_reward_model, load_arch
 
@@ -28,8 +28,8 @@ class RewardModelTrainerConfig(PreferencesConfig):
     def models(self) -> dict[str, ModelUse]:
         return {"actor": replace(super().models()["actor"], has_head=True)}
 
-    def built(self) -> dict[str, Built]:
-        return {"actor": Built(None, self.actor, scores=True, is_trained=True)}
+    def built(self) -> dict[str, ModelSpec]:
+        return {"actor": ModelSpec(None, self.actor, scores=True, is_trained=True)}
 
     @property
     def responses_per_row(self) -> int:
@@ -64,7 +64,7 @@ class RewardModelTrainerConfig(PreferencesConfig):
 
 def check(cfg: RewardModelTrainerConfig, archs: Archs, machine: Machine) -> Iterator[Problem]:
     yield from check_common(cfg, archs, machine)
-    yield from inert(cfg.data, "data", ["answer_key"], "a reward model trains on whole responses", "trainer")
+    yield from without_effect(cfg.data, "data", ["answer_key"], "a reward model trains on whole responses", "trainer")
     yield from _data_keys(cfg)
     own = cfg.reward_model
     if own.heads is not None and own.heads > 1:
@@ -85,9 +85,9 @@ def _data_keys(cfg: RewardModelTrainerConfig) -> Iterator[Problem]:
         "steps": {"completions_key", "labels_key", "step_separator"},
     }
     others = sorted({"label_key"}.union(*read.values()) - read[form])
-    yield from inert(cfg.data, "data", others, because, LOSS)
+    yield from without_effect(cfg.data, "data", others, because, LOSS)
     if not cfg.reward_model.uses_margin:
-        yield from inert(cfg.data, "data", ["margin_key"], "no margin is used", "reward_model.use_margin")
+        yield from without_effect(cfg.data, "data", ["margin_key"], "no margin is used", "reward_model.use_margin")
 
 
 def check_files(cfg: RewardModelTrainerConfig) -> Iterator[Problem]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from mrl.config.outline import file_of
+from mrl.config.file_fingerprint import file_of
 from mrl.config.sections.agent import AgentConfig
 from mrl.config.sections.algorithm import Algorithm, AlgorithmConfig
 from mrl.config.sections.data import BatchConfig
@@ -15,7 +15,7 @@ from mrl.config.sections.policy import RolloutCorrectionConfig
 from mrl.config.sections.reuse import EMAConfig, PTXConfig, ReplayConfig
 from mrl.config.sections.reward import RewardConfig, RewardModelConfig
 from mrl.config.sections.rollout import RolloutConfig, SyncConfig, ValidationConfig
-from mrl.config.trainers.base import Built, Config, DataUse, ModelUse, StepSize
+from mrl.config.trainers.base import Config, DataUse, ModelSpec, ModelUse, StepSize
 from mrl.options.estimators import OwnEstimator
 from mrl.options.losses import OwnLoss
 
@@ -57,14 +57,14 @@ class RLConfig(Config):
             found["reward.model"] = ModelUse(judge.path, judge.parallel or self.actor.parallel, scores=True)
         return found
 
-    def built(self) -> dict[str, Built]:
+    def built(self) -> dict[str, ModelSpec]:
         found = super().built()
         if (critic := self.critic) is not None:
-            found["critic"] = Built(critic.path, critic, scores=True, is_trained=not critic.frozen)
+            found["critic"] = ModelSpec(critic.path, critic, scores=True, is_trained=not critic.frozen)
         if needs_ref(self) and self.ref.policy == "frozen" and not self.ref_is_actor:
-            found["ref"] = Built(self.ref.path, self.like_actor(self.ref))
+            found["ref"] = ModelSpec(self.ref.path, self.like_actor(self.ref))
         if (judge := self.reward.model) is not None:
-            found["reward"] = Built(judge.path, self.like_actor(judge), scores=True)
+            found["reward"] = ModelSpec(judge.path, self.like_actor(judge), scores=True)
         return found
 
     @property
@@ -109,7 +109,7 @@ class RLConfig(Config):
             replays=self.actor.routing_replay,
         )
 
-    def least_updates(self, name: str) -> int:
+    def min_updates(self, name: str) -> int:
         waits = self.critic.warmup_steps if self.critic is not None and name == "actor" else 0
         return (self.run.steps - waits) * updates_per_step(self)
 
@@ -119,8 +119,8 @@ class RLConfig(Config):
             found["ptx.data"] = DataUse(self.ptx.data, most_updates_per_step(self) * self.ptx.samples_per_update)
         return found
 
-    def read_anew(self) -> Iterator[tuple[str, str]]:
-        yield from super().read_anew()
+    def reread_files(self) -> Iterator[tuple[str, str]]:
+        yield from super().reread_files()
         algorithm, agent, reward = self.algorithm, self.agent, self.reward
         called = [("reward.function", reward.function), *(("reward.functions", f) for f in reward.functions.values())]
         called += (("reward.recipe", name) for mix in reward.recipe.values() for name in mix)
@@ -142,7 +142,7 @@ class RLConfig(Config):
     def given_urls(self) -> tuple[str, ...]:
         return self.rollout.urls
 
-    def gives_up_memory(self) -> bool:
+    def offloads_memory(self) -> bool:
         return True
 
     def summary(self) -> list[tuple[str, str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from mrl.config.checks.base import Archs, inert
+from mrl.config.checks.base import Archs, without_effect
 from mrl.config.checks.held_out import check_held_out
 from mrl.config.checks.layout import check_shares
 from mrl.config.derived import Machine
@@ -67,7 +67,7 @@ def check(cfg: SFTConfig, archs: Archs, machine: Machine) -> Iterator[Problem]:
     yield from check_shares(cfg, machine, "batch.samples_per_step", cfg.batch.samples_per_step)
     if cfg.batch.epochs is not None:
         because = "batch.epochs sets the length of the run"
-        yield from inert(cfg.run, "run", ["steps"], because, "batch.epochs")
+        yield from without_effect(cfg.run, "run", ["steps"], because, "batch.epochs")
     yield from check_held_out(cfg)
     yield from _rows(cfg)
     yield from _packing(cfg, archs)
@@ -84,18 +84,18 @@ def _rows(cfg: SFTConfig) -> Iterator[Problem]:
     of_form = {"answers": ["prompt_key", "answer_key"], "messages": ["messages_key"], "text": ["text_key"]}
     for other, names in of_form.items():
         if other != data.form:
-            yield from inert(data, "data", names, f"data.form is {data.form}", form)
+            yield from without_effect(data, "data", names, f"data.form is {data.form}", form)
     if data.form != "answers":
         because = f"rows of the form {data.form} have no prompt"
-        yield from inert(data, "data", ["max_prompt_tokens", "truncation"], because, form)
+        yield from without_effect(data, "data", ["max_prompt_tokens", "truncation"], because, form)
     if data.form == "messages" and not data.chat_template:
         yield Problem(("data.chat_template", form), "conversations need the chat template: set it to true")
     if data.form == "text":
         because = "a text has no turns and is trained on as a whole"
-        yield from inert(data, "data", ["chat_template", "completion_only"], because, form)
+        yield from without_effect(data, "data", ["chat_template", "completion_only"], because, form)
     if data.form == "text" or not data.completion_only:
         because = "a text has no turns" if data.form == "text" else "all tokens are trained"
-        yield from inert(data, "data", ["train_on"], because, form if data.form == "text" else "data.completion_only")
+        yield from without_effect(data, "data", ["train_on"], because, form if data.form == "text" else "data.completion_only")
     if data.form == "answers" and data.max_tokens is not None and data.max_prompt_tokens >= data.max_tokens:
         message = f"{data.max_prompt_tokens} prompt tokens leave no room for an answer in {data.max_tokens} tokens"
         yield Problem(("data.max_prompt_tokens", "data.max_tokens"), message)
@@ -112,12 +112,12 @@ def _packing(cfg: SFTConfig, archs: Archs) -> Iterator[Problem]:
     if not cfg.is_wrapped:
         names = ["num_of_sequences", "infinite"] + ["seq_length"] * (not cfg.is_packed)
         because = "rows are packed" if cfg.is_packed else "rows are not packed"
-        yield from inert(packing, "packing", names, because, strategy)
+        yield from without_effect(packing, "packing", names, because, strategy)
         return
     if cfg.data.form != "text":
         yield Problem((strategy, "data.form"), f"wrapped needs form: text, and data.form is {cfg.data.form}")
-    yield from inert(cfg.data, "data", ["max_tokens"], "texts are wrapped, not truncated", strategy)
-    yield from inert(cfg.data, "data", ["weight_key"], "wrapped texts have equal weights", strategy)
+    yield from without_effect(cfg.data, "data", ["max_tokens"], "texts are wrapped, not truncated", strategy)
+    yield from without_effect(cfg.data, "data", ["weight_key"], "wrapped texts have equal weights", strategy)
     if not packing.infinite and (cfg.batch.epochs or 0) > 1:
         message = f"{cfg.batch.epochs:g} epochs need repeated texts: set packing.infinite: true"
         yield Problem(("packing.infinite", "batch.epochs"), message)

@@ -2,6 +2,6 @@
 
 from mrl.reward.sandbox import groups
 from mrl.reward.sandbox.isolate import SandboxError
-from mrl.reward.sandbox.run import Ended, Limits, found, run_python, talk_to_python
+from mrl.reward.sandbox.run import Limits, ProgramResult, converse_with_python, find_sandbox, run_python
 
-__all__ = ["Ended", "Limits", "SandboxError", "found", "groups", "run_python", "talk_to_python"]
+__all__ = ["ProgramResult", "Limits", "SandboxError", "find_sandbox", "groups", "run_python", "converse_with_python"]

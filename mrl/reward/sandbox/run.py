@@ -24,7 +24,7 @@ from typing import Literal
 from mrl.reward.sandbox import groups, isolate
 from mrl.reward.sandbox.isolate import SandboxError
 from mrl.reward.sandbox.seccomp import filter_program
-from mrl.reward.sandbox.watch import Talk, Watched, watch
+from mrl.reward.sandbox.watch import Talk, WatchedProgram, watch
 
 Isolation = Literal["bubblewrap", "none"]
 START_S = 10.0  # for the sandbox itself, before the program's own clock starts
@@ -48,7 +48,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Ended:
+class ProgramResult:
     """Result of a program. `how`: "exit code 0", "signal SIGKILL", "time out", "too much output"."""
 
     how: str
@@ -60,17 +60,17 @@ class Ended:
         return self.how == "exit code 0"
 
 
-def run_python(program: str, stdin: str = "", *, limits: Limits, isolation: Isolation = "bubblewrap") -> Ended:
+def run_python(program: str, stdin: str = "", *, limits: Limits, isolation: Isolation = "bubblewrap") -> ProgramResult:
     """Runs the source text `program` with the interpreter that mrl's environment was made from, without its packages.
 
     No process or file of the program remains. Raises SandboxError if the sandbox is unavailable; a failure of the
     program itself is not an error.
     """
     found = _run(program, stdin.encode(errors="surrogatepass"), None, limits, isolation)
-    return Ended(found.how, *(text.decode(errors="replace") for text in (found.stdout, found.stderr)))
+    return ProgramResult(found.how, *(text.decode(errors="replace") for text in (found.stdout, found.stderr)))
 
 
-def talk_to_python(program: str, talk: Talk, *, limits: Limits, isolation: Isolation = "bubblewrap") -> None:
+def converse_with_python(program: str, talk: Talk, *, limits: Limits, isolation: Isolation = "bubblewrap") -> None:
     """Runs a program that communicates with `talk`, which yields bytes for stdin and is sent each line of stdout.
 
     The program is killed when `talk` ends. If the program ends first, or exceeds its limits, `talk` is not resumed.
@@ -78,7 +78,7 @@ def talk_to_python(program: str, talk: Talk, *, limits: Limits, isolation: Isola
     _run(program, next(talk), talk, limits, isolation)
 
 
-def _run(program: str, text: bytes, talk: Talk | None, limits: Limits, isolation: Isolation) -> Watched:
+def _run(program: str, text: bytes, talk: Talk | None, limits: Limits, isolation: Isolation) -> WatchedProgram:
     with ExitStack() as stack:
         ready_read, ready_write = os.pipe()
         stack.callback(os.close, ready_read)
@@ -100,7 +100,7 @@ def check_isolation(isolation: Isolation) -> None:
         raise SandboxError(_cannot(isolation, f"a test program ended with {ended.how}: {ended.stderr.strip()}"))
 
 
-def found() -> tuple[str | None, str | None]:
+def find_sandbox() -> tuple[str | None, str | None]:
     """Returns (version of bubblewrap, None if missing; reason why it cannot sandbox programs, None if it can)."""
     bwrap = isolate.find_bwrap()
     if bwrap is None:

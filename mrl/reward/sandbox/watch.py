@@ -16,7 +16,7 @@ Talk = Generator[bytes, bytes, None]  # yields input for the program; each is an
 
 
 @dataclass
-class Watched:
+class WatchedProgram:
     how: str = ""
     ready: bytes = b""  # "1": the program began to run; more: why it could not; nothing: the sandbox never stood
     output: dict[str, bytearray] = field(default_factory=lambda: {"stdout": bytearray(), "stderr": bytearray()})
@@ -73,7 +73,7 @@ class _Input:
 
 def watch(
     process: subprocess.Popen[bytes], ready: int, text: bytes, talk: Talk | None, limits: tuple[float, float, int]
-) -> Watched:
+) -> WatchedProgram:
     """Watches until the process or `talk` has ended, or a limit is exceeded; does not kill the process.
 
     `limits`: seconds for the start, seconds for the program, bytes of output. The program's start closes the pipe
@@ -81,7 +81,7 @@ def watch(
     """
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
     start_s, wall_s, max_output = limits
-    found, deadline = Watched(), time.monotonic() + start_s
+    found, deadline = WatchedProgram(), time.monotonic() + start_s
     given = _Input(process.stdin, text, talk)
     ended = os.pidfd_open(process.pid)
     try:

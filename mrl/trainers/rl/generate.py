@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mrl.agents.play import Agents
+from mrl.agents.runner import AgentRunner
 from mrl.config.schema import RLConfig
 from mrl.config.trainers.rl import prompts_per_round
 from mrl.core import Prompt, Request, Sample, SamplingParams
 from mrl.data import PromptDataset, Tokenizer, collate, data_notes
-from mrl.observe import ENGINES, LEFT_OUT, append_jsonl, sample_row, save_pictures, save_samples, write_down
+from mrl.observe import ENGINES, LEFT_OUT, append_jsonl, sample_row, save_pictures, save_samples, write_guarded
 from mrl.resilience.sections import section
 from mrl.reward.errors import RewardError
 from mrl.reward.manager import RewardManager
@@ -46,7 +46,7 @@ class Generator:
     tokenizer: Tokenizer
     train: PromptDataset
     validation: PromptDataset | None
-    agents: Agents | None = None
+    agents: AgentRunner | None = None
     segments: Segments | None = None
     under_way: UnderWay | None = None
     is_active: Callable[[object], None] = lambda what: None  # called when something has come, in any thread
@@ -123,7 +123,7 @@ class Generator:
                 "reward.truncated_score"
             )
         file, on_error = self.run_dir / ENGINES, self.cfg.checkpoint.on_error
-        write_down("the engines' loads", lambda: append_jsonl(file, drawn.loads), on_error, self.note)
+        write_guarded("the engines' loads", lambda: append_jsonl(file, drawn.loads), on_error, self.note)
         return drawn.rollout, drawn.metrics
 
     def _groups(self, step: int, on_sample: OnSample) -> tuple[list[Group], dict[str, float]]:
@@ -164,7 +164,7 @@ class Generator:
         if lost:
             file, on_error = self.run_dir / LEFT_OUT, cfg.checkpoint.on_error
             row = {"step": step + 1, "left_out": [sample.left_out for sample in lost]}
-            write_down(LEFT_OUT, lambda: append_jsonl(file, row), on_error, self.note)
+            write_guarded(LEFT_OUT, lambda: append_jsonl(file, row), on_error, self.note)
             first = lost[0].left_out.partition("\n")[0]
             self.note(f"{len(lost)} samples are left out (agent.on_error; all of each in {file}): {first}")
         if not kept:
@@ -259,7 +259,7 @@ class Generator:
         file = f"{name}_step_{step}"
         self._write_down([sample_row(sample) for sample in samples], file)
         on_error = self.cfg.checkpoint.on_error
-        write_down("rollouts/pictures", lambda: save_pictures(self.run_dir, samples), on_error, self.note)
+        write_guarded("rollouts/pictures", lambda: save_pictures(self.run_dir, samples), on_error, self.note)
         metrics = validation_metrics(samples, reward.on_error == "zero", self.cfg.data.data_source_key)
         without = [sample for sample in samples if sample.left_out]
         if without:
@@ -317,7 +317,7 @@ class Generator:
 
     def _write_down(self, rows: list[dict[str, Any]], name: str) -> None:
         file, on_error = f"rollouts/{name}.jsonl", self.cfg.checkpoint.on_error
-        write_down(file, lambda: save_samples(self.run_dir, name, rows), on_error, self.note)
+        write_guarded(file, lambda: save_samples(self.run_dir, name, rows), on_error, self.note)
         failed = [row["reward_error"] for row in rows if "reward_error" in row]
         if failed:
             head, *more = failed[0].splitlines()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mrl import platform
-from mrl.agents.play import Agents
+from mrl.agents.runner import AgentRunner
 from mrl.config import placement
 from mrl.config.derived import Machine
 from mrl.config.schema import AgentConfig, RLConfig
@@ -136,11 +136,11 @@ def is_exact(cfg: RLConfig) -> bool:
     )
 
 
-def make_agents(cfg: RLConfig, agent: AgentConfig, tokenizer: Tokenizer) -> Agents:
+def make_agents(cfg: RLConfig, agent: AgentConfig, tokenizer: Tokenizer) -> AgentRunner:
     data = cfg.data
     stops = (*cfg.rollout.sampling.stop_token_ids, tokenizer.eos_id)
     by_turn = counts_turns(cfg)
-    return Agents(
+    return AgentRunner(
         agent,
         tokenizer,
         stops,
@@ -175,7 +175,7 @@ def make_ahead(main: MainParts) -> Ahead:
 
 def this_machine() -> Machine:
     """As rank 0 sees it."""
-    return Machine.around(platform.gpu_count())
+    return Machine.from_environment(platform.gpu_count())
 
 
 def make_generator(

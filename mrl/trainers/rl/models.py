@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mrl.checkpoint import Part
+from mrl.checkpoint import Checkpointable
 from mrl.config.schema import EMAConfig, RLConfig
 from mrl.config.trainers.rl import needs_ref
 from mrl.data import load_eyes
@@ -46,9 +46,9 @@ class Models:
         return {name: each for name, each in found.items() if isinstance(each, Learner)}
 
     @property
-    def saved(self) -> dict[str, Part]:
+    def saved(self) -> dict[str, Checkpointable]:
         """What a checkpoint holds of them, by name."""
-        parts: dict[str, Part] = {"actor": self.actor}
+        parts: dict[str, Checkpointable] = {"actor": self.actor}
         if self.critic is not None and self.critic.trainable:
             parts["critic"] = self.critic
         if self.ema is not None:

@@ -8,8 +8,8 @@ from mrl.trainers.rl.models import Models
 from mrl.weights.model.export import Exporter
 from mrl.weights.sync.adapter import AdapterSync
 from mrl.weights.sync.engine_sync import EngineSync
-from mrl.weights.sync.push import WeightSync
 from mrl.weights.sync.quantized import QuantizedSource
+from mrl.weights.sync.weight_sync import WeightSync
 
 
 def make_sync(main: MainParts, models: Models, engines: Ready) -> EngineSync:

@@ -103,7 +103,7 @@ class RLRun(Run):
         """Until the samples that are drawn ahead are there. Whether they are not, as an engine was lost: it waits for
         weights. Collective."""
         lost = self.world.from_main("sampling ahead", lambda: self.ahead.wait() if self.ahead is not None else [])
-        self.sync.renew(lost)
+        self.sync.mark_restarted(lost)
         return bool(lost)
 
     def _lost(self, look: Callable[[UnderWay], list[str]]) -> bool:
@@ -114,7 +114,7 @@ class RLRun(Run):
             return look(under_way) if under_way is not None else []
 
         lost = self.world.from_main("waiting for samples", ask)
-        self.sync.renew(lost)
+        self.sync.mark_restarted(lost)
         return bool(lost)
 
     def rest(self) -> None:
@@ -164,7 +164,7 @@ class RLRun(Run):
             with self.memory.during("scoring"):
                 return score(self.reward_model, judge, argument.texts)
         with self.memory.during("engine_restart"):
-            return self.sync.restore(argument)
+            return self.sync.resync(argument)
 
     def push_weights(self, version: int | str, *, verify: bool = False) -> SyncReport:
         """Gives the actor's weights to every engine; `version` comes back with every sample. If an engine of ours dies
@@ -175,7 +175,7 @@ class RLRun(Run):
         while True:
             verify |= self._look_for_engines()
             try:
-                report = self.sync.push(str(version), verify=verify)
+                report = self.sync.update_weights(str(version), verify=verify)
                 break
             except SyncError as error:
                 if not self._revived(error):
@@ -192,7 +192,7 @@ class RLRun(Run):
         if not self.cfg.placement.is_apart:
             return lost
         urls, new = self.world.from_main("looking for engines", lambda: self._generator.engine.present())
-        self.sync.use(urls, new)
+        self.sync.set_engines(urls, new)
         return lost or bool(new)
 
     def push_again(self, *, verify: bool = False) -> SyncReport:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mrl import checkpoint
-from mrl.checkpoint import CheckpointError, Part, Saver, Written
+from mrl.checkpoint import Checkpointable, CheckpointError, SavedCheckpoint, Saver
 from mrl.config import resume
 from mrl.config.schema import AnyConfig, Config
 from mrl.core import StepStats
@@ -20,11 +20,11 @@ from mrl.observe import (
     RunDir,
     is_of_this_launch,
     move_aside,
-    note_launch,
+    record_launch,
     refuse_existing,
     rewind,
     trackers,
-    written,
+    written_files,
 )
 from mrl.resilience import preemption
 from mrl.resilience.protocol import attempt, started_by_torchelastic
@@ -85,12 +85,12 @@ def open_run_dir(cfg: AnyConfig, run_dir: Path, stack: ExitStack) -> Recorder:
             notes.extend(resume.unknown(stored, cfg))
         elif not (attempt() and is_of_this_launch(run_dir)):  # an earlier attempt may have failed before this line
             refuse_existing(cfg)
-            if written(run_dir):
+            if written_files(run_dir):
                 notes.append(f"moved the files of an earlier run without a checkpoint to {move_aside(run_dir)}")
 
     stack.enter_context(RunDir.open(cfg, check))
     if started_by_torchelastic():
-        note_launch(run_dir)
+        record_launch(run_dir)
     preemption.begin(run_dir)
     on_error = cfg.checkpoint.on_error
     recorder = stack.enter_context(Recorder(run_dir, cfg.run.steps, trackers.make(cfg, run_dir), on_error=on_error))
@@ -113,7 +113,7 @@ class Saving:
         self,
         cfg: AnyConfig,
         phase: Phases,
-        parts: Mapping[str, Part],
+        parts: Mapping[str, Checkpointable],
         updates: Updates,
         states: Mapping[str, Kept],
         kept: Kept | None = None,
@@ -140,11 +140,11 @@ class Saving:
         state = checkpoint.load(path, self._parts) if path is not None else None
         if path is not None and self._kept is not None:
             kept = self._kept
-            self._from_main(f"restoring {path}", lambda: kept.load_state_dict(checkpoint.load_kept(path)))
+            self._from_main(f"restoring {path}", lambda: kept.load_state_dict(checkpoint.load_samples(path)))
         if state is not None:
             self._step = state["step"]
             self._updates.load_state_dict(state)
-            self._recorder.go_on_with(state.get("trackers", {}))
+            self._recorder.resume_runs(state.get("trackers", {}))
             self._load_states(state)
         dropped = self._from_main("dropping later metrics and samples", lambda: rewind(self._run_dir, self._step))
         after = f"; dropped what was written after it: {dropped}" if dropped else ""
@@ -168,7 +168,7 @@ class Saving:
         """Saves what is due after `step` steps. The caller has written the step's metrics: a checkpoint never covers
         more steps than the metrics do."""
         self._step = step
-        cfg, last = self._cfg.kept, step == self._cfg.run.steps or self.is_over
+        cfg, last = self._cfg.effective_checkpoint, step == self._cfg.run.steps or self.is_over
         is_best = self._best is not None and self._best.kept_step == step
         self._attempt(self._saver.poll)
         if cfg.every_steps and (step % cfg.every_steps == 0 or last or is_best):
@@ -204,7 +204,7 @@ class Saving:
         and hf_best. For hf_best the learners load the best weights."""
         with self._phase("checkpoint", self._since_row):
             self._attempt(self._saver.wait)
-            if self._cfg.kept.export_hf:
+            if self._cfg.effective_checkpoint.export_hf:
                 self._exports.whole("hf", self._step)
                 self._exports.adapter("adapter", self._step)
                 if isinstance(average := self._parts.get("ema"), PolicyCopy):  # the exported actor's average
@@ -238,12 +238,12 @@ class Saving:
 
     def _load_best(self, step: int) -> int | None:
         """Loads the best checkpoint into the learners; returns its step, None if there is no such checkpoint."""
-        path = checkpoint.of_step(self._run_dir, step)
+        path = checkpoint.step_path(self._run_dir, step)
         found = self._from_main(f"looking for {path}", lambda: checkpoint.best_of(path))
         if found is None:
             return None
         checkpoint.load(found, self._parts)
-        return checkpoint.step_of(found)
+        return checkpoint.step_number(found)
 
     def _load_states(self, state: Mapping[str, Any]) -> None:
         for name, each in self._states.items():
@@ -256,9 +256,9 @@ class Saving:
 
     def _name_best(self, step: int) -> None:
         """Marks the checkpoint of `step` as the best, if it exists."""
-        path = checkpoint.of_step(self._run_dir, step)
+        path = checkpoint.step_path(self._run_dir, step)
         if self._phase.world.is_main and checkpoint.best_of(path) == path:
-            self._recorder.write_down("checkpoints/best", lambda: checkpoint.name_best(self._run_dir, step))
+            self._recorder.write_guarded("checkpoints/best", lambda: checkpoint.link_best(self._run_dir, step))
 
     def _of_actor(self, ends: Collection[int]) -> Exports:
         cfg, actor = self._cfg, self._parts["actor"]
@@ -267,7 +267,7 @@ class Saving:
 
     def _newest(self) -> int:
         path = self._from_main("looking for a checkpoint", lambda: checkpoint.latest(self._run_dir))
-        return checkpoint.step_of(path) if path is not None else 0
+        return checkpoint.step_number(path) if path is not None else 0
 
     def _attempt(self, action: Callable[[], None]) -> None:
         """Runs a save; its failure ends the run, or is counted and reported, as configured."""
@@ -285,11 +285,11 @@ class Saving:
             return str(error)
         return None
 
-    def _note_written(self, done: Written) -> None:
+    def _note_written(self, done: SavedCheckpoint) -> None:
         self._since_row.metrics |= {"checkpoint/copy_s": done.copy_s, "checkpoint/write_s": done.write_s}
         size, meanwhile = f"{done.nbytes / MIB:.1f} MiB", " in the background" * self._cfg.checkpoint.asynchronous
         self._recorder.note(f"{done.path} is complete: {size} written in {done.write_s:.2f} s{meanwhile}")
-        if self._best_saved == checkpoint.step_of(done.path):
+        if self._best_saved == checkpoint.step_number(done.path):
             self._name_best(self._best_saved)
 
     def _from_main(self, what: str, make: Callable[[], Any]) -> Any:

@@ -11,7 +11,7 @@ from mrl.config.schema import ResilienceConfig
 from mrl.core import StepStats
 from mrl.observe import STRAGGLERS, Recorder, SilentRecorder, append_jsonl
 from mrl.resilience import preemption, sections
-from mrl.resilience.stragglers import Stragglers
+from mrl.resilience.stragglers import StragglerDetector
 from mrl.trainers.shared.memory import MemoryOrder
 from mrl.trainers.shared.world import World
 
@@ -33,7 +33,7 @@ class Phases:
     world: World
     run_dir: Path
     recorder: Recorder | SilentRecorder
-    stragglers: Stragglers
+    stragglers: StragglerDetector
     save_deadline_s: float
     memory: MemoryOrder = field(default_factory=MemoryOrder)
 
@@ -48,7 +48,7 @@ class Phases:
         memory: MemoryOrder,
     ) -> Phases:
         """Builds the phases of a run. peers: equal on ranks that have the same work"""
-        stragglers = Stragglers(world.gather, peers, cfg.straggler_every_steps, cfg.straggler_ratio)
+        stragglers = StragglerDetector(world.gather, peers, cfg.straggler_every_steps, cfg.straggler_ratio)
         return cls(world, run_dir, recorder, stragglers, cfg.save_deadline_s, memory)
 
     @contextmanager
@@ -68,7 +68,7 @@ class Phases:
         if self.world.is_main:
             row = {"step": stats.step, "steps": report.steps, **report.seconds}
             file = self.run_dir / STRAGGLERS
-            self.recorder.write_down("the ranks' times", lambda: append_jsonl(file, row))
+            self.recorder.write_guarded("the ranks' times", lambda: append_jsonl(file, row))
         note = report.note()
         if note is not None:
             self.recorder.note(f"step {stats.step}: {note}")
@@ -79,9 +79,9 @@ class Phases:
         step: steps done. leave: takes the seconds that saving may need and returns the newest step on disk, 0 if there
         is none
         """
-        if not self.world.any(preemption.is_warned()):
+        if not self.world.any(preemption.is_requested()):
             return
-        saved = leave(preemption.left_s(self.save_deadline_s))
+        saved = leave(preemption.seconds_left(self.save_deadline_s))
         kept = f"step {saved} is saved" if saved else "no step is saved"
         self.recorder.note(f"stopping after step {step} on a signal: {kept}")
         preemption.leave(self.run_dir, saved)

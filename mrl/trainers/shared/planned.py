@@ -15,8 +15,8 @@ from mrl.observe import PLAN, RANKS, Recorder, SilentRecorder
 from mrl.plan import picture, text
 from mrl.plan.chips import CHIPS, Assumptions, Chip, Cluster, chip_named
 from mrl.plan.forecast import Samples, forecast
-from mrl.plan.places import Places
-from mrl.plan.plan import Plan, make, read_shapes
+from mrl.plan.placement import Placement
+from mrl.plan.plan import Plan, make_plan, read_shapes
 from mrl.plan.workload import models_of
 
 
@@ -57,22 +57,22 @@ def planned(cfg: Config, run_dir: Path, recorder: Recorder | SilentRecorder) -> 
     goes on.
     """
     try:
-        machine, (chip, why) = Machine.around(platform.gpu_count()), _chip(cfg)
+        machine, (chip, why) = Machine.from_environment(platform.gpu_count()), _chip(cfg)
         shapes = read_shapes(cfg)
         on_gpu, fused = bool(platform.gpu_names()), platform.transformer_engine_usable()
         models = models_of(cfg, shapes, machine.world_size, on_gpu, fused)
-        places = Places.of(cfg, {model.name: model for model in models}, machine)
+        places = Placement.of(cfg, {model.name: model for model in models}, machine)
         cluster = Cluster(chip, machine.world_size, machine.local_world_size) if chip is not None else None
-        plan = make(cfg, cluster, shapes, Assumptions(), fused=fused) if cluster is not None else None
+        plan = make_plan(cfg, cluster, shapes, Assumptions(), fused=fused) if cluster is not None else None
         data = text.data(plan) if plan is not None else {"gpu": None, "why": why}
     except Exception as error:  # a run works without a plan
         recorder.note(f"no predicted step times: the plan failed: {type(error).__name__}: {error}")
         return None
-    recorder.write_down("plan.json", lambda: _write(run_dir, data | places.data(), places))
+    recorder.write_guarded("plan.json", lambda: _write(run_dir, data | places.data(), places))
     if plan is None:
         recorder.note(f"no MFU and no predicted step times: {why}")
         return None
-    recorder.note(" ".join(filter(None, ("the plan:", text.bottleneck(plan), text.too_late(plan)))))
+    recorder.note(" ".join(filter(None, ("the plan:", text.bottleneck(plan), text.deadline_warning(plan)))))
     return Planned(plan)
 
 
@@ -87,6 +87,6 @@ def _chip(cfg: Config) -> tuple[Chip | None, str]:
     return chip_named(names[0]), f"the plan knows {known}, but not this GPU ({names[0]})"
 
 
-def _write(run_dir: Path, data: dict[str, Any], places: Places) -> None:
+def _write(run_dir: Path, data: dict[str, Any], places: Placement) -> None:
     write_atomically(run_dir / PLAN, json.dumps(data, indent=1) + "\n")
     write_atomically(run_dir / RANKS, picture.draw(places))

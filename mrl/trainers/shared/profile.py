@@ -44,7 +44,7 @@ def profiled(cfg: RunConfig, step: int, run_dir: Path, recorder: Recorder | Sile
         (folder / f"{name}.txt").write_text(table(largest, total, on_gpu))
 
     largest, total = _largest(profiler.key_averages(), on_gpu)
-    recorder.write_down("the profile", write)
+    recorder.write_guarded("the profile", write)
     shares = ", ".join(f"{event.key} {_self_us(event, on_gpu) / total:.0%}" for event in largest[:NAMED])
     recorder.note(f"profile of step {step}: {folder / name}.json.gz and .txt; largest: {shares}")
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mrl import failure, platform
-from mrl.checkpoint import Part
+from mrl.checkpoint import Checkpointable
 from mrl.config.schema import AnyConfig, Config
 from mrl.learner import Learner
 from mrl.observe import Recorder, SilentRecorder
@@ -66,7 +66,7 @@ class Loop:
     def _compare_with_deadline(self, step: int, seconds: float) -> None:
         """Warns once if a step takes longer than the scheduler's warning leaves for finishing and saving it."""
         deadline = self.cfg.resilience.save_deadline_s
-        if self._is_deadline_told or not self.cfg.kept.every_steps or seconds <= deadline:
+        if self._is_deadline_told or not self.cfg.effective_checkpoint.every_steps or seconds <= deadline:
             return
         self._is_deadline_told = True
         self.recorder.note(
@@ -124,7 +124,7 @@ class Start:
     def begin(
         self,
         actor: Learner,
-        parts: Mapping[str, Part] | None = None,
+        parts: Mapping[str, Checkpointable] | None = None,
         states: Mapping[str, Kept] | None = None,
         kept: Kept | None = None,
         memory: MemoryOrder | None = None,
@@ -170,12 +170,12 @@ def started(cfg: AnyConfig, longest_wait_s: float | None = None) -> Iterator[Sta
     """
     with contextlib.ExitStack() as stack, failure.noted():
         if cfg.run.deterministic:
-            platform.be_deterministic()  # before the GPU is used, and before any engine starts
+            platform.enable_determinism()  # before the GPU is used, and before any engine starts
         longest_wait_s = longest_wait_s or cfg.run.timeout_s
         world = World(cfg.run.timeout_s, max(longest_wait_s, cfg.resilience.timeouts_s.setup), cfg.run.seed)
         stack.callback(world.close)
         run_dir = Path(cfg.run.root) / cfg.run.name
-        leave_setup = stack.enter_context(sections.watched(cfg.resilience.timeouts_s, run_dir))
+        leave_setup = stack.enter_context(sections.watch_rank(cfg.resilience.timeouts_s, run_dir))
 
         def is_set_up() -> None:
             world.activity.most_s = longest_wait_s

@@ -135,7 +135,7 @@ class Updates:
         values = {name: metrics[name] for name in ("loss", "grad_norm")}
         samples = {"by": by, "sample_ids": places, "rows": rows}
         row = line | values | samples
-        self._recorder.write_down("the skipped update's samples", lambda: append_jsonl(self.file, row))
+        self._recorder.write_guarded("the skipped update's samples", lambda: append_jsonl(self.file, row))
 
 
 def _suspects(learner: Learner, rollout: Rollout, targets: Sequence[Tensor]) -> tuple[str, Sequence[int]]:

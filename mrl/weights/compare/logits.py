@@ -30,7 +30,7 @@ from mrl.weights.disk.stored_names import stored_key
 from mrl.weights.disk.torch_dist_files import load_metadata
 from mrl.weights.disk.torch_dist_load import load
 from mrl.weights.errors import WeightError
-from mrl.weights.model.state import fill, wanted
+from mrl.weights.model.state import fill, requested_entries
 
 LENGTHS = (3, 17, 64)  # of the fixed prompts
 SIDES = (2, 3)  # rows and columns of features of the image in the second prompt, for a vision-language model
@@ -39,7 +39,7 @@ BOUND = 1e-4  # of the largest |logit|
 
 
 @dataclass(frozen=True)
-class Logits:
+class LogitsDifference:
     """Largest difference and largest value, over all logits of the prompts, or over a critic's values."""
 
     error: float
@@ -61,7 +61,7 @@ class Prompt:
     grid: tuple[int, int] = (0, 0)
 
 
-def compare_logits(hf: Path, model: MegatronModel, meshes: Meshes, cast_to: torch.dtype | None) -> Logits:
+def compare_logits(hf: Path, model: MegatronModel, meshes: Meshes, cast_to: torch.dtype | None) -> LogitsDifference:
     """Compares in float32, one model after the other; a vision-language model gets an image of noise.
 
     `cast_to`: dtype that Hugging Face's weights are rounded to first.
@@ -74,7 +74,7 @@ def compare_logits(hf: Path, model: MegatronModel, meshes: Meshes, cast_to: torc
     prompts = [Prompt(text) for text in texts] if model.arch.vision is None else _seen(texts, model.arch, generator)
     want = _of_transformers(hf, model, prompts, cast_to)
     got = _of_megatron(model, prompts, meshes)
-    return Logits(float((got - want).abs().max()), float(want.abs().max()))
+    return LogitsDifference(float((got - want).abs().max()), float(want.abs().max()))
 
 
 def require_memory(arch: ModelArch, role: Role) -> None:
@@ -167,7 +167,7 @@ def _of_megatron(model: MegatronModel, prompts: list[Prompt], meshes: Meshes) ->
         state = chunk.sharded_state_dict(metadata={"dp_cp_group": mesh.dp_cp_group})
         for entry in state.values():
             entry.key = stored_key(entry.key, metadata.state_dict_metadata)
-        asked = {"model": wanted(state, metadata.state_dict_metadata)}
+        asked = {"model": requested_entries(state, metadata.state_dict_metadata)}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of torch, at every use that Megatron makes of it
             try:

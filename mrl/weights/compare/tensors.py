@@ -12,9 +12,9 @@ from mrl.families.table import weight_table
 from mrl.weights.disk.hf_rows import hf_rows
 from mrl.weights.disk.megatron_dirs import MegatronModel
 from mrl.weights.disk.megatron_source import MegatronCheckpoint
-from mrl.weights.disk.rows import Rows, ZeroRows, flat_shape, memory, row_blocks
+from mrl.weights.disk.rows import Rows, ZeroRows, flat_shape, row_blocks, tensor_memory
 from mrl.weights.disk.safetensors_io import HFCheckpoint
-from mrl.weights.disk.stored_names import Names, pattern_of
+from mrl.weights.disk.stored_names import StoredNames, pattern_of
 from mrl.weights.disk.unused import unused_tensors
 from mrl.weights.errors import WeightError
 
@@ -22,7 +22,7 @@ BLOCK_BYTES = 32 << 20
 
 
 @dataclass
-class Group:
+class TensorGroup:
     """All parameters of one kind, across layers and experts. dtypes: pairs of Hugging Face's and Megatron's."""
 
     name: str
@@ -38,7 +38,7 @@ class Group:
 class Comparison:
     """Result of a comparison. problems: tensors that one side lacks, or that nothing uses."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[TensorGroup, ...]
     problems: tuple[str, ...]
 
     @property
@@ -51,7 +51,7 @@ class Comparison:
         return {there for group in self.groups for here, there in group.dtypes if here != there}
 
 
-def compare_tensors(hf: HFCheckpoint, model: MegatronModel, names: Names, allow_pickle: bool) -> Comparison:
+def compare_tensors(hf: HFCheckpoint, model: MegatronModel, names: StoredNames, allow_pickle: bool) -> Comparison:
     """Compares bit for bit; if the dtypes differ, after casting Hugging Face's tensor as a conversion would.
 
     A value head that the Hugging Face directory lacks must be zero.
@@ -60,12 +60,12 @@ def compare_tensors(hf: HFCheckpoint, model: MegatronModel, names: Names, allow_
     megatron = MegatronCheckpoint(model.weights, names, model.arch)
     problems = [*unused_tensors(hf, model.arch, table, model.role)]
     problems += unused_tensors(megatron, model.arch, table, model.role)
-    groups: dict[str, Group] = {}
+    groups: dict[str, TensorGroup] = {}
     for name, row in table.items():
         if row.copy_of is not None:
             continue
         kind = pattern_of(name)
-        group = groups.setdefault(kind, Group(kind, tuple(map(pattern_of, row.hf)), row.shapes))
+        group = groups.setdefault(kind, TensorGroup(kind, tuple(map(pattern_of, row.hf)), row.shapes))
         for index, hf_name in enumerate(row.hf):
             try:
                 here, there = _here(hf, row, index, allow_pickle), megatron.rows(hf_name)
@@ -81,7 +81,7 @@ def _here(hf: HFCheckpoint, row: Row, index: int, allow_pickle: bool) -> Rows:
     return hf_rows(hf, row, index, allow_pickle)
 
 
-def _compare(group: Group, name: str, here: Rows, there: Rows) -> None:
+def _compare(group: TensorGroup, name: str, here: Rows, there: Rows) -> None:
     wrong = _differing(here, there)
     group.tensors += 1
     group.nbytes += there.shape[0] * there.shape[1] * there.dtype.itemsize
@@ -100,7 +100,7 @@ def _differing(here: Rows, there: Rows) -> int:
         for start, count in row_blocks(there.shape, there.dtype.itemsize, BLOCK_BYTES):
             pair = [torch.empty(count, there.shape[1], dtype=there.dtype) for _ in range(2)]
             list(readers.map(lambda rows, out, start=start: rows.read(start, out), (here, there), pair))
-            if memory(pair[0]) != memory(pair[1]):
+            if tensor_memory(pair[0]) != tensor_memory(pair[1]):
                 raw = [values.view(torch.uint8).view(-1, there.dtype.itemsize) for values in pair]
                 wrong += int((raw[0] != raw[1]).any(1).sum())
     return wrong

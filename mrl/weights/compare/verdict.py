@@ -14,8 +14,8 @@ from mrl.directories import size_text
 from mrl.families import load_arch
 from mrl.families.table import Role
 from mrl.parallel import Meshes
-from mrl.weights.compare.logits import BOUND, Logits, compare_logits
-from mrl.weights.compare.tensors import Comparison, Group, compare_tensors
+from mrl.weights.compare.logits import BOUND, LogitsDifference, compare_logits
+from mrl.weights.compare.tensors import Comparison, TensorGroup, compare_tensors
 from mrl.weights.disk.megatron_dirs import open_megatron
 from mrl.weights.disk.safetensors_io import HFCheckpoint
 from mrl.weights.disk.stored_names import stored_names
@@ -32,7 +32,7 @@ class Verdict:
     hf: Path
     megatron: Path
     tensors: Comparison
-    logits: Logits | None
+    logits: LogitsDifference | None
 
     @property
     def same(self) -> bool:
@@ -78,7 +78,7 @@ class Verdict:
         return f"{head}: {count} tensors, {size_text(nbytes)}; {logits}"
 
 
-def judge(
+def compare_models(
     hf: Path,
     megatron: Path,
     meshes: Meshes,
@@ -105,7 +105,7 @@ def judge(
         return Verdict(hf, megatron, tensors, logits)
 
 
-def _cells(group: Group) -> tuple[str, ...]:
+def _cells(group: TensorGroup) -> tuple[str, ...]:
     shape = " ".join("x".join(map(str, s)) for s in dict.fromkeys(group.shapes))
     casts = ", ".join(a if a == b else f"{b} (of {a})" for a, b in sorted(group.dtypes))
     bits = f"[green]{group.tensors} equal[/green]"

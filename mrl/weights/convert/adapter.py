@@ -13,7 +13,7 @@ from mrl.weights.disk.adapter_files import WEIGHTS, write_config
 from mrl.weights.disk.digest import file_digests
 from mrl.weights.disk.megatron_dirs import open_megatron
 from mrl.weights.disk.megatron_source import MegatronCheckpoint
-from mrl.weights.disk.stored_names import Unstacked
+from mrl.weights.disk.stored_names import UnstackedNames
 from mrl.weights.model.export import Describe
 
 
@@ -29,7 +29,7 @@ def adapter_of_run(
         assert model.adapters is not None
         lora = lora_of(model.adapters)
         table = adapter_table(model.arch, model.role, lora)
-        checkpoint = MegatronCheckpoint(model.weights, Unstacked(), model.arch, table)
+        checkpoint = MegatronCheckpoint(model.weights, UnstackedNames(), model.arch, table)
         tensors = {
             PREFIX + name: checkpoint.source(name, shape)[:].contiguous()
             for row in table.values()

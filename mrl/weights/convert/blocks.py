@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from mrl.files import file_error
-from mrl.weights.disk.rows import Rows, memory, require_finite
-from mrl.weights.disk.torch_dist_files import Extent
+from mrl.weights.disk.rows import Rows, require_finite, tensor_memory
+from mrl.weights.disk.torch_dist_files import BlockLocation
 from mrl.weights.errors import WeightError
 
 FLUSH_BYTES = 32 << 20  # flush early, so that the disk does not idle until the kernel starts writing
 
 
 @dataclass(frozen=True)
-class Span:
+class FileRange:
     """Bytes of an existing file."""
 
     file: Path
@@ -47,7 +47,7 @@ class Block:
     start: int
     rows: int
     dtype: torch.dtype
-    target: Span | TensorBlock
+    target: FileRange | TensorBlock
 
     @property
     def nbytes(self) -> int:
@@ -55,7 +55,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Share:
+class WorkerShare:
     """Work of one worker. `archive`: file for every TensorBlock, with `objects` before them."""
 
     blocks: tuple[Block, ...]
@@ -63,8 +63,8 @@ class Share:
     objects: tuple[tuple[str, bytes], ...] = ()
 
 
-def move(share: Share, stopped: Callable[[], bool]) -> list[Extent]:
-    """Writes a share durably and returns the extents of its TensorBlocks. Stops between two blocks if `stopped`.
+def write_share(share: WorkerShare, stopped: Callable[[], bool]) -> list[BlockLocation]:
+    """Writes a share durably and returns the locations of its TensorBlocks. Stops between two blocks if `stopped`.
 
     Raises WeightError, which names the file.
     """
@@ -77,7 +77,7 @@ def move(share: Share, stopped: Callable[[], bool]) -> list[Extent]:
         raise WeightError(f"writing {where} failed: {file_error(error)}") from error
 
 
-def cut(blocks: Sequence[Block], shares: int) -> list[tuple[Block, ...]]:
+def split_blocks(blocks: Sequence[Block], shares: int) -> list[tuple[Block, ...]]:
     """Splits blocks into `shares` consecutive parts of about the same number of bytes."""
     total = sum(block.nbytes for block in blocks) or 1
     parts: list[list[Block]] = [[] for _ in range(shares)]
@@ -88,10 +88,10 @@ def cut(blocks: Sequence[Block], shares: int) -> list[tuple[Block, ...]]:
     return [tuple(part) for part in parts]
 
 
-class _Bucket:
+class _BlockBuffer:
     """Memory for one block at a time."""
 
-    def __init__(self, share: Share) -> None:
+    def __init__(self, share: WorkerShare) -> None:
         self._memory = torch.empty(max((block.nbytes for block in share.blocks), default=0), dtype=torch.uint8)
 
     def read(self, block: Block) -> Tensor:
@@ -99,18 +99,18 @@ class _Bucket:
         Raises WeightError for NaN or infinity.
         """
         columns = block.source.shape[1]
-        out = torch.frombuffer(memory(self._memory), dtype=block.dtype, count=block.rows * columns)
+        out = torch.frombuffer(tensor_memory(self._memory), dtype=block.dtype, count=block.rows * columns)
         values = out.view(block.rows, columns)
         block.source.read(block.start, values)
         require_finite(block.source, block.start, values)
         return values
 
 
-def _write_archive(share: Share, file: Path, stopped: Callable[[], bool]) -> list[Extent]:
-    items, bucket, flushed = [], _Bucket(share), 0
+def _write_archive(share: WorkerShare, file: Path, stopped: Callable[[], bool]) -> list[BlockLocation]:
+    items, bucket, flushed = [], _BlockBuffer(share), 0
     with file.open("xb") as out:
         for key, content in share.objects:
-            items.append(Extent(key, (), None, file.name, out.tell(), len(content)))
+            items.append(BlockLocation(key, (), None, file.name, out.tell(), len(content)))
             out.write(content)
         for block in share.blocks:
             if stopped():
@@ -118,7 +118,7 @@ def _write_archive(share: Share, file: Path, stopped: Callable[[], bool]) -> lis
             assert isinstance(block.target, TensorBlock)
             offset, place = out.tell(), block.target
             torch.save(bucket.read(block).view(place.sizes), out)
-            items.append(Extent(place.key, place.offsets, place.sizes, file.name, offset, out.tell() - offset))
+            items.append(BlockLocation(place.key, place.offsets, place.sizes, file.name, offset, out.tell() - offset))
             if out.tell() - flushed >= FLUSH_BYTES:
                 flushed = out.tell()
                 os.fdatasync(out.fileno())
@@ -127,14 +127,14 @@ def _write_archive(share: Share, file: Path, stopped: Callable[[], bool]) -> lis
     return items
 
 
-def _write_spans(share: Share, stopped: Callable[[], bool]) -> list[Extent]:
+def _write_spans(share: WorkerShare, stopped: Callable[[], bool]) -> list[BlockLocation]:
     files: dict[Path, int] = {}
-    bucket, pending = _Bucket(share), 0
+    bucket, pending = _BlockBuffer(share), 0
     try:
         for block in share.blocks:
             if stopped():
                 break
-            assert isinstance(block.target, Span)
+            assert isinstance(block.target, FileRange)
             if block.target.file not in files:
                 files[block.target.file] = os.open(block.target.file, os.O_WRONLY)
             descriptor = files[block.target.file]
@@ -153,6 +153,6 @@ def _write_spans(share: Share, stopped: Callable[[], bool]) -> list[Extent]:
 
 def write_at(descriptor: int, offset: int, tensor: Tensor) -> None:
     """Writes the bytes of a contiguous tensor of any shape to the file from `offset`."""
-    view, done = memory(tensor), 0
+    view, done = tensor_memory(tensor), 0
     while done < len(view):
         done += os.pwrite(descriptor, view[done:], offset + done)

@@ -23,15 +23,15 @@ from mrl.families.table import Role, weight_table
 from mrl.parallel import Meshes
 from mrl.weights.agreement import raise_together
 from mrl.weights.convert import WORKERS
-from mrl.weights.convert.blocks import Block, Share, cut
-from mrl.weights.convert.crew import Crew
+from mrl.weights.convert.blocks import Block, WorkerShare, split_blocks
 from mrl.weights.convert.plan import (
-    Source,
+    SourceModel,
     TorchDistPlan,
     create_files,
     plan_safetensors,
     plan_torch_dist,
 )
+from mrl.weights.convert.worker_pool import WorkerPool
 from mrl.weights.disk.digest import file_digests, weight_files
 from mrl.weights.disk.hf_rows import parameter_rows
 from mrl.weights.disk.megatron_dirs import open_megatron
@@ -40,7 +40,7 @@ from mrl.weights.disk.model_files import copy_model_files, role_of
 from mrl.weights.disk.safetensors_io import HFCheckpoint
 from mrl.weights.disk.staging import staged
 from mrl.weights.disk.stored_names import stored_names
-from mrl.weights.disk.torch_dist_files import Extent, write_metadata
+from mrl.weights.disk.torch_dist_files import BlockLocation, write_metadata
 from mrl.weights.disk.unused import unused_tensors
 from mrl.weights.errors import WeightError
 from mrl.weights.model.export import Describe, write_index
@@ -49,7 +49,7 @@ BUCKET_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
-class Options:
+class ConvertOptions:
     """Options of a conversion.
 
     dtype: of everything that is written; None: as stored. bucket_bytes: size of a worker's bucket.
@@ -70,7 +70,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Report:
+class ConvertReport:
     """Result of a conversion. seconds: for reading and writing, until the data is durable."""
 
     role: Role
@@ -80,7 +80,7 @@ class Report:
     model_files: Path
 
 
-def hf_to_megatron(path: Path, target: Path, options: Options, meshes: Meshes) -> Report:
+def hf_to_megatron(path: Path, target: Path, options: ConvertOptions, meshes: Meshes) -> ConvertReport:
     """Writes `target`: a torch_dist checkpoint that every layout loads, and the model's other files. Collective.
 
     The embedding has the vocabulary's rows and no padding: Megatron pads with zeros when it loads. A critic made from a
@@ -88,38 +88,38 @@ def hf_to_megatron(path: Path, target: Path, options: Options, meshes: Meshes) -
     problems; `target` is then unchanged.
     """
     role, arch = options.role or role_of(path), load_arch(path)
-    source = Source(path, arch, role, stored_names(arch, str(path), role, meshes))
-    crew = Crew(options.workers, options.timeout_s)
+    source = SourceModel(path, arch, role, stored_names(arch, str(path), role, meshes))
+    pool = WorkerPool(options.workers, options.timeout_s)
     started = time.monotonic()
     with contextlib.closing(_checked(path, arch, role, options.allow_pickle)) as checkpoint:
         plan = plan_torch_dist(checkpoint, source, options.dtype, options.allow_pickle, options.bucket_bytes)
-    shares = cut(plan.blocks, crew.size)
+    shares = split_blocks(plan.blocks, pool.size)
     nbytes = _bytes(plan.blocks)
     with staged(target, nbytes) as staging:
         weights = staging.directory / RELEASE
-        crew.on_main(f"making {weights}", weights.mkdir)
-        files = [weights / f"__{number}_0.distcp" for number in range(crew.size)]
-        items = crew.move(
+        pool.on_main(f"making {weights}", weights.mkdir)
+        files = [weights / f"__{number}_0.distcp" for number in range(pool.size)]
+        items = pool.write_shares(
             [
-                Share(blocks, file, tuple(plan.objects) if number == 0 else ())
+                WorkerShare(blocks, file, tuple(plan.objects) if number == 0 else ())
                 for number, (blocks, file) in enumerate(zip(shares, files, strict=True))
             ]
         )
-        crew.on_main(f"completing {target}", lambda: _complete_megatron(staging, source, plan, items))
-    return Report(role, len(plan.tensors), nbytes, time.monotonic() - started, path)
+        pool.on_main(f"completing {target}", lambda: _complete_megatron(staging, source, plan, items))
+    return ConvertReport(role, len(plan.tensors), nbytes, time.monotonic() - started, path)
 
 
-def megatron_to_hf(path: Path, target: Path, options: Options, meshes: Meshes) -> Report:
+def megatron_to_hf(path: Path, target: Path, options: ConvertOptions, meshes: Meshes) -> ConvertReport:
     """Writes `target`: a complete Hugging Face directory. Collective, and all or nothing, like `hf_to_megatron`.
 
     `path`: a converted model, a run's checkpoint (step_N), or any torch_dist directory with `options.model_files`.
     """
-    crew = Crew(options.workers, options.timeout_s)
+    pool = WorkerPool(options.workers, options.timeout_s)
     with open_megatron(path, options.part, options.model_files, options.role) as model:
         names = (
             model.names if model.names.keys else stored_names(model.arch, str(model.model_files), model.role, meshes)
         )
-        source = Source(model.weights, model.arch, model.role, names)
+        source = SourceModel(model.weights, model.arch, model.role, names)
         started = time.monotonic()
         checkpoint = MegatronCheckpoint(model.weights, names, model.arch)
         check_megatron(checkpoint, source)
@@ -129,8 +129,8 @@ def megatron_to_hf(path: Path, target: Path, options: Options, meshes: Meshes) -
         )
         nbytes = _bytes(plan.blocks)
         with staged(target, nbytes) as staging:
-            crew.on_main(f"making files in {partial}", lambda: create_files(plan.files, partial))
-            crew.move([Share(blocks) for blocks in cut(plan.blocks, crew.size)])
+            pool.on_main(f"making files in {partial}", lambda: create_files(plan.files, partial))
+            pool.write_shares([WorkerShare(blocks) for blocks in split_blocks(plan.blocks, pool.size)])
 
             def complete() -> None:
                 dtype = plan.files[0].tensors[0].dtype
@@ -141,12 +141,12 @@ def megatron_to_hf(path: Path, target: Path, options: Options, meshes: Meshes) -
                     options.describe(partial, file_digests(weight_files(partial)))
                 staging.commit()
 
-            crew.on_main(f"completing {target}", complete)
+            pool.on_main(f"completing {target}", complete)
         tensors = sum(len(file.tensors) for file in plan.files)
-        return Report(model.role, tensors, nbytes, time.monotonic() - started, model.model_files)
+        return ConvertReport(model.role, tensors, nbytes, time.monotonic() - started, model.model_files)
 
 
-def check_megatron(checkpoint: MegatronCheckpoint, source: Source) -> None:
+def check_megatron(checkpoint: MegatronCheckpoint, source: SourceModel) -> None:
     """Raises WeightError that lists tensors which are missing, damaged, of a wrong shape or unused."""
     table = weight_table(source.arch, source.role)
     problems = list(unused_tensors(checkpoint, source.arch, table, source.role))
@@ -181,7 +181,9 @@ def _bytes(blocks: Sequence[Block]) -> int:
     return sum(block.nbytes for block in blocks)
 
 
-def _complete_megatron(staging: Staging, source: Source, plan: TorchDistPlan, items: Sequence[Extent]) -> None:
+def _complete_megatron(
+    staging: Staging, source: SourceModel, plan: TorchDistPlan, items: Sequence[BlockLocation]
+) -> None:
     root, weights = staging.directory, staging.directory / RELEASE
     write_metadata(weights, plan.tensors, items)
     torch.save({"checkpoint_version": 3.0, "iteration": 0}, weights / "common.pt")

@@ -15,28 +15,28 @@ from mrl.families import ModelArch
 from mrl.families.rows import Row
 from mrl.families.stacks import stored_shapes
 from mrl.families.table import Role, weight_table
-from mrl.weights.convert.blocks import Block, Span, TensorBlock
+from mrl.weights.convert.blocks import Block, FileRange, TensorBlock
 from mrl.weights.disk.hf_rows import parameter_rows, source_dtypes
 from mrl.weights.disk.megatron_source import MegatronCheckpoint
 from mrl.weights.disk.rows import Rows, ZeroRows, flat_shape, row_blocks
 from mrl.weights.disk.safetensors_header import FLOATS
 from mrl.weights.disk.safetensors_io import HFCheckpoint
-from mrl.weights.disk.stored_names import Names, leading_shape
-from mrl.weights.disk.torch_dist_files import pickled
+from mrl.weights.disk.stored_names import StoredNames, leading_shape
+from mrl.weights.disk.torch_dist_files import pickle_object
 from mrl.weights.errors import WeightError
-from mrl.weights.kinds import parameter_shape
 from mrl.weights.meta import TensorMeta
 from mrl.weights.model.export import OutputFile, plan_files
+from mrl.weights.parameter_layout import parameter_shape
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceModel:
     """Model to convert; `names` are those of its Megatron side."""
 
     path: Path
     arch: ModelArch
     role: Role
-    names: Names
+    names: StoredNames
 
 
 @dataclass
@@ -57,7 +57,7 @@ class SafetensorsPlan:
 
 
 def plan_torch_dist(
-    checkpoint: HFCheckpoint, source: Source, dtype: torch.dtype | None, allow_pickle: bool, bucket_bytes: int
+    checkpoint: HFCheckpoint, source: SourceModel, dtype: torch.dtype | None, allow_pickle: bool, bucket_bytes: int
 ) -> TorchDistPlan:
     """Plans a torch_dist checkpoint. Raises WeightError if the tensors of one key have several dtypes and `dtype` is
     None.
@@ -68,9 +68,9 @@ def plan_torch_dist(
         if row.copy_of is None
     }
     dtypes = _dtypes(found, source, dtype)
-    plan = TorchDistPlan(objects=[(key, pickled(None)) for key in _objects(source)])
+    plan = TorchDistPlan(objects=[(key, pickle_object(None)) for key in _objects(source)])
     for name, (row, rows) in found.items():
-        key, lead = source.names.place(name)
+        key, lead = source.names.locate(name)
         inner = parameter_shape(row)[1:]
         shape = (*leading_shape(source.arch, len(lead)), rows.shape[0], *inner)
         plan.tensors[key] = shape, dtypes[key]
@@ -82,14 +82,14 @@ def plan_torch_dist(
 
 
 def _dtypes(
-    found: Mapping[str, tuple[Row, Rows]], source: Source, chosen: torch.dtype | None
+    found: Mapping[str, tuple[Row, Rows]], source: SourceModel, chosen: torch.dtype | None
 ) -> dict[str, torch.dtype]:
     """Returns the dtype of each key. Zeros in place of a missing value head take the dtype of the others."""
     by_key: dict[str, set[torch.dtype]] = {}
     for name, (_, rows) in found.items():
-        by_key.setdefault(source.names.place(name)[0], set()).update(source_dtypes(rows))
+        by_key.setdefault(source.names.locate(name)[0], set()).update(source_dtypes(rows))
     if chosen is not None:
-        kept = {source.names.place(name)[0] for name, (row, _) in found.items() if row.frozen}
+        kept = {source.names.locate(name)[0] for name, (row, _) in found.items() if row.frozen}
         return {key: torch.float32 if key in kept else chosen for key in by_key}
     mixed = [f"{key} ({', '.join(sorted(map(str, kinds)))})" for key, kinds in by_key.items() if len(kinds) > 1]
     if mixed:
@@ -99,7 +99,7 @@ def _dtypes(
     return {key: next(iter(kinds), common) for key, kinds in by_key.items()}
 
 
-def _objects(source: Source) -> Iterator[str]:
+def _objects(source: SourceModel) -> Iterator[str]:
     for key, shape in source.names.objects:
         for lead in product(*map(range, shape)):
             yield ShardedObject(key, None, shape, lead).unique_key
@@ -107,7 +107,7 @@ def _objects(source: Source) -> Iterator[str]:
 
 def plan_safetensors(
     checkpoint: MegatronCheckpoint,
-    source: Source,
+    source: SourceModel,
     directory: Path,
     dtype: torch.dtype | None,
     max_file_bytes: int,
@@ -132,7 +132,7 @@ def plan_safetensors(
             rows = found[meta.name]
             for start, count in row_blocks(rows.shape, meta.dtype.itemsize, bucket_bytes):
                 offset = at + start * rows.shape[1] * meta.dtype.itemsize
-                plan.blocks.append(Block(rows, start, count, meta.dtype, Span(directory / file.name, offset)))
+                plan.blocks.append(Block(rows, start, count, meta.dtype, FileRange(directory / file.name, offset)))
             at += meta.nbytes
     return plan
 

@@ -48,7 +48,7 @@ def write_config(directory: Path, base_name: str, arch: ModelArch, role: Role, l
 
 
 @dataclass(frozen=True)
-class Found:
+class AdapterConfig:
     """Description of the adapters in a directory.
 
     scores_steps: their score head scores steps; base_digest: of the base weights, if mrl wrote the adapters
@@ -61,7 +61,7 @@ class Found:
     base_digest: str | None
 
 
-def read_config(directory: Path) -> Found:
+def read_config(directory: Path) -> AdapterConfig:
     """Reads adapter_config.json and mrl's notes. Raises WeightError, which names the key, for missing settings and
     those that `merge` would compute differently from PEFT.
     """
@@ -85,7 +85,7 @@ def read_config(directory: Path) -> Found:
     notes = _object(directory / NOTES) if (directory / NOTES).is_file() else {}
     digest = notes.get("base_digest")
     steps = config.get("task_type") == STEPS
-    return Found(lora.scale, rank, lora.dora, steps, digest if isinstance(digest, str) else None)
+    return AdapterConfig(lora.scale, rank, lora.dora, steps, digest if isinstance(digest, str) else None)
 
 
 def _object(file: Path) -> Mapping[str, Any]:

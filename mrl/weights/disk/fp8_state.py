@@ -20,7 +20,7 @@ from mrl.weights.errors import WeightError
 RECIPES = "transformer_engine.common.recipe"
 
 
-def given_back(stored: Any, name: str) -> Tensor | None:
+def restorable_state(stored: Any, name: str) -> Tensor | None:
     """Returns the tensor that a layer may restore from an object `[value]` as Megatron stores it; None if it holds no
     state.
 

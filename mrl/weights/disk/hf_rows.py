@@ -12,9 +12,9 @@ from torch import Tensor
 
 from mrl.families import ModelArch
 from mrl.families.rows import Alias, Row
-from mrl.weights.disk.rows import FileRows, Mosaic, Rows, TurnedRows, ZeroRows, flat_shape, stacked
+from mrl.weights.disk.rows import AssembledRows, FileRows, Rows, TransformedRows, ZeroRows, flat_shape, stack_rows
 from mrl.weights.disk.safetensors_io import HFCheckpoint, TensorSource
-from mrl.weights.kinds import TURNED, parameter_shape, segments, to_megatron
+from mrl.weights.parameter_layout import TRANSFORMED, parameter_shape, segments, to_megatron
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def hf_rows(checkpoint: HFCheckpoint, row: Row, index: int, allow_pickle: bool) 
     if alias is not None and name not in checkpoint and alias.name in checkpoint:
         source = checkpoint.source(alias.name, alias.shape)
         return IndexedRows(checkpoint.path, allow_pickle, alias.name, flat_shape(shape), source.dtype, alias)
-    place = checkpoint.place(name, shape)
+    place = checkpoint.locate(name, shape)
     if place is not None:
         file, start, dtype = place
         return FileRows(file, start, flat_shape(shape), dtype, name)
@@ -76,18 +76,18 @@ def parameter_rows(checkpoint: HFCheckpoint, row: Row, arch: ModelArch, allow_pi
     if row.optional and not any(name in checkpoint for name in row.hf):
         return ZeroRows(flat_shape(row.shapes[0]), torch.float32)
     parts = [hf_rows(checkpoint, row, i, allow_pickle) for i in range(len(row.hf))]
-    if row.kind in TURNED:
-        turn, (shape,) = partial(_turned, row, arch), row.shapes
-        return TurnedRows(parts[0], turn, shape, flat_shape(parameter_shape(row)))
-    return stacked([(parts[segment.source], segment.start, segment.rows) for segment in segments(row, arch)])
+    if row.kind in TRANSFORMED:
+        transform, (shape,) = partial(_to_megatron_values, row, arch), row.shapes
+        return TransformedRows(parts[0], transform, shape, flat_shape(parameter_shape(row)))
+    return stack_rows([(parts[segment.source], segment.start, segment.rows) for segment in segments(row, arch)])
 
 
-def _turned(row: Row, arch: ModelArch, values: Tensor) -> Tensor:
+def _to_megatron_values(row: Row, arch: ModelArch, values: Tensor) -> Tensor:
     return to_megatron(row, [values], arch)
 
 
 def source_dtypes(rows: Rows) -> set[torch.dtype]:
     """Returns the dtypes of the file's tensors; none for zeros, which are compatible with any dtype."""
-    if isinstance(rows, Mosaic):
+    if isinstance(rows, AssembledRows):
         return {piece.source.dtype for piece in rows.pieces}
     return set() if isinstance(rows, ZeroRows) else {rows.dtype}

@@ -16,12 +16,12 @@ from mrl.families import ModelArch, load_arch
 from mrl.families.table import Role
 from mrl.files import lock_for_reading
 from mrl.weights.disk.model_files import role_of
-from mrl.weights.disk.stored_names import Names
+from mrl.weights.disk.stored_names import StoredNames
 from mrl.weights.disk.torch_dist_files import METADATA
 from mrl.weights.errors import WeightError
 
 RUN_STATE, RUN_CONFIG = "state.json", "config.yaml"
-UNNAMED = Names({}, ())
+UNNAMED = StoredNames({}, ())
 _ADAPTERS_ALONE = "only adapters: run `mrl convert megatron-to-hf --adapter`, then `mrl merge`"
 
 
@@ -38,7 +38,7 @@ class MegatronModel:
     model_files: Path
     role: Role
     arch: ModelArch
-    names: Names
+    names: StoredNames
     adapters: dict[str, Any] | None = None
 
 
@@ -87,7 +87,7 @@ def _find(path: Path, part: str | None, model_files: Path | None, role: Role | N
 def converted(path: Path) -> MegatronModel:
     """Returns a converted model. Raises ValueError if the directory is not complete."""
     manifest = read_converted(path)
-    names = Names(manifest["keys"], ())
+    names = StoredNames(manifest["keys"], ())
     return MegatronModel(path / RELEASE, path, manifest["role"], load_arch(path), names)
 
 

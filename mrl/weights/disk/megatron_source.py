@@ -16,11 +16,21 @@ from mrl.families import ModelArch
 from mrl.families.rows import Row
 from mrl.families.stacks import slice_of
 from mrl.families.table import weight_table
-from mrl.weights.disk.rows import Mosaic, Piece, Rows, RowsTensor, SlicesRows, TurnedRows, covers, flat_shape, stacked
-from mrl.weights.disk.stored_names import Names, stored_key
-from mrl.weights.disk.torch_dist_files import ArchiveRows, Extent, StoredTensor, read_metadata
+from mrl.weights.disk.rows import (
+    AssembledRows,
+    MatrixPiece,
+    Rows,
+    RowsTensor,
+    SlicesRows,
+    TransformedRows,
+    covers,
+    flat_shape,
+    stack_rows,
+)
+from mrl.weights.disk.stored_names import StoredNames, stored_key
+from mrl.weights.disk.torch_dist_files import ArchiveRows, BlockLocation, StoredTensor, read_metadata
 from mrl.weights.errors import WeightError
-from mrl.weights.kinds import TURNED, parameter_shape, segments, to_hf
+from mrl.weights.parameter_layout import TRANSFORMED, parameter_shape, segments, to_hf
 
 OTHER_STATE = ("optimizer.", "chained_", "rng_state", "rerun_state")  # training state beside the model
 
@@ -32,11 +42,13 @@ class MegatronCheckpoint:
     of another shape or partly unwritten, and a truncated block.
     """
 
-    def __init__(self, path: str | Path, names: Names, arch: ModelArch, table: Mapping[str, Row] | None = None) -> None:
+    def __init__(
+        self, path: str | Path, names: StoredNames, arch: ModelArch, table: Mapping[str, Row] | None = None
+    ) -> None:
         """Opens the checkpoint. table: rows of the tensors to read; None: the model's weights"""
         self.path, self._arch, self._names = Path(path), arch, names
         self._stored = read_metadata(self.path)
-        self._blocks: dict[str, dict[tuple[int, ...], list[Extent]]] = {}
+        self._blocks: dict[str, dict[tuple[int, ...], list[BlockLocation]]] = {}
         rows = table or {**weight_table(arch, "critic"), **weight_table(arch, "policy")}
         self._home = {
             hf: (name, row, i) for name, row in rows.items() if row.copy_of is None for i, hf in enumerate(row.hf)
@@ -47,16 +59,16 @@ class MegatronCheckpoint:
             if (whole := slice_of(hf)) is not None:
                 self._slices.setdefault(whole[0], []).append(hf)
 
-    def _place(self, name: str) -> tuple[str, tuple[int, ...]]:
-        key, lead = self._names.place(name)
+    def _locate(self, name: str) -> tuple[str, tuple[int, ...]]:
+        key, lead = self._names.locate(name)
         return stored_key(key, self._stored), lead
 
     def __contains__(self, name: str) -> bool:
-        return name in self._home and self._place(self._home[name][0])[0] in self._stored
+        return name in self._home and self._locate(self._home[name][0])[0] in self._stored
 
     def __iter__(self) -> Iterator[str]:
         yield from (name for name in self._home if name in self)
-        known = {self._place(row_name)[0] for row_name, _, _ in self._home.values()}
+        known = {self._locate(row_name)[0] for row_name, _, _ in self._home.values()}
         yield from (key for key in self._stored if key not in known and not key.startswith(OTHER_STATE))
 
     def close(self) -> None:
@@ -73,19 +85,19 @@ class MegatronCheckpoint:
             return SlicesRows(tuple(map(self.rows, self._slices[name])))
         row_name, row, index = self._home[name]
         parameter = self._parameter(row_name, row)
-        if row.kind in TURNED:
-            turn, shape = partial(_turned_back, row, self._arch), flat_shape(row.shapes[0])
-            return TurnedRows(parameter, turn, parameter_shape(row), shape)
+        if row.kind in TRANSFORMED:
+            transform, shape = partial(_to_hf_values, row, self._arch), flat_shape(row.shapes[0])
+            return TransformedRows(parameter, transform, parameter_shape(row), shape)
         parts, at = [], 0
         for segment in segments(row, self._arch):
             if segment.source == index:
                 parts.append((segment.start, (parameter, at, segment.rows)))
             at += segment.rows
-        return stacked([part for _, part in sorted(parts, key=lambda each: each[0])])
+        return stack_rows([part for _, part in sorted(parts, key=lambda each: each[0])])
 
-    def _parameter(self, name: str, row: Row) -> Mosaic:
+    def _parameter(self, name: str, row: Row) -> AssembledRows:
         """Returns the Megatron parameter, assembled from its blocks, without padded rows of the vocabulary."""
-        key, lead = self._place(name)
+        key, lead = self._locate(name)
         if key not in self._stored:
             raise WeightError(f"{self.path}: no tensor {key}, which holds {', '.join(row.hf)}")
         stored = self._stored[key]
@@ -99,9 +111,9 @@ class MegatronCheckpoint:
         pieces = tuple(self._pieces(key, stored, lead))
         if not covers(pieces, found):
             raise WeightError(f"{self.path}: parts of {key} at {list(lead)} are missing or duplicated")
-        return Mosaic(pieces, wanted, stored.dtype)
+        return AssembledRows(pieces, wanted, stored.dtype)
 
-    def _pieces(self, key: str, stored: StoredTensor, lead: tuple[int, ...]) -> Iterator[Piece]:
+    def _pieces(self, key: str, stored: StoredTensor, lead: tuple[int, ...]) -> Iterator[MatrixPiece]:
         if key not in self._blocks:
             self._blocks[key] = _by_lead(stored, len(lead))
         for item in self._blocks[key].get(lead, []):
@@ -113,15 +125,15 @@ class MegatronCheckpoint:
                 index = index * size + wanted - offset
             column = at[-1] if len(sizes) - len(lead) > 1 else 0
             source = ArchiveRows(self.path, item, stored.dtype, (stacked_in_item * rows, columns))
-            yield Piece(at[len(lead)], rows, source, index * rows, column)
+            yield MatrixPiece(at[len(lead)], rows, source, index * rows, column)
 
 
-def _turned_back(row: Row, arch: ModelArch, values: Tensor) -> Tensor:
+def _to_hf_values(row: Row, arch: ModelArch, values: Tensor) -> Tensor:
     return to_hf(row, [values], arch)[0]
 
 
-def _by_lead(stored: StoredTensor, dimensions: int) -> dict[tuple[int, ...], list[Extent]]:
-    blocks: dict[tuple[int, ...], list[Extent]] = {}
+def _by_lead(stored: StoredTensor, dimensions: int) -> dict[tuple[int, ...], list[BlockLocation]]:
+    blocks: dict[tuple[int, ...], list[BlockLocation]] = {}
     for item in stored.items:
         ranges = [range(at, at + size) for at, size in zip(item.offsets, item.sizes or (), strict=False)][:dimensions]
         for lead in product(*ranges):

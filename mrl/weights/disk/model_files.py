@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mrl.config.model_dirs import TRACKER
-from mrl.config.tokenizer_files import SETTINGS, SPECIAL, special
+from mrl.config.tokenizer_files import SETTINGS, SPECIAL, special_tokens
 from mrl.families import (
     FAMILIES,
     GENERATES_SUFFIXES,
@@ -100,7 +100,7 @@ def _pad(directory: Path, config: dict[str, Any]) -> None:
     token, takes the first id that ends no text.
     """
     try:
-        tokens = special(directory)
+        tokens = special_tokens(directory)
     except (OSError, ValueError, AttributeError, TypeError, KeyError):
         tokens = {}  # no tokenizer that mrl reads
     named = config.get("eos_token_id")

@@ -75,8 +75,9 @@ class ZeroRows:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Piece of a mosaic: rows `row` .. `row + rows` of `source`, all its columns, at (`at_row`, `at_col`)."""
+class MatrixPiece:
+    """Piece of an assembled matrix: rows `row` .. `row + rows` of `source`, all its columns, at (`at_row`,
+    `at_col`)."""
 
     at_row: int
     rows: int
@@ -86,10 +87,10 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Mosaic:
+class AssembledRows:
     """Matrix assembled from other matrices, which cover it exactly."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[MatrixPiece, ...]
     shape: tuple[int, int]
     dtype: torch.dtype
 
@@ -111,7 +112,7 @@ class Mosaic:
                 target.copy_(part)
 
 
-def covers(pieces: Sequence[Piece], shape: tuple[int, int]) -> bool:
+def covers(pieces: Sequence[MatrixPiece], shape: tuple[int, int]) -> bool:
     """Returns True if each place of a matrix of `shape` is in exactly one piece, and no piece extends beyond the
     matrix.
     """
@@ -125,25 +126,26 @@ def covers(pieces: Sequence[Piece], shape: tuple[int, int]) -> bool:
     return inside and bool((times[:-1, :-1] == 1).all())
 
 
-def stacked(parts: Sequence[tuple[Rows, int, int]]) -> Mosaic:
+def stack_rows(parts: Sequence[tuple[Rows, int, int]]) -> AssembledRows:
     """Stacks (source, first row, rows) vertically."""
     pieces, at = [], 0
     for source, row, rows in parts:
-        pieces.append(Piece(at, rows, source, row))
+        pieces.append(MatrixPiece(at, rows, source, row))
         at += rows
     first = parts[0][0]
-    return Mosaic(tuple(pieces), (at, first.shape[1]), first.dtype)
+    return AssembledRows(tuple(pieces), (at, first.shape[1]), first.dtype)
 
 
 @dataclass(frozen=True)
-class TurnedRows:
-    """Rows [n, columns] of the transformation `turn` of a tensor. They are not rows of the tensor itself, so every read
+class TransformedRows:
+    """Rows [n, columns] of the transformation `transform` of a tensor. They are not rows of the tensor itself, so every
+    read
     of a block reads the whole tensor: `whole` should fit into one block. whole_shape: shape of that tensor, one or
     two dimensions.
     """
 
     whole: Rows
-    turn: Callable[[Tensor], Tensor]
+    transform: Callable[[Tensor], Tensor]
     whole_shape: tuple[int, ...]
     shape: tuple[int, int]
 
@@ -159,8 +161,8 @@ class TurnedRows:
         """Fills `out` [n, columns]."""
         values = torch.empty(self.whole.shape, dtype=self.dtype)
         self.whole.read(0, values)
-        turned = self.turn(values.view(self.whole_shape)).reshape(self.shape)
-        out.copy_(turned[start : start + out.shape[0]])
+        transformed = self.transform(values.view(self.whole_shape)).reshape(self.shape)
+        out.copy_(transformed[start : start + out.shape[0]])
 
 
 @dataclass(frozen=True)
@@ -220,7 +222,7 @@ def require_finite(rows: Rows, start: int, values: Tensor) -> None:
     if all_finite(values):
         return
     stop = start + values.shape[0]
-    for piece in rows.pieces if isinstance(rows, Mosaic) else (Piece(0, rows.shape[0], rows),):
+    for piece in rows.pieces if isinstance(rows, AssembledRows) else (MatrixPiece(0, rows.shape[0], rows),):
         first, last = max(start, piece.at_row), min(stop, piece.at_row + piece.rows)
         if first < last:
             part = torch.empty(last - first, piece.source.shape[1], dtype=piece.source.dtype)
@@ -239,7 +241,7 @@ def read_at(file: Path, offset: int, out: Tensor) -> None:
     """Fills `out`, contiguous and of any shape, with the file's bytes from `offset`. Raises WeightError if the file
     ends early.
     """
-    done, view = 0, memory(out)
+    done, view = 0, tensor_memory(out)
     descriptor = os.open(file, os.O_RDONLY)
     try:
         while done < len(view):
@@ -251,7 +253,7 @@ def read_at(file: Path, offset: int, out: Tensor) -> None:
         os.close(descriptor)
 
 
-def memory(tensor: Tensor) -> memoryview:
+def tensor_memory(tensor: Tensor) -> memoryview:
     """Returns the bytes of a contiguous CPU tensor of any shape, without a copy."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 

@@ -153,7 +153,7 @@ class HFCheckpoint:
         self._check(file, name, dtype, found, shape, dtypes)
         return TensorSource(file, name, part, found, FLOATS.get(dtype, torch.uint8))
 
-    def place(self, name: str, shape: tuple[int, ...]) -> tuple[Path, int, torch.dtype] | None:
+    def locate(self, name: str, shape: tuple[int, ...]) -> tuple[Path, int, torch.dtype] | None:
         """Returns (file, first byte, dtype) of a tensor in a safetensors file, without mapping it; None for a tensor
         stored otherwise: pickled, or packed.
 

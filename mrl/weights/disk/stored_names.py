@@ -47,7 +47,7 @@ def stored_key(key: str, stored: Container[str]) -> str:
 
 
 @dataclass(frozen=True)
-class Names:
+class StoredNames:
     """Names of parameters in a checkpoint. keys: Megatron's key for each pattern of names, with {} for the number of a
     layer that is not stacked. objects: keys of the (empty) objects beside the parameters.
     """
@@ -55,7 +55,7 @@ class Names:
     keys: Mapping[str, str]
     objects: tuple[tuple[str, tuple[int, ...]], ...]  # key, stacked dimensions
 
-    def place(self, name: str) -> tuple[str, tuple[int, ...]]:
+    def locate(self, name: str) -> tuple[str, tuple[int, ...]]:
         """Returns (key, leading indices) of a parameter of the weight table. A parameter that is not listed is not
         stacked.
         """
@@ -64,13 +64,13 @@ class Names:
         return (key.format(numbers[0]), numbers[1:]) if "{}" in key else (key, numbers)
 
 
-class Unstacked(Names):
+class UnstackedNames(StoredNames):
     """Names of mrl's own tensors, such as adapters: every tensor has its whole name as key."""
 
     def __init__(self) -> None:
         super().__init__({}, ())
 
-    def place(self, name: str) -> tuple[str, tuple[int, ...]]:
+    def locate(self, name: str) -> tuple[str, tuple[int, ...]]:
         return name, ()
 
 
@@ -93,7 +93,7 @@ def leading_shape(arch: ModelArch, dimensions: int) -> tuple[int, ...]:
     return (experts if arch.layers_differ else (arch.num_layers, *experts))[:dimensions]
 
 
-def stored_names(arch: ModelArch, hf_path: str, role: Role, meshes: Meshes) -> Names:
+def stored_names(arch: ModelArch, hf_path: str, role: Role, meshes: Meshes) -> StoredNames:
     """Returns the names in Megatron's checkpoints. Collective over the world, as every Mesh is. Raises WeightError if
     Megatron does not stack parameters as the module docstring says.
     """
@@ -115,7 +115,7 @@ def stored_names(arch: ModelArch, hf_path: str, role: Role, meshes: Meshes) -> N
     missing = {_stacked(name)[0] for name, row in weight_table(arch, role).items() if row.copy_of is None} - set(keys)
     if missing:
         raise WeightError(f"Megatron's checkpoint has no entry for {', '.join(sorted(missing))}")
-    return Names(keys, tuple(objects.items()))
+    return StoredNames(keys, tuple(objects.items()))
 
 
 def _objects(entry: ShardedObject, arch: ModelArch, kinds: Sequence[Layer]) -> dict[str, tuple[int, ...]]:

@@ -47,7 +47,7 @@ _ENTRIES = (dcp.TensorStorageMetadata, dcp.BytesStorageMetadata)
 
 
 @dataclass(frozen=True)
-class Extent:
+class BlockLocation:
     """Location of a block of the tensor `key`, or of an object if sizes is None: bytes `offset` .. `offset + length` of
     `file`.
     """
@@ -64,7 +64,7 @@ class Extent:
 class StoredTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
-    items: tuple[Extent, ...]
+    items: tuple[BlockLocation, ...]
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -116,7 +116,7 @@ def _stored(key: str, entry: dcp.TensorStorageMetadata, places: Mapping[Any, Any
         if place is None:
             raise WeightError(f"{file}: {key} at {tuple(chunk.offsets)} has no stored data")
         where = str(place.relative_path)
-        items.append(Extent(key, tuple(chunk.offsets), tuple(chunk.sizes), where, place.offset, place.length))
+        items.append(BlockLocation(key, tuple(chunk.offsets), tuple(chunk.sizes), where, place.offset, place.length))
     return StoredTensor(tuple(entry.size), entry.properties.dtype, tuple(items))
 
 
@@ -136,7 +136,7 @@ def read_plain(file: Path | IO[bytes], name: str | Path) -> Any:
 
 
 def write_metadata(
-    directory: Path, tensors: Mapping[str, tuple[Sequence[int], torch.dtype]], items: Iterable[Extent]
+    directory: Path, tensors: Mapping[str, tuple[Sequence[int], torch.dtype]], items: Iterable[BlockLocation]
 ) -> None:
     """Writes `.metadata`. `tensors`: shape and dtype of every key."""
     described: dict[str, Any] = {
@@ -162,7 +162,7 @@ class ArchiveRows:
     """Tensor inside of a `.distcp` file, viewed as a matrix of `shape`."""
 
     directory: Path
-    item: Extent
+    item: BlockLocation
     dtype: torch.dtype
     shape: tuple[int, int]
 
@@ -180,7 +180,7 @@ class ArchiveRows:
         file = self.directory / self.item.file
         try:
             with file.open("rb") as whole:
-                part = _Part(whole, self.item.offset, self.item.length)
+                part = _FileSlice(whole, self.item.offset, self.item.length)
                 records = {info.filename.partition("/")[2]: info for info in zipfile.ZipFile(part).infolist()}
                 pickled_at = _data_offset(part, records["data.pkl"])
                 part.seek(pickled_at)
@@ -196,7 +196,7 @@ class ArchiveRows:
         return start
 
 
-def _data_offset(archive: _Part, record: zipfile.ZipInfo) -> int:
+def _data_offset(archive: _FileSlice, record: zipfile.ZipInfo) -> int:
     """Returns the offset of a record's bytes: after its header, its name and an extra field. Avoids zipfile, which
     would verify checksums that torch can be told to omit.
     """
@@ -207,7 +207,7 @@ def _data_offset(archive: _Part, record: zipfile.ZipInfo) -> int:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _StoredLayout:
     storage: str
     offset: int
     size: tuple[int, ...]
@@ -219,14 +219,16 @@ class _Found:
 
 
 class _TensorPickle(pickle.Unpickler):
-    """Reads the layout of a saved tensor in its storage; creates nothing but a `_Found`."""
+    """Reads the layout of a saved tensor in its storage; creates nothing but a `_StoredLayout`."""
 
     def persistent_load(self, pid: Any) -> str:
         return str(pid[2])
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return lambda storage, offset, size, stride, *rest: _Found(storage, offset, tuple(size), tuple(stride))
+            return lambda storage, offset, size, stride, *rest: _StoredLayout(
+                storage, offset, tuple(size), tuple(stride)
+            )
         if (module, name) == ("collections", "OrderedDict"):
             return dict
         if module == "torch" and name.endswith("Storage"):
@@ -234,7 +236,7 @@ class _TensorPickle(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it contains a {module}.{name}, not a plain tensor")
 
 
-class _Part(io.RawIOBase):
+class _FileSlice(io.RawIOBase):
     """File object over bytes `start` .. `start + length` of a file."""
 
     def __init__(self, file: io.BufferedReader, start: int, length: int) -> None:
@@ -262,7 +264,7 @@ class _Part(io.RawIOBase):
         return len(data)
 
 
-def pickled(value: Any) -> bytes:
+def pickle_object(value: Any) -> bytes:
     """Returns an object as Megatron stores it: a list of the values of this key."""
     stream = io.BytesIO()
     torch.save([value], stream)

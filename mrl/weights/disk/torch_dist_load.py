@@ -18,8 +18,8 @@ from torch.futures import Future
 
 from mrl import platform
 from mrl.foreign import read_json
-from mrl.weights.disk.fp8_state import given_back
-from mrl.weights.disk.torch_dist_files import pickled, read_plain
+from mrl.weights.disk.fp8_state import restorable_state
+from mrl.weights.disk.torch_dist_files import pickle_object, read_plain
 from mrl.weights.errors import WeightError
 
 platform.install()
@@ -130,5 +130,5 @@ class _Planner(MCoreLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Loads the checked fp8 state only: torch would run an object's pickle, and transformer-engine its content."""
         name = read_item.storage_index.fqn
-        kept = given_back(read_plain(value, name), name)
-        super().load_bytes(read_item, io.BytesIO(pickled(kept)))
+        kept = restorable_state(read_plain(value, name), name)
+        super().load_bytes(read_item, io.BytesIO(pickle_object(kept)))

@@ -27,9 +27,9 @@ from mrl.weights.disk.model_files import copy_model_files
 from mrl.weights.disk.safetensors_io import INDEX, SINGLE
 from mrl.weights.disk.staging import staged
 from mrl.weights.errors import WeightError
-from mrl.weights.kinds import to_hf
 from mrl.weights.meta import TensorMeta
 from mrl.weights.model.names import named_parameters, trained_parameters
+from mrl.weights.parameter_layout import to_hf
 
 GIB = 1 << 30
 

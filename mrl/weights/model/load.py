@@ -26,21 +26,21 @@ from mrl.weights.disk.rows import all_finite
 from mrl.weights.disk.safetensors_io import HFCheckpoint
 from mrl.weights.disk.unused import Checkpoint, unused_tensors
 from mrl.weights.errors import WeightError
-from mrl.weights.kinds import Sliceable, to_megatron
 from mrl.weights.model.names import named_parameters
+from mrl.weights.parameter_layout import Sliceable, to_megatron
 
 
 @dataclass(frozen=True)
-class Item:
+class ParameterLoad:
     """A parameter of this rank and its source tensors."""
 
     name: str
     parameter: nn.Parameter
     row: Row
-    sources: list[Stored]
+    sources: list[StoredSource]
 
 
-class Stored(Sliceable, Protocol):
+class StoredSource(Sliceable, Protocol):
     """A tensor on disk; `label` names file and tensor in errors."""
 
     @property
@@ -119,7 +119,7 @@ def _load(
     problems: list[str] = []
     held, unclaimed = _match(chunks, table, problems)
     checkpoint: Checkpoint | None = None
-    items: list[Item] = []
+    items: list[ParameterLoad] = []
     try:
         checkpoint = opened()
         items = _plan(checkpoint, table, held, problems)
@@ -164,7 +164,7 @@ def _match(
 
 def _plan(
     checkpoint: Checkpoint, table: Mapping[str, Row], held: Mapping[str, nn.Parameter], problems: list[str]
-) -> list[Item]:
+) -> list[ParameterLoad]:
     items = []
     for name, parameter in held.items():
         row = table[name]
@@ -175,11 +175,11 @@ def _plan(
         except WeightError as e:
             problems.append(str(e))
             continue
-        items.append(Item(name, parameter, row, sources))
+        items.append(ParameterLoad(name, parameter, row, sources))
     return items
 
 
-def _source(checkpoint: Checkpoint, row: Row, i: int) -> Stored:
+def _source(checkpoint: Checkpoint, row: Row, i: int) -> StoredSource:
     """Returns the i-th tensor of a row, in whichever of its on-disk forms the checkpoint has."""
     if row.hf[i] not in checkpoint and row.aliases:
         alias = row.aliases[i]
@@ -192,7 +192,7 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _fill(item: Item, arch: ModelArch, mesh: Mesh) -> None:
+def _fill(item: ParameterLoad, arch: ModelArch, mesh: Mesh) -> None:
     tp, tp_rank = mesh.tensor_cut(item.row.expert)
     parameter = item.parameter
     padded_vocab = parameter.shape[0] * tp if item.row.kind == "vocab" else 0
@@ -213,7 +213,7 @@ def _fill(item: Item, arch: ModelArch, mesh: Mesh) -> None:
     _mark(item, tp)
 
 
-def _mark(item: Item, tp: int) -> None:
+def _mark(item: ParameterLoad, tp: int) -> None:
     """Sets Megatron's tensor-parallel attributes, which the gradient norm relies on; refuses contradictory ones.
 
     For experts the table decides: transformer-engine is not told how they are sharded, and marks dimension 0 of all.
@@ -231,7 +231,7 @@ def _mark(item: Item, tp: int) -> None:
         attributes.update(tensor_model_parallel=True, partition_dim=wanted, partition_stride=1)
 
 
-def _tied_problems(items: Iterable[Item], mesh: Mesh) -> list[str]:
+def _tied_problems(items: Iterable[ParameterLoad], mesh: Mesh) -> list[str]:
     """Checks that the tied embeddings of the first and last pipeline stage have the same bits."""
     if mesh.pp == 1:
         return []

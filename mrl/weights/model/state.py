@@ -24,22 +24,22 @@ from mrl.weights.errors import WeightError
 platform.install()
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor  # noqa: E402
 
-BESIDE = "_extra_state"
+EXTRA_STATE = "_extra_state"
 
 
-def wanted(sharded: Mapping[str, Any], stored: Container[str]) -> dict[str, Any]:
+def requested_entries(sharded: Mapping[str, Any], stored: Container[str]) -> dict[str, Any]:
     """Returns the entries of a `sharded_state_dict`, nested or not, to request from a checkpoint with the keys
     `stored`: all parameters, and the objects that it has.
     """
     return {
-        name: wanted(entry, stored) if isinstance(entry, dict) else entry
+        name: requested_entries(entry, stored) if isinstance(entry, dict) else entry
         for name, entry in sharded.items()
-        if not (_is_beside(entry) and entry.unique_key not in stored)
+        if not (_is_extra_state(entry) and entry.unique_key not in stored)
     }
 
 
-def _is_beside(entry: Any) -> bool:
-    return isinstance(entry, ShardedObject) and entry.key.endswith(BESIDE)
+def _is_extra_state(entry: Any) -> bool:
+    return isinstance(entry, ShardedObject) and entry.key.endswith(EXTRA_STATE)
 
 
 def sharded_adapters(chunk: nn.Module, arch: ModelArch, role: Role, lora: LoRA, mesh: Mesh) -> dict[str, ShardedTensor]:
@@ -69,7 +69,7 @@ def fill(chunk: nn.Module, state: dict[str, Any]) -> None:
     parameters = dict(chunk.named_parameters())
     is_adapted = any(map(is_adapter, parameters))
     frozen = {name for name, parameter in parameters.items() if is_adapted and not parameter.requires_grad}
-    problems = [f"{name} is missing" for name in left.missing_keys if BESIDE not in name and name not in frozen]
-    problems += [f"the model has no {name}" for name in left.unexpected_keys if BESIDE not in name]
+    problems = [f"{name} is missing" for name in left.missing_keys if EXTRA_STATE not in name and name not in frozen]
+    problems += [f"the model has no {name}" for name in left.unexpected_keys if EXTRA_STATE not in name]
     if problems:
         raise WeightError("; ".join(problems))

@@ -28,7 +28,7 @@ from mrl.weights.errors import SyncError, WeightError
 from mrl.weights.sync.checksum import Key
 from mrl.weights.sync.engine_sync import EngineSync, Guard, SyncReport
 from mrl.weights.sync.payload import WeightSource, pickle_by_name
-from mrl.weights.sync.transports import Hops
+from mrl.weights.sync.transports import HopCosts
 
 OURS = "mrl-"  # prefix of the names of adapters that runs have synced
 TRANSPORT = "adapter"
@@ -57,20 +57,20 @@ class AdapterSync(EngineSync):
         self._exporter, self._lora = exporter, lora
         self._metas = exporter.metas()
         self._run = self._agreement.on_main("naming the run's adapters", lambda: secrets.token_hex(4))
-        self._pushes = 0
+        self._syncs = 0
         self._base: Mapping[Key, str] | None = None  # hashes of the base parameters
-        self._with_base: set[str] = set()  # addresses of engines whose base weights are verified
+        self._verified_base: set[str] = set()  # addresses of engines whose base weights are verified
 
-    def _push(self, verify: bool, again: bool, started: float) -> SyncReport:
+    def _update_weights(self, verify: bool, again: bool, started: float) -> SyncReport:
         try:
-            return self._pushed(verify, again, started)
+            return self._sync_adapter(verify, again, started)
         except SyncError:  # an engine may be replaced afterwards
-            self._with_base.clear()
+            self._verified_base.clear()
             raise
 
-    def _pushed(self, verify: bool, again: bool, started: float) -> SyncReport:
-        self._pushes += not again
-        name = f"{OURS}{self._run}-{self._pushes}"
+    def _sync_adapter(self, verify: bool, again: bool, started: float) -> SyncReport:
+        self._syncs += not again
+        name = f"{OURS}{self._run}-{self._syncs}"
         self._on_rank_0("asking the engines", self._check_guard)
         self._prove_base()
         began = time.monotonic()
@@ -86,16 +86,16 @@ class AdapterSync(EngineSync):
             tensors=len(self._metas),
             verified=len(self._metas) if verify else 0,
             transport=TRANSPORT,
-            hops=Hops(gather_s=gather_s, engine_s=engine_s, engine_bytes=sent),
+            hops=HopCosts(gather_s=gather_s, engine_s=engine_s, engine_bytes=sent),
             adapter=name,
         )
 
     def _forget(self, client: EngineClient) -> None:
-        self._with_base.discard(client.url)
+        self._verified_base.discard(client.url)
 
     def _prove_base(self) -> None:
         """Verifies the base weights of new engines."""
-        unseen = {client.url for client in self._engines.clients} - self._with_base
+        unseen = {client.url for client in self._engines.clients} - self._verified_base
         if not unseen:
             return
         verifier = self._get_verifier()
@@ -105,7 +105,7 @@ class AdapterSync(EngineSync):
                 hasher.add(name, tensor)
             self._base = self._expected(verifier, hasher)
         self._verify(verifier, self._base)
-        self._with_base |= unseen
+        self._verified_base |= unseen
 
     def _host_stream(self) -> list[tuple[str, Tensor]]:
         return [(name, tensor.cpu().clone()) for name, tensor in self._exporter.stream()]
@@ -115,7 +115,7 @@ class AdapterSync(EngineSync):
         tensors = {PREFIX + key: tensor for part in parts for key, tensor in part.items()}
         if len(tensors) != len(self._metas):
             raise WeightError(f"gathered {len(tensors)} adapter tensors instead of {len(self._metas)}")
-        tensors |= {PREFIX + key: tensor for key, tensor in zeros_beside(self._exporter.arch, self._lora, tensors)}
+        tensors |= {PREFIX + key: tensor for key, tensor in missing_adapters(self._exporter.arch, self._lora, tensors)}
         payload = pickle_by_name(tensors)
         sums = {key: _sha256(tensor) for key, tensor in tensors.items()} if verify else None
         config = peft_config("base", self._exporter.arch, "policy", self._lora)
@@ -133,7 +133,7 @@ class AdapterSync(EngineSync):
         self._engines.call(load)
 
 
-def zeros_beside(arch: ModelArch, lora: LoRA, like: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
+def missing_adapters(arch: ModelArch, lora: LoRA, like: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
     """Returns (name, zeros) of the adapters that are missing beside others of the same fused layer: with q_proj alone
     SGLang would look for v_proj's. like: some tensors of their dtype; shapes [r, in] and [out, r].
     """

@@ -21,10 +21,11 @@ WIDE_BYTES = 4  # of a float32
 
 
 @dataclass(frozen=True)
-class Part:
-    """Part of an HF tensor: `size` rows (dim 0) or columns (dim 1, ...), from `start`; the whole tensor if dim is None.
+class TensorShard:
+    """Shard of an HF tensor for one engine parameter: `size` rows (dim 0) or columns (dim 1, ...), from `start`; the
+    whole tensor if dim is None.
 
-    turned: its last two dimensions are transposed; wide: in float32; nbytes: in the engine's memory
+    transposed: in its last two dimensions; wide: in float32; nbytes: in the engine's memory
     """
 
     name: str
@@ -32,7 +33,7 @@ class Part:
     dim: int | None = None
     start: int = 0
     size: int = 0
-    turned: bool = False
+    transposed: bool = False
     wide: bool = False
 
     def cut(self, tensor: Tensor) -> Tensor:
@@ -40,7 +41,7 @@ class Part:
         transposed.
         """
         part = tensor if self.dim is None else tensor.narrow(self.dim, self.start, self.size)
-        return part.mT if self.turned else part.float() if self.wide else part
+        return part.mT if self.transposed else part.float() if self.wide else part
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class EngineParam:
     """Parameter of one engine process: contiguous parts, then `padding` zero bytes."""
 
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[TensorShard, ...]
     padding: int = 0
 
     @property
@@ -61,7 +62,7 @@ class EngineParam:
 
 
 @dataclass(frozen=True)
-class EngineShape:
+class EngineLayout:
     """Shape of an engine. `names`: its parameters, the same on all its ranks; tensor: tensor-parallel size."""
 
     names: tuple[str, ...]
@@ -73,12 +74,12 @@ class EngineShape:
 
 
 def engine_params(
-    shape: EngineShape, rank: int, metas: Sequence[TensorMeta], arch: ModelArch
+    shape: EngineLayout, rank: int, metas: Sequence[TensorMeta], arch: ModelArch
 ) -> tuple[dict[str, EngineParam], list[str]]:
     """Returns (parameters of the engine's tensor-parallel rank `rank` by engine name, engine names without source
     tensors).
     """
-    cutter = _Cutter(shape, rank, {meta.name: meta for meta in metas}, arch)
+    cutter = _Sharder(shape, rank, {meta.name: meta for meta in metas}, arch)
     params: dict[str, EngineParam] = {}
     unknown: list[str] = []
     for name in shape.names:
@@ -90,8 +91,8 @@ def engine_params(
     return params, unknown
 
 
-class _Cutter:
-    def __init__(self, shape: EngineShape, rank: int, metas: Mapping[str, TensorMeta], arch: ModelArch) -> None:
+class _Sharder:
+    def __init__(self, shape: EngineLayout, rank: int, metas: Mapping[str, TensorMeta], arch: ModelArch) -> None:
         self.shape, self.rank, self.metas, self.arch = shape, rank, metas, arch
         self.tp, self.cuts_vocab = shape.tensor if shape.fuses else 1, FAMILIES[arch.family].engine_cuts_vocab
         self.sources = fused_parameters(arch) if shape.fuses else plain_parameters(arch)
@@ -108,37 +109,37 @@ class _Cutter:
             padding = _nbytes(sources[0], self.metas[sources[0].name], True)
         return EngineParam(name, parts, padding)
 
-    def _parts(self, source: Source) -> Iterator[Part]:
+    def _parts(self, source: Source) -> Iterator[TensorShard]:
         meta, first = self.metas[source.name], 0
         if source.is_stack:
             yield self._of_stack(source, meta)
             return
         if self.tp == 1:
-            yield Part(meta.name, meta.nbytes)
+            yield TensorShard(meta.name, meta.nbytes)
             return
         for index, rows in enumerate(source.row.pieces or meta.shape[:1], source.index):
             cut = self._range(source.row, index, rows, meta)
             if cut is None:
-                yield Part(meta.name, meta.nbytes)
+                yield TensorShard(meta.name, meta.nbytes)
             else:
                 dim, start, size = cut
-                yield Part(meta.name, meta.nbytes // meta.shape[dim] * size, dim, first + start, size)
+                yield TensorShard(meta.name, meta.nbytes // meta.shape[dim] * size, dim, first + start, size)
             first += rows
 
-    def _of_stack(self, source: Source, meta: TensorMeta) -> Part:
+    def _of_stack(self, source: Source, meta: TensorMeta) -> TensorShard:
         """Returns this engine rank's part of stacked experts: column-parallel up projection, row-parallel down
         projection.
         """
-        turned, wide = source.is_turned and self.shape.fuses, source.is_wide and self.shape.fuses
+        transposed, wide = source.is_turned and self.shape.fuses, source.is_wide and self.shape.fuses
         nbytes = _nbytes(source, meta, self.shape.fuses)
         if self.tp == 1:
-            return Part(meta.name, nbytes, turned=turned, wide=wide)
+            return TensorShard(meta.name, nbytes, transposed=transposed, wide=wide)
         if source.row.kind == "copy":
             whole = self.rank == 0
-            return Part(meta.name, nbytes * whole, 0, 0, meta.shape[0] * whole, wide=wide)
+            return TensorShard(meta.name, nbytes * whole, 0, 0, meta.shape[0] * whole, wide=wide)
         dim = 1 if source.row.kind == "transposed" else len(meta.shape) - 1
         size = meta.shape[dim] // self.tp
-        return Part(meta.name, nbytes // self.tp, dim, self.rank * size, size, turned, wide)
+        return TensorShard(meta.name, nbytes // self.tp, dim, self.rank * size, size, transposed, wide)
 
     def _range(self, row: Row, index: int, rows: int, meta: TensorMeta) -> tuple[int, int, int] | None:
         """Returns (dim, start, size) of this engine rank's part of `rows` rows, which are number `index` of the
@@ -167,7 +168,7 @@ class _Cutter:
             multiple *= self.tp
         return _round_up(self.arch.vocab_size, multiple) // self.tp
 
-    def _vocab_padding(self, part: Part) -> int:
+    def _vocab_padding(self, part: TensorShard) -> int:
         meta = self.metas[part.name]
         return self._vocab_rows() * (meta.nbytes // meta.shape[0]) - part.nbytes
 

@@ -16,8 +16,8 @@ from mrl.rollout.errors import EngineError
 from mrl.weights.agreement import SyncAgreement
 from mrl.weights.sync.checksum import Key, StreamHasher
 from mrl.weights.sync.payload import WeightSource
-from mrl.weights.sync.transports import RELAY_GRACE_S, Deadline, Engines, Hops
-from mrl.weights.sync.verify import Verifier, ask_shape, check
+from mrl.weights.sync.transports import RELAY_GRACE_S, Deadline, Engines, HopCosts
+from mrl.weights.sync.verify import Verifier, ask_layout, check
 
 CLEANUP_TIMEOUT_S = 5.0
 GRACE_S = 2 * RELAY_GRACE_S  # a rank that has just timed out still has to report that to the others
@@ -36,7 +36,7 @@ class SyncReport:
     tensors: int
     verified: int
     transport: str
-    hops: Hops
+    hops: HopCosts
     adapter: str | None = None
 
     def metrics(self) -> dict[str, float]:
@@ -76,7 +76,7 @@ class EngineSync(ABC):
         self._version = ""
         self._verifier: Verifier | None = None
 
-    def push(self, version: str, *, verify: bool = False) -> SyncReport:
+    def update_weights(self, version: str, *, verify: bool = False) -> SyncReport:
         """Syncs every engine to the current weights as weight version `version`; collective over all ranks.
 
         Flushes prefix caches. With sync.verify, or with `verify` for this sync alone, every parameter of every engine
@@ -86,20 +86,22 @@ class EngineSync(ABC):
         self._version = version
         return self._timed(verify=verify or self._cfg.verify == "checksum", again=False)
 
-    def restore(self, url: str) -> SyncReport:
+    def resync(self, url: str) -> SyncReport:
         """Syncs the engine at `url`, which was restarted or has joined, to the weights and version of the last sync;
-        collective over all ranks, which must not have changed the weights since. Always verified; raises as `push`.
+        collective over all ranks, which must not have changed the weights since. Always verified; raises as
+        `update_weights`.
         """
         urls = [client.url for client in self._engines.clients]
-        self.use([*urls, *({url} - {*urls})], [url])
+        self.set_engines([*urls, *({url} - {*urls})], [url])
         with self._engines.only(url):
             return self._timed(verify=True, again=True)
 
-    def renew(self, urls: Sequence[str]) -> None:
-        """Marks the engines at these addresses as new processes; local, to be called on every rank, as `use`."""
-        self.use([client.url for client in self._engines.clients], urls)
+    def mark_restarted(self, urls: Sequence[str]) -> None:
+        """Marks the engines at these addresses as new processes; local, to be called on every rank, as
+        `set_engines`."""
+        self.set_engines([client.url for client in self._engines.clients], urls)
 
-    def use(self, urls: Sequence[str], new: Sequence[str] = ()) -> None:
+    def set_engines(self, urls: Sequence[str], new: Sequence[str] = ()) -> None:
         """Sets the engines; local, to be called on every rank. new: addresses whose engine is a new process."""
         known = {client.url: client for client in self._engines.clients}
         for url, client in known.items():
@@ -116,7 +118,7 @@ class EngineSync(ABC):
             client.close()
 
     @abstractmethod
-    def _push(self, verify: bool, again: bool, started: float) -> SyncReport:
+    def _update_weights(self, verify: bool, again: bool, started: float) -> SyncReport:
         """Syncs. again: for an engine that lacks the last sync; started: time.monotonic() at the start"""
 
     @abstractmethod
@@ -127,17 +129,17 @@ class EngineSync(ABC):
         self._engines.deadline = Deadline(self._cfg.timeout_s)
         started = time.monotonic()
         if not self._in_flight:
-            return self._push(verify, again, started)
+            return self._update_weights(verify, again, started)
         try:
             self._on_rank_0("pausing the engines", lambda: self._engines.call(EngineClient.pause))
-            report = self._push(verify, again, started)
+            report = self._update_weights(verify, again, started)
         except BaseException:
-            self._go_on_all_the_same()
+            self._resume_engines_anyway()
             raise
         self._on_rank_0("resuming the engines", lambda: self._engines.call(EngineClient.go_on))
         return report
 
-    def _go_on_all_the_same(self) -> None:
+    def _resume_engines_anyway(self) -> None:
         """Resumes the engines after a failure: a paused engine would not answer. An engine that is gone is ignored."""
         if self._rank == 0:
             with contextlib.suppress(EngineError):
@@ -171,7 +173,7 @@ class EngineSync(ABC):
     def _get_verifier(self) -> Verifier:
         """Learns the engines' parameters, in the first verified sync only."""
         if self._verifier is None:
-            asked = self._on_rank_0("asking the engines for checksums", lambda: ask_shape(self._engines))
+            asked = self._on_rank_0("asking the engines for checksums", lambda: ask_layout(self._engines))
             self._verifier = Verifier(*asked, self._proved.metas(), self._proved.arch)
         return self._verifier
 

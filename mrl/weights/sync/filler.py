@@ -17,7 +17,7 @@ from mrl.weights.sync.transports.background import InBackground
 LATE_S = 5.0  # extra wait for a delivery that does not end at the sync's deadline
 
 
-class Filler:
+class BucketFiller:
     """Copies the stream's tensors into buckets; a thread delivers each full bucket while the next one is filled."""
 
     def __init__(self, transport: Transport, buckets: Sequence[Bucket], hasher: StreamHasher | None) -> None:
@@ -28,7 +28,7 @@ class Filler:
         self._delivery: InBackground | None = None
         self.waiting_s = 0.0  # for deliveries
 
-    def take(self, name: str, tensor: Tensor) -> None:
+    def add(self, name: str, tensor: Tensor) -> None:
         """Copies the stream's next tensor, of any shape, into its slot; sends the bucket when it is full.
 
         Raises WeightError if the plan has another tensor next, and the error of an earlier bucket's delivery.

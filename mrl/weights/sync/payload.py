@@ -149,8 +149,8 @@ class SharedBuffer:
         named = []
         for slot in bucket.slots:
             view = slot.view(self.flat)
-            place = (view.storage_offset(), tuple(view.shape), view.stride(), False)
-            named.append((slot.name, _Call(reductions.rebuild_tensor, (torch.Tensor, typed[slot.dtype], place))))
+            location = (view.storage_offset(), tuple(view.shape), view.stride(), False)
+            named.append((slot.name, _Call(reductions.rebuild_tensor, (torch.Tensor, typed[slot.dtype], location))))
         return _encode(named)
 
 

@@ -13,7 +13,7 @@ from mrl.weights.agreement import SyncAgreement
 from mrl.weights.errors import SyncMismatch, WeightError
 from mrl.weights.meta import TensorMeta
 from mrl.weights.sync.checksum import Key, Mismatch, ParamHash, Sha256Hash, StreamHasher, TileHash
-from mrl.weights.sync.engine_params import EngineParam, EngineShape, engine_params
+from mrl.weights.sync.engine_params import EngineLayout, EngineParam, engine_params
 from mrl.weights.sync.transports import Engines
 
 MAX_LISTED = 8
@@ -25,7 +25,9 @@ class Verifier:
     Raises WeightError if the engines' parameters and the exported tensors do not cover each other.
     """
 
-    def __init__(self, shape: EngineShape, kind: type[ParamHash], metas: Sequence[TensorMeta], arch: ModelArch) -> None:
+    def __init__(
+        self, shape: EngineLayout, kind: type[ParamHash], metas: Sequence[TensorMeta], arch: ModelArch
+    ) -> None:
         self._kind = kind
         self._senders = {meta.name: meta.sender for meta in metas}
         self._params: dict[Key, EngineParam] = {}
@@ -74,9 +76,9 @@ class Verifier:
         return found
 
 
-def ask_shape(engines: Engines) -> tuple[EngineShape, type[ParamHash]]:
+def ask_layout(engines: Engines) -> tuple[EngineLayout, type[ParamHash]]:
     """Asks the engines for their parameters and the kind of their hashes. Raises WeightError if the engines differ."""
-    shapes: list[tuple[EngineShape, type[ParamHash]]] = []
+    shapes: list[tuple[EngineLayout, type[ParamHash]]] = []
     for client in engines.clients:
         client.timeout_s = engines.deadline.left()
         ranks = client.weights_checksum()
@@ -85,7 +87,7 @@ def ask_shape(engines: Engines) -> tuple[EngineShape, type[ParamHash]]:
                 f"engine {client.url} has {len(ranks)} tensor-parallel ranks; the sync was for {engines.tensor}"
             )
         names = sorted(name for name in ranks[0].checksums if not name.endswith(DERIVED))
-        shapes.append((EngineShape(tuple(names), len(ranks)), hash_kind(client.server_info())))
+        shapes.append((EngineLayout(tuple(names), len(ranks)), hash_kind(client.server_info())))
     if any(shape != shapes[0] for shape in shapes):
         raise WeightError(f"the engines {[client.url for client in engines.clients]} have different parameters")
     return shapes[0]

@@ -57,7 +57,7 @@ def wanted() -> tuple[int, dict[str, Any] | None, int, float]:
 
 def patch(module: Any) -> None:
     entered: dict[str, int] = {}
-    enter = module._Watched.enter
+    enter = module._RankWatch.enter
 
     def faulty(self: Any, name: str) -> None:
         rank, fault, slow_rank, slow_s = wanted()
@@ -71,7 +71,7 @@ def patch(module: Any) -> None:
         if name == "update" and rank == slow_rank:
             compute(slow_s)
 
-    module._Watched.enter = faulty
+    module._RankWatch.enter = faulty
 
 
 def hold(module: Any) -> None:
@@ -99,14 +99,14 @@ def hold(module: Any) -> None:
 
 
 def keep_old(module: Any) -> None:
-    old, take, first = os.environ.get("MRL_TEST_OLD"), module.Filler.take, list[Any]()
+    old, take, first = os.environ.get("MRL_TEST_OLD"), module.BucketFiller.add, list[Any]()
 
     def faulty(self: Any, name: str, tensor: Any) -> None:
         if name == old:
             first.append(tensor.clone())
         take(self, name, first[0] if name == old else tensor)
 
-    module.Filler.take = faulty
+    module.BucketFiller.add = faulty
 
 
 PATCHES = {"mrl.resilience.sections": patch, "mrl.rollout.client": hold, "mrl.weights.sync.filler": keep_old}

@@ -12,26 +12,26 @@ from urllib.parse import urlsplit
 from mrl import platform
 from mrl.weights.errors import WeightError
 from mrl.weights.sync.payload import start_manager
-from mrl.weights.sync.transports.base import RELAY_GRACE_S, Deadline, Engines, Hops, Place, Transport
+from mrl.weights.sync.transports.base import RELAY_GRACE_S, Deadline, Engines, HopCosts, SenderLocation, Transport
 from mrl.weights.sync.transports.cuda_ipc import CudaIpc
 from mrl.weights.sync.transports.disk import Disk, make_directory
 from mrl.weights.sync.transports.distributed import Distributed, own_address
 from mrl.weights.sync.transports.http import Http
-from mrl.weights.sync.transports.over_nodes import OverNodes, Spread
+from mrl.weights.sync.transports.multi_node import MultiNodeTransport, NodeTopology
+from mrl.weights.sync.transports.multi_node_engine import MultiNodeEngineTransport
 from mrl.weights.sync.transports.shared_memory import SharedMemory
-from mrl.weights.sync.transports.spanning import Spanning
 
 __all__ = [
     "RELAY_GRACE_S",
     "TRANSPORTS",
     "Deadline",
     "Engines",
-    "Hops",
-    "OverNodes",
-    "Place",
+    "HopCosts",
+    "MultiNodeTransport",
+    "SenderLocation",
     "SharedMemory",
-    "Spanning",
-    "Spread",
+    "MultiNodeEngineTransport",
+    "NodeTopology",
     "Transport",
     "begin_early",
     "is_local",

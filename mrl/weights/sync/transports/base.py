@@ -72,7 +72,7 @@ class Engines:
 
 
 @dataclass
-class Hops:
+class HopCosts:
     """Cost of a sync by hop, for one rank or for all ranks.
 
     gather: of shards, on senders; network: from senders to other nodes; engine: from a node's rank to its engines.
@@ -86,7 +86,7 @@ class Hops:
     engine_bytes: float = 0.0
 
     @classmethod
-    def of_all(cls, ranks: Sequence[Hops]) -> Hops:
+    def combine(cls, ranks: Sequence[HopCosts]) -> HopCosts:
         """Combines the hops of all ranks, or of all concurrent parts of a rank."""
         found = cls()
         for one in fields(cls):
@@ -96,7 +96,7 @@ class Hops:
 
 
 @dataclass(frozen=True)
-class Place:
+class SenderLocation:
     """Location of this rank: its world rank, the model's device, a directory that all senders and engines can see."""
 
     rank: int
@@ -116,11 +116,11 @@ class Transport(ABC):
     name: ClassVar[str]
     uses_session: ClassVar[bool] = True  # call begin_weight_update first, if the engine supports sessions
     one_machine: ClassVar[bool] = False  # senders and engines have to share one
-    needs_directory: ClassVar[bool] = False  # that senders and engines see: `Place.directory`
+    needs_directory: ClassVar[bool] = False  # that senders and engines see: `SenderLocation.directory`
 
-    def __init__(self, engines: Engines, place: Place) -> None:
-        self.engines, self.place = engines, place
-        self.hops = Hops()  # of the current sync
+    def __init__(self, engines: Engines, location: SenderLocation) -> None:
+        self.engines, self.location = engines, location
+        self.hops = HopCosts()  # of the current sync
 
     @abstractmethod
     def prepare(self, buckets: Sequence[Bucket]) -> None:
@@ -157,7 +157,7 @@ class Transport(ABC):
     def release(self, failed: bool) -> None:  # noqa: B027 - not all take something
         """Releases the resources of `prepare`."""
 
-    def forget(self, client: EngineClient) -> None:  # noqa: B027 - most share nothing with an engine between pushes
+    def forget(self, client: EngineClient) -> None:  # noqa: B027 - most share nothing with an engine between syncs
         """Forgets an engine that is a new process."""
 
     def close(self) -> None:
@@ -165,7 +165,7 @@ class Transport(ABC):
         self.release(failed=False)
 
 
-class ByHandle(Transport):
+class HandleTransport(Transport):
     """Transport by handles: a bucket stays in this node's memory, and requests carry handles that are valid on this
     node only.
     """
@@ -186,10 +186,10 @@ class ByHandle(Transport):
         self.engines.call(update)
 
 
-def by_turns(make: Callable[[], T], buckets: Sequence[Bucket]) -> Iterator[T]:
+def double_buffer(make: Callable[[], T], buckets: Sequence[Bucket]) -> Iterator[T]:
     """Cycles over two buffers, one filled while the other is sent; over one buffer for a single bucket."""
     return cycle([make() for _ in buckets[:2]])
 
 
-def largest(buckets: Sequence[Bucket]) -> int:
+def largest_bucket_bytes(buckets: Sequence[Bucket]) -> int:
     return max((bucket.nbytes for bucket in buckets), default=0)

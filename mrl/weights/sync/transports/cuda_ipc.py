@@ -12,12 +12,12 @@ from torch.multiprocessing import reductions
 from mrl import platform
 from mrl.weights.errors import WeightError
 from mrl.weights.sync.payload import Bucket, pickle_flat
-from mrl.weights.sync.transports.base import ByHandle, Engines, Place
+from mrl.weights.sync.transports.base import Engines, HandleTransport, SenderLocation
 
 _DEVICE_ARGUMENT = 6  # of reductions.rebuild_cuda_tensor
 
 
-class CudaIpc(ByHandle):
+class CudaIpc(HandleTransport):
     """One buffer a bucket on the sender's own GPU. Every engine process must see that GPU (CUDA_VISIBLE_DEVICES).
 
     Buffers are never reused: the engine's first rank replies while the others may still read. torch keeps a shared
@@ -27,19 +27,19 @@ class CudaIpc(ByHandle):
     name = "cuda_ipc"
     load_format = "flattened_bucket"
 
-    def __init__(self, engines: Engines, place: Place) -> None:
-        if place.device.type != "cuda":
+    def __init__(self, engines: Engines, location: SenderLocation) -> None:
+        if location.device.type != "cuda":
             raise WeightError(
-                f"sync.transport cuda_ipc needs the model on a CUDA device, and it is on {place.device.type}: "
+                f"sync.transport cuda_ipc needs the model on a CUDA device, and it is on {location.device.type}: "
                 "use auto, shared_memory or http"
             )
-        super().__init__(engines, place)
+        super().__init__(engines, location)
 
     def prepare(self, buckets: Sequence[Bucket]) -> None:
         """Does nothing: a buffer is allocated for each bucket."""
 
     def buffer(self, bucket: Bucket) -> Tensor:
-        return torch.empty(bucket.nbytes, dtype=torch.uint8, device=self.place.device)
+        return torch.empty(bucket.nbytes, dtype=torch.uint8, device=self.location.device)
 
     def handles(self, bucket: Bucket, flat: Tensor) -> list[str]:
         """Exports once a reader: each releases its own reference."""
@@ -47,7 +47,7 @@ class CudaIpc(ByHandle):
         return [pickle_flat(bucket, _exported(flat)) for _ in range(self.engines.tensor)]
 
     def release(self, failed: bool) -> None:
-        platform.collect_shared()
+        platform.release_shared_memory()
 
 
 def _exported(flat: Tensor) -> tuple[Callable[..., Any], tuple[Any, ...]]:

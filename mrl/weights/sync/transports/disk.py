@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mrl.files import replacing
 from mrl.weights.sync.payload import Bucket
-from mrl.weights.sync.transports.base import Transport, by_turns, largest
+from mrl.weights.sync.transports.base import Transport, double_buffer, largest_bucket_bytes
 
 
 class Disk(Transport):
@@ -29,14 +29,14 @@ class Disk(Transport):
     _flats: Iterator[Tensor] = iter(())
 
     def prepare(self, buckets: Sequence[Bucket]) -> None:
-        self._flats = by_turns(lambda: torch.empty(largest(buckets), dtype=torch.uint8), buckets)
+        self._flats = double_buffer(lambda: torch.empty(largest_bucket_bytes(buckets), dtype=torch.uint8), buckets)
         self._count = 0
 
     def buffer(self, bucket: Bucket) -> Tensor:
         return next(self._flats)
 
     def send(self, bucket: Bucket, flat: Tensor) -> None:
-        name = f"rank-{self.place.rank:05d}-{self._count:05d}.safetensors"
+        name = f"rank-{self.location.rank:05d}-{self._count:05d}.safetensors"
         self._count += 1
         with replacing(self._directory / name) as partial:
             save_file(dict(bucket.views(flat)), partial, metadata={"format": "pt"})
@@ -47,18 +47,18 @@ class Disk(Transport):
 
     def release(self, failed: bool) -> None:
         self._flats = iter(())
-        if self.place.rank == 0 and self.place.directory is not None:
-            shutil.rmtree(self.place.directory, ignore_errors=True)
-            self.place.directory.mkdir(exist_ok=True)
+        if self.location.rank == 0 and self.location.directory is not None:
+            shutil.rmtree(self.location.directory, ignore_errors=True)
+            self.location.directory.mkdir(exist_ok=True)
 
     def close(self) -> None:
-        if self.place.rank == 0 and self.place.directory is not None:
-            shutil.rmtree(self.place.directory, ignore_errors=True)
+        if self.location.rank == 0 and self.location.directory is not None:
+            shutil.rmtree(self.location.directory, ignore_errors=True)
 
     @property
     def _directory(self) -> Path:
-        assert self.place.directory is not None
-        return self.place.directory
+        assert self.location.directory is not None
+        return self.location.directory
 
 
 def make_directory(parent: Path | None) -> Path:

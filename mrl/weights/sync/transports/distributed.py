@@ -24,7 +24,7 @@ from mrl.rollout.errors import EngineError
 from mrl.weights.errors import WeightError
 from mrl.weights.sync.payload import Bucket
 from mrl.weights.sync.transports.background import InBackground
-from mrl.weights.sync.transports.base import Engines, Place, Transport, by_turns, largest
+from mrl.weights.sync.transports.base import Engines, SenderLocation, Transport, double_buffer, largest_bucket_bytes
 
 CLEANUP_TIMEOUT_S = 5.0
 LEAVING_S = 1.0  # until a broadcast that the engine has left ends; NCCL's may not
@@ -50,18 +50,18 @@ class Distributed(Transport):
 
     name = "distributed"
 
-    def __init__(self, engines: Engines, place: Place) -> None:
-        super().__init__(engines, place)
+    def __init__(self, engines: Engines, location: SenderLocation) -> None:
+        super().__init__(engines, location)
         self._backend = platform.backend()
-        self._device = place.device if self._backend == "nccl" else torch.device("cpu")
+        self._device = location.device if self._backend == "nccl" else torch.device("cpu")
         self._groups: dict[EngineClient, _Joined] = {}
         self._abandoned: list[_Joined] = []
         self._flats: Iterator[Tensor] = iter(())
         self._generation = 0
 
     def prepare(self, buckets: Sequence[Bucket]) -> None:
-        size = largest(buckets)
-        self._flats = by_turns(lambda: torch.empty(size, dtype=torch.uint8, device=self._device), buckets)
+        size = largest_bucket_bytes(buckets)
+        self._flats = double_buffer(lambda: torch.empty(size, dtype=torch.uint8, device=self._device), buckets)
         self._generation += 1
         self.engines.call(self._join)
 
@@ -135,7 +135,7 @@ class Distributed(Transport):
         timeout = timedelta(seconds=self.engines.deadline.left())
         address = own_address(client.url)
         size = 1 + self.engines.tensor
-        name = f"mrl-sync-{self.place.rank}-{self._generation}"
+        name = f"mrl-sync-{self.location.rank}-{self._generation}"
         store = _store_at(address, timeout)
         empty = store.num_keys()
         reply = InBackground(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mrl.weights.sync.payload import Bucket, pickle_by_value
-from mrl.weights.sync.transports.base import Transport, by_turns, largest
+from mrl.weights.sync.transports.base import Transport, double_buffer, largest_bucket_bytes
 
 
 class Http(Transport):
@@ -18,7 +18,7 @@ class Http(Transport):
     _flats: Iterator[Tensor] = iter(())
 
     def prepare(self, buckets: Sequence[Bucket]) -> None:
-        self._flats = by_turns(lambda: torch.empty(largest(buckets), dtype=torch.uint8), buckets)
+        self._flats = double_buffer(lambda: torch.empty(largest_bucket_bytes(buckets), dtype=torch.uint8), buckets)
 
     def buffer(self, bucket: Bucket) -> Tensor:
         return next(self._flats)

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from mrl.weights.errors import WeightError
 from mrl.weights.sync.payload import Bucket, SharedBuffer
-from mrl.weights.sync.transports.base import MIB, ByHandle, largest
+from mrl.weights.sync.transports.base import MIB, HandleTransport, largest_bucket_bytes
 
 SHM = "/dev/shm"
 
 
-class SharedMemory(ByHandle):
+class SharedMemory(HandleTransport):
     """Two buffers a sender, each as large as its largest bucket, used alternately and freed after each sync."""
 
     name = "shared_memory"
@@ -25,7 +25,7 @@ class SharedMemory(ByHandle):
     _shared: Mapping[int, SharedBuffer] = {}  # by the address of their bytes
 
     def prepare(self, buckets: Sequence[Bucket]) -> None:
-        size, turns = largest(buckets), len(buckets[:2])
+        size, turns = largest_bucket_bytes(buckets), len(buckets[:2])
         state = os.statvfs(SHM)
         free = state.f_bavail * state.f_frsize
         if free < turns * size:

@@ -20,7 +20,7 @@ from mrl.config.problems import printable, shortened
 from mrl.config.schema import AnyConfig
 from mrl.core import StepStats
 from mrl.files import write_atomically
-from mrl.observe.files import Unreadable
+from mrl.observe.files import UnreadableFile
 from mrl.observe.metrics import Row, flatten, read_metrics
 
 FIRST_RETRY_S, LAST_RETRY_S = 5.0, 120.0
@@ -38,7 +38,7 @@ class TrackedStep:
     metrics: Row
 
 
-class Remote(ABC):
+class RemoteTracker(ABC):
     """Interface of an external tracker.
 
     All methods but the constructor run in one thread, which is not the main one. Any exception means that the tracker
@@ -68,14 +68,15 @@ class Remote(ABC):
         """Ends the open run with its outcome."""
 
 
-class Sender:
-    """Queue of a `Remote`. The loop's thread calls it; `notes` come from the sending thread and are for the user."""
+class TrackerQueue:
+    """Queue of a `RemoteTracker`. The loop's thread calls it; `notes` come from the sending thread and are for the
+    user."""
 
-    def __init__(self, name: str, remote: Remote, run_dir: Path, retry_s: float = FIRST_RETRY_S) -> None:
+    def __init__(self, name: str, remote: RemoteTracker, run_dir: Path, retry_s: float = FIRST_RETRY_S) -> None:
         self.name, self._remote, self._run_dir, self._retry_s = name, remote, run_dir, retry_s
         self._file = run_dir / FOLDER / f"{name}.json"
         self.run_id, self._sent = _read(self._file)
-        self._news = threading.Condition()
+        self._changed = threading.Condition()
         self._waiting: list[TrackedStep] = []
         self._notes: list[str] = []
         self._outcome: Outcome | None = None
@@ -86,20 +87,20 @@ class Sender:
         lacks."""
         first = self._thread is None
         rows = self._missed(stats.step) if first else []
-        with self._news:
+        with self._changed:
             self._waiting += [*rows, TrackedStep(stats.step, time.time(), flatten(stats))]
-            self._news.notify()
+            self._changed.notify()
         if first:
             self._thread = threading.Thread(target=self._serve, daemon=True, name=f"tracker-{self.name}")
             self._thread.start()
 
-    def go_on_with(self, run_id: str) -> None:
+    def resume_run(self, run_id: str) -> None:
         """Resumes the checkpoint's run, unless the run directory knows a newer id. Called before the first step."""
         self.run_id = self.run_id or run_id
 
     def notes(self) -> list[str]:
         """Returns the messages since the last call."""
-        with self._news:
+        with self._changed:
             notes, self._notes = self._notes, []
         return notes
 
@@ -107,11 +108,11 @@ class Sender:
         """Waits up to CLOSE_S for the queue to empty; a note then names what the tracker lacks."""
         if self._thread is None:
             return
-        with self._news:
+        with self._changed:
             self._outcome = outcome
-            self._news.notify()
+            self._changed.notify()
         self._thread.join(CLOSE_S)
-        with self._news:
+        with self._changed:
             if self._waiting:
                 self._notes.append(
                     f"{self.name} did not receive the metrics of {_steps(self._waiting)}: they are in "
@@ -122,7 +123,7 @@ class Sender:
 
     def _missed(self, step: int) -> list[TrackedStep]:
         self._sent = min(self._sent, step - 1)  # later steps run again
-        with suppress(Unreadable, OSError):
+        with suppress(UnreadableFile, OSError):
             rows = [row for row in read_metrics(self._run_dir) if self._sent < row["step"] < step]
             return [TrackedStep(int(row.pop("step")), row.pop("unix_time", 0.0), row) for row in rows]
         return []
@@ -152,8 +153,10 @@ class Sender:
     def _await_work(self, failures: int) -> tuple[list[TrackedStep], Outcome | None]:
         """Waits for steps to send, or for the outcome; after failures it backs off exponentially."""
         patience = min(LAST_RETRY_S, self._retry_s * 2 ** (failures - 1)) if failures else None
-        with self._news:
-            self._news.wait_for(lambda: self._outcome is not None or (bool(self._waiting) and not failures), patience)
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._outcome is not None or (bool(self._waiting) and not failures), patience
+            )
             return list(self._waiting), self._outcome
 
     def _opened(self, run_id: str) -> None:
@@ -162,7 +165,7 @@ class Sender:
         self._write()
 
     def _has(self, rows: list[TrackedStep], failures: int) -> None:
-        with self._news:
+        with self._changed:
             del self._waiting[: len(rows)]
         self._sent = rows[-1].step
         self._write()
@@ -178,7 +181,7 @@ class Sender:
             )
 
     def _note(self, text: str) -> None:
-        with self._news:
+        with self._changed:
             self._notes.append(text)
 
     def _write(self) -> None:

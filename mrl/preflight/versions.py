@@ -25,7 +25,7 @@ TESTED = {
 }
 
 
-def look_at_versions() -> Iterator[Finding]:
+def check_versions() -> Iterator[Finding]:
     """Yields a problem for a version that mrl does not support, and a warning for a supported one that is not
     tested."""
     asked, good = _asked(), []

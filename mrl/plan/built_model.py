@@ -22,15 +22,15 @@ from mrl.models.build import build_model  # noqa: E402
 from mrl.models.lora import attach  # noqa: E402
 from mrl.models.naming import global_name  # noqa: E402
 from mrl.parallel import Mesh  # noqa: E402
-from mrl.plan.parameters import Elements, Held  # noqa: E402
+from mrl.plan.parameters import Elements, ModelElements  # noqa: E402
 
 
 @dataclass(frozen=True)
-class Built:
+class BuiltModel:
     """A rank's real model. names: of its parameters, chunk by chunk, with their elements."""
 
     names: tuple[tuple[tuple[str, int], ...], ...]
-    held: Held
+    held: ModelElements
 
 
 def build(
@@ -44,13 +44,13 @@ def build(
     *,
     overlap: bool = False,
     tower: bool = False,
-) -> Built:
+) -> BuiltModel:
     """Builds the rank's chunks and wraps them for training on the meta device, without memory; returns what the rank
     holds.
 
     overlap: as for `wrap_ddp`; tower: the vision tower is trained.
     """
-    with platform.imagined_rank(rank, world), (mesh := Mesh(train.parallel)).active():
+    with platform.fake_rank(rank, world), (mesh := Mesh(train.parallel)).active():
         models = build_model(arch, hf_path, train, mesh, dtype, role, seed=None, trains_vision=tower)
         if train.lora is not None:
             attach(models, arch, mesh, train, seed=1)
@@ -58,9 +58,9 @@ def build(
         names = tuple(tuple((name, p.numel()) for name, p in chunk) for chunk in parameters)
         buffers = list(_buffers(wrap_ddp(models, overlap=overlap)))
         wide = [buffer for buffer in buffers if buffer.param_dtype == torch.float32 != dtype]
-        return Built(
+        return BuiltModel(
             names,
-            Held(
+            ModelElements(
                 weights=sum(numel for chunk in names for _, numel in chunk),
                 frozen=sum(p.numel() for chunk in parameters for _, p in chunk if not p.requires_grad),
                 buffer=sum(buffer.numel for buffer in buffers),

@@ -23,16 +23,24 @@ from mrl import platform
 from mrl.parallel import Nodes
 from mrl.weights.errors import WeightError
 from mrl.weights.sync.payload import Bucket
-from mrl.weights.sync.transports.base import RELAY_GRACE_S, Deadline, Engines, Hops, Place, Transport, largest
+from mrl.weights.sync.transports.base import (
+    RELAY_GRACE_S,
+    Deadline,
+    Engines,
+    HopCosts,
+    SenderLocation,
+    Transport,
+    largest_bucket_bytes,
+)
 
 GO, STOP = 1, 0
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Spread:
-    """Distribution over nodes. nodes: of the world. homes: the nodes of the engine at each address, several if it is
-    larger than a node. buckets: every sender's, by its rank.
+class NodeTopology:
+    """Nodes of senders and engines. nodes: of the world. homes: the nodes of the engine at each address, several if it
+    is larger than a node. buckets: every sender's, by its rank.
     """
 
     nodes: Nodes
@@ -61,59 +69,63 @@ class Route:
     relays: the receiving rank of each node; each sender has its own, as far as a node has enough ranks
     """
 
-    def __init__(self, spread: Spread, sender: int, index: int, timeout_s: float) -> None:
-        nodes = spread.nodes
-        others = sorted(spread.engine_nodes - {nodes.of[sender]})
+    def __init__(self, topology: NodeTopology, sender: int, index: int, timeout_s: float) -> None:
+        nodes = topology.nodes
+        others = sorted(topology.engine_nodes - {nodes.of[sender]})
         self.sender, self._nodes = sender, nodes
         self.relays = {node: nodes.ranks(node)[index % len(nodes.ranks(node))] for node in others}
         self.is_relay = nodes.rank in self.relays.values()
         self._members, limit = sorted({sender, *self.relays.values()}), timedelta(seconds=timeout_s)
-        self._words = dist.new_group(self._members, backend="gloo", timeout=limit)
+        self._control_group = dist.new_group(self._members, backend="gloo", timeout=limit)
         on_gpu = platform.backend() != "gloo"
-        self._bytes = dist.new_group(self._members, backend="nccl", timeout=limit) if on_gpu else self._words
+        self._data_group = (
+            dist.new_group(self._members, backend="nccl", timeout=limit) if on_gpu else self._control_group
+        )
 
-    def tell(self, word: int) -> None:
+    def send_command(self, word: int) -> None:
         """Sends a command from the sender: GO before a bucket, STOP after the last one."""
-        dist.broadcast(torch.tensor([word]), self.sender, group=self._words)
+        dist.broadcast(torch.tensor([word]), self.sender, group=self._control_group)
 
-    def hear(self) -> int:
+    def receive_command(self) -> int:
         """Receives the sender's command, on a relay."""
         word = torch.empty(1, dtype=torch.int64)
-        dist.broadcast(word, self.sender, group=self._words)
+        dist.broadcast(word, self.sender, group=self._control_group)
         return int(word)
 
-    def bring(self, mine: T) -> dict[int, T]:
+    def gather(self, mine: T) -> dict[int, T]:
         """Gathers small, picklable values of the sender and its relays to the sender, by node; an empty dict on the
         others.
         """
         values: list[Any] | None = [None] * len(self._members) if self._nodes.rank == self.sender else None
-        dist.gather_object(mine, values, dst=self.sender, group=self._words)
+        dist.gather_object(mine, values, dst=self.sender, group=self._control_group)
         return dict(zip((self._nodes.of[member] for member in self._members), values or [], strict=False))
 
     def start(self, part: Tensor) -> Any:
         """Starts the broadcast of a bucket's bytes, uint8 [n], into `part` on relays; returns a handle with
         `wait()`.
         """
-        return dist.broadcast(part, self.sender, group=self._bytes, async_op=True)
+        return dist.broadcast(part, self.sender, group=self._data_group, async_op=True)
 
 
-class OverNodes(Transport):
+class MultiNodeTransport(Transport):
     """Transport `kind`, from one rank of every node. Construction is collective over the world."""
 
-    def __init__(self, kind: type[Transport], engines: Engines, place: Place, spread: Spread) -> None:
-        super().__init__(engines, place)
+    def __init__(
+        self, kind: type[Transport], engines: Engines, location: SenderLocation, topology: NodeTopology
+    ) -> None:
+        super().__init__(engines, location)
         self.name = f"{kind.name} over nodes"  # type: ignore[misc]
-        self._kind, self._spread = kind, spread
+        self._kind, self._topology = kind, topology
         timeout_s = engines.deadline.seconds + RELAY_GRACE_S
-        self._routes = [Route(spread, sender, i, timeout_s) for i, sender in enumerate(sorted(spread.buckets))]
-        self._mine = next((route for route in self._routes if route.sender == place.rank), None)
+        self._routes = [Route(topology, sender, i, timeout_s) for i, sender in enumerate(sorted(topology.buckets))]
+        self._mine = next((route for route in self._routes if route.sender == location.rank), None)
         self._here = self._local()
-        self._untold = 0
+        self._unannounced = 0
 
     def prepare(self, buckets: Sequence[Bucket]) -> None:
         self._here = self._local()
         self._here.prepare(buckets)
-        self._untold = len(buckets)
+        self._unannounced = len(buckets)
 
     def buffer(self, bucket: Bucket) -> Tensor:
         return self._here.buffer(bucket)
@@ -127,18 +139,18 @@ class OverNodes(Transport):
         if not route.relays:
             return self._here.deliver(bucket, flat)
         began = time.monotonic()
-        self._untold -= 1
-        route.tell(GO)
-        under_way = route.start(flat[: bucket.nbytes])
+        self._unannounced -= 1
+        route.send_command(GO)
+        broadcast = route.start(flat[: bucket.nbytes])
         try:
             if self._here.engines.clients:
                 self._here.deliver(bucket, flat)
         except Exception:
             with contextlib.suppress(RuntimeError):  # the local error takes precedence
-                under_way.wait()
+                broadcast.wait()
                 platform.synchronize()
             raise
-        under_way.wait()
+        broadcast.wait()
         platform.synchronize()
         self.hops.network_s += time.monotonic() - began
         self.hops.network_bytes += bucket.nbytes * len(route.relays)
@@ -150,29 +162,29 @@ class OverNodes(Transport):
         try:
             yield
         finally:
-            if self._mine is not None and self._mine.relays and self._untold:
+            if self._mine is not None and self._mine.relays and self._unannounced:
                 with contextlib.suppress(RuntimeError):  # its relays are gone, which their nodes report
-                    self._mine.tell(STOP)
+                    self._mine.send_command(STOP)
             for relay in relays:
                 relay.join(self.engines.deadline)
-        self.hops = Hops.of_all([self.hops, self._here.hops, *(relay.local.hops for relay in relays)])
+        self.hops = HopCosts.combine([self.hops, self._here.hops, *(relay.local.hops for relay in relays)])
         for relay in relays:
             relay.result()
 
     def release(self, failed: bool) -> None:
-        self._untold = 0
+        self._unannounced = 0
         self._here.release(failed)
 
     def _relay(self, route: Route) -> Relay:
         """Starts to receive."""
-        return Relay(route, self._spread, self._local())
+        return Relay(route, self._topology, self._local())
 
     def _local(self) -> Transport:
         """Returns the transport to the current engines of this node, or to the part of an engine on this node."""
-        homes, here = self._spread.homes, self._spread.nodes.mine
+        homes, here = self._topology.homes, self._topology.nodes.mine
         clients = tuple(client for client in self.engines.clients if here in homes[client.url])
-        tensor = self.engines.tensor // self._spread.nodes_per_engine
-        return self._kind(Engines(clients, tensor, self.engines.deadline), self.place)
+        tensor = self.engines.tensor // self._topology.nodes_per_engine
+        return self._kind(Engines(clients, tensor, self.engines.deadline), self.location)
 
 
 class Relay:
@@ -182,12 +194,12 @@ class Relay:
     for all nodes at once.
     """
 
-    def __init__(self, route: Route, spread: Spread, local: Transport) -> None:
+    def __init__(self, route: Route, topology: NodeTopology, local: Transport) -> None:
         self.local = local
-        self._route, self._buckets = route, spread.buckets[route.sender]
-        self._node = spread.nodes.mine
+        self._route, self._buckets = route, topology.buckets[route.sender]
+        self._node = topology.nodes.mine
         self._problem: Exception | None = None
-        self._thrown_away: Tensor | None = None
+        self._discarded: Tensor | None = None
         self._thread = threading.Thread(target=self._run, daemon=True, name=f"relay of rank {route.sender}")
         self._thread.start()
 
@@ -208,9 +220,9 @@ class Relay:
             platform.use_device()
             self._prepare()
             for bucket in self._buckets:
-                if self._route.hear() == STOP:
+                if self._route.receive_command() == STOP:
                     return
-                self._hand_on(bucket)
+                self._deliver(bucket)
         except Exception as error:
             self._problem = self._problem or error
         finally:
@@ -223,7 +235,7 @@ class Relay:
             except Exception as error:
                 self._problem = error
 
-    def _hand_on(self, bucket: Bucket) -> None:
+    def _deliver(self, bucket: Bucket) -> None:
         wanted = bool(self.local.engines.clients) and self._problem is None
         flat = self.local.buffer(bucket) if wanted else self._scratch()
         self._route.start(flat[: bucket.nbytes]).wait()
@@ -239,6 +251,8 @@ class Relay:
 
     def _scratch(self) -> Tensor:
         """Returns a buffer for buckets that no engine here needs."""
-        if self._thrown_away is None:
-            self._thrown_away = torch.empty(largest(self._buckets), dtype=torch.uint8, device=platform.device())
-        return self._thrown_away
+        if self._discarded is None:
+            self._discarded = torch.empty(
+                largest_bucket_bytes(self._buckets), dtype=torch.uint8, device=platform.device()
+            )
+        return self._discarded

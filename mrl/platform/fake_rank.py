@@ -13,7 +13,7 @@ from mrl.platform import process
 
 
 @contextlib.contextmanager
-def imagined_rank(rank: int, world_size: int, device: str = "meta") -> Iterator[None]:
+def fake_rank(rank: int, world_size: int, device: str = "meta") -> Iterator[None]:
     """Makes this process that rank under torch's fake process group; models are built on `device`.
 
     On "meta" tensors have shapes and no memory. Shapes are right after every collective, values are not: an all-gather
@@ -31,11 +31,11 @@ def imagined_rank(rank: int, world_size: int, device: str = "meta") -> Iterator[
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     dist.new_group = fake_group
-    process._imagined = torch.device(device)
+    process._fake_device = torch.device(device)
     torch.cuda.current_device = lambda: process.device()  # type: ignore[assignment,return-value]
     try:
         yield
     finally:
         dist.new_group, torch.cuda.current_device = new_group, current_device
-        process._imagined = None
+        process._fake_device = None
         dist.destroy_process_group()

@@ -26,7 +26,7 @@ from torch import Tensor
 from mrl.families import ModelArch
 from mrl.families.rows import Kind, Row
 
-TURNED: tuple[Kind, ...] = ("interleaved", "transposed")  # kinds whose rows are columns on the other side
+TRANSFORMED: tuple[Kind, ...] = ("interleaved", "transposed")  # kinds whose rows are columns on the other side
 
 
 class Sliceable(Protocol):
@@ -55,7 +55,7 @@ def to_megatron(
     if row.kind == "gate_up":
         return torch.cat([source[_part(source.shape[0], tp, tp_rank)] for source in sources])
     source = sources[0]
-    if row.kind in TURNED:
+    if row.kind in TRANSFORMED:
         rows = source[:].t()
         return rows if row.kind == "transposed" else torch.cat([rows[0::2], rows[1::2]])
     if row.tp_dim is None:
@@ -75,7 +75,7 @@ def to_hf(row: Row, shards: Sequence[Tensor], arch: ModelArch) -> tuple[Tensor, 
     if row.kind == "gate_up":
         halves = [shard.chunk(2) for shard in shards]
         return tuple(_join([half[i] for half in halves], 0) for i in range(2))
-    if row.kind in TURNED:
+    if row.kind in TRANSFORMED:
         rows = shards[0] if row.kind == "transposed" else torch.stack(shards[0].chunk(2), 1).flatten(0, 1)
         return (rows.t().contiguous(),)
     if row.tp_dim is None:
@@ -90,7 +90,7 @@ def to_hf(row: Row, shards: Sequence[Tensor], arch: ModelArch) -> tuple[Tensor, 
 
 def parameter_shape(row: Row) -> tuple[int, ...]:
     """Returns the shape of the whole (unsharded, unpadded) Megatron parameter."""
-    if row.kind in TURNED:
+    if row.kind in TRANSFORMED:
         return row.shapes[0][::-1]
     return sum(shape[0] for shape in row.shapes), *row.shapes[0][1:]
 
@@ -110,7 +110,7 @@ def segments(row: Row, arch: ModelArch) -> Iterator[Segment]:
     Segments describe `to_megatron` and `to_hf` at TP1 without a tensor. Every kind moves whole rows, except those that
     transpose a matrix (TURNED), which have no segments.
     """
-    if row.kind in TURNED:
+    if row.kind in TRANSFORMED:
         return
     if row.kind != "qkv":
         yield from (Segment(i, 0, shape[0]) for i, shape in enumerate(row.shapes))

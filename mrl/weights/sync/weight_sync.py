@@ -24,9 +24,16 @@ from mrl.weights.errors import SyncError, SyncMismatch
 from mrl.weights.sync import transports
 from mrl.weights.sync.checksum import StreamHasher
 from mrl.weights.sync.engine_sync import CLEANUP_TIMEOUT_S, EngineSync, Guard, SyncReport
-from mrl.weights.sync.filler import Filler
+from mrl.weights.sync.filler import BucketFiller
 from mrl.weights.sync.payload import Bucket, WeightSource, plan_buckets
-from mrl.weights.sync.transports import Hops, OverNodes, Place, Spanning, Spread, Transport
+from mrl.weights.sync.transports import (
+    HopCosts,
+    MultiNodeEngineTransport,
+    MultiNodeTransport,
+    NodeTopology,
+    SenderLocation,
+    Transport,
+)
 
 __all__ = ["SyncError", "SyncMismatch", "SyncReport", "WeightSync"]
 
@@ -65,21 +72,21 @@ class WeightSync(EngineSync):
         self._metas = exporter.metas()
         self._senders = tuple(sorted({meta.sender for meta in self._metas}))
         self._buckets = self._plan(self._rank)
-        self._spread: Spread | None = None
+        self._topology: NodeTopology | None = None
         if nodes is not None and homes:
-            spread = Spread(nodes, homes, {sender: self._plan(sender) for sender in self._senders})
-            self._spread = spread if spread.is_over_nodes else None
+            topology = NodeTopology(nodes, homes, {sender: self._plan(sender) for sender in self._senders})
+            self._topology = topology if topology.is_over_nodes else None
         self._open_sessions: list[EngineClient] = []  # rank 0's
         self._transport: Transport | None = None
 
-    def _push(self, verify: bool, again: bool, started: float) -> SyncReport:
+    def _update_weights(self, verify: bool, again: bool, started: float) -> SyncReport:
         transport = self._connect()
         verifier = self._get_verifier() if verify else None
         hasher = verifier.hasher(self._rank) if verifier is not None else None
         try:
             self._on_rank_0("opening the update", lambda: self._begin(transport))
             self._everywhere("preparing to send", lambda: self._prepare(transport))
-            hops = Hops.of_all(self._everywhere("sending", lambda: self._send(transport, hasher)))
+            hops = HopCosts.combine(self._everywhere("sending", lambda: self._send(transport, hasher)))
             self._on_rank_0("finishing the update", lambda: self._commit(transport, self._version))
         except BaseException:
             transport.release(failed=True)
@@ -121,20 +128,20 @@ class WeightSync(EngineSync):
         return self._transport
 
     def _choose_transport(self) -> None:
-        spread, wanted = self._spread, self._cfg.transport
-        if spread is not None and (wanted == "auto" or transports.TRANSPORTS[wanted].one_machine):
+        topology, wanted = self._topology, self._cfg.transport
+        if topology is not None and (wanted == "auto" or transports.TRANSPORTS[wanted].one_machine):
             kind = transports.TRANSPORTS[transports.resolve(wanted, True, None, self._plain)]
-            place = Place(self._rank, platform.device(), None)
-            way = Spanning if spread.nodes_per_engine > 1 else OverNodes
+            location = SenderLocation(self._rank, platform.device(), None)
+            way = MultiNodeEngineTransport if topology.nodes_per_engine > 1 else MultiNodeTransport
             made = self._everywhere(
                 f"setting up transport {kind.name} over nodes",
-                lambda: setattr(self, "_transport", way(kind, self._engines, place, spread)),
+                lambda: setattr(self, "_transport", way(kind, self._engines, location, topology)),
             )
             assert made
             return
         hosts = self._everywhere("comparing host names", socket.gethostname)
         here = {hosts[0], *(hosts[sender] for sender in self._senders)}
-        one_machine = not self._apart and spread is None and len(here) == 1
+        one_machine = not self._apart and topology is None and len(here) == 1
 
         def decide() -> tuple[str, Path | None]:
             colocated = one_machine and transports.is_local([client.url for client in self._engines.clients])
@@ -145,8 +152,8 @@ class WeightSync(EngineSync):
         name, directory = self._on_rank_0("choosing a transport", decide)
 
         def build() -> None:
-            place = Place(self._rank, platform.device(), directory)
-            self._transport = transports.TRANSPORTS[name](self._engines, place)
+            location = SenderLocation(self._rank, platform.device(), directory)
+            self._transport = transports.TRANSPORTS[name](self._engines, location)
 
         self._everywhere(f"setting up transport {name}", build)
 
@@ -159,16 +166,16 @@ class WeightSync(EngineSync):
         if self._buckets:
             transport.prepare(self._buckets)
 
-    def _send(self, transport: Transport, hasher: StreamHasher | None) -> Hops:
+    def _send(self, transport: Transport, hasher: StreamHasher | None) -> HopCosts:
         """Exhausts the export stream even after an error: other ranks gather their shards in it."""
-        filler = Filler(transport, self._buckets, hasher)
+        filler = BucketFiller(transport, self._buckets, hasher)
         problem: Exception | None = None
-        transport.hops, began = Hops(), time.monotonic()
+        transport.hops, began = HopCosts(), time.monotonic()
         with transport.relaying():
             for name, tensor in self._exporter.stream():
                 if problem is None:
                     try:
-                        filler.take(name, tensor)
+                        filler.add(name, tensor)
                     except Exception as caught:  # raised after the stream ends
                         problem = caught
             gather_s = time.monotonic() - began - filler.waiting_s

@@ -10,18 +10,18 @@ from mrl.config.derived import Machine
 from mrl.config.placement import engine_gpus
 from mrl.config.trainers.base import Config
 from mrl.plan.engine import EnginePlan
-from mrl.plan.workload import Model
+from mrl.plan.workload import PlannedModel
 
 
 @dataclass(frozen=True)
-class Places:
+class Placement:
     """Placement of a run over `world` ranks, `per_node` on each node.
 
     engine_of: the number of the engine on a rank's GPU, by rank
     beside: numbers of a node's engines that share no GPU with a rank, by node
     """
 
-    models: Mapping[str, Model]
+    models: Mapping[str, PlannedModel]
     world: int
     per_node: int
     engine_of: Mapping[int, int]
@@ -32,7 +32,9 @@ class Places:
         return -(-self.world // self.per_node)
 
     @classmethod
-    def on_gpus(cls, models: Mapping[str, Model], world: int, per_node: int, engine: EnginePlan | None) -> Places:
+    def on_gpus(
+        cls, models: Mapping[str, PlannedModel], world: int, per_node: int, engine: EnginePlan | None
+    ) -> Placement:
         """Returns the planned placement; engine: None if no engine is on these GPUs or beside them."""
         if engine is None:
             return cls(models, world, per_node, {}, {})
@@ -41,7 +43,7 @@ class Places:
         return cls(models, world, per_node, found, {0: apart} if apart else {})
 
     @classmethod
-    def of(cls, cfg: Config, models: Mapping[str, Model], machine: Machine) -> Places:
+    def of(cls, cfg: Config, models: Mapping[str, PlannedModel], machine: Machine) -> Placement:
         """Returns the placement of a started run: every node has its configured engines, if mrl starts them there."""
         world, per_node = machine.world_size, machine.local_world_size
         engines = cfg.engines()
@@ -71,12 +73,12 @@ class Places:
             },
             "ranks": [
                 {"rank": rank, "node": rank // self.per_node, "engine": self.engine_of.get(rank)}
-                | {name: _seat(model, rank) for name, model in self.models.items()}
+                | {name: _coordinates(model, rank) for name, model in self.models.items()}
                 for rank in range(self.world)
             ],
             "engines_beside": {str(node): list(numbers) for node, numbers in self.beside.items()},
         }
 
 
-def _seat(model: Model, rank: int) -> dict[str, int]:
-    return {axis: value for axis, value in vars(model.grid.seat(rank)).items() if axis != "rank"}
+def _coordinates(model: PlannedModel, rank: int) -> dict[str, int]:
+    return {axis: value for axis, value in vars(model.grid.coordinates(rank)).items() if axis != "rank"}

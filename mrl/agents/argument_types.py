@@ -34,7 +34,7 @@ def declared_types(tools: Sequence[Tool], name: str, parameter: str) -> set[str]
     return None
 
 
-def converted(text: str, types: set[str] | None) -> Any:
+def convert_argument(text: str, types: set[str] | None) -> Any:
     """Returns the value of `text`: the text itself if no type or a string is declared, else strict JSON.
 
     `null` is null wherever null is declared. True, False and None are read for boolean and null, since chat templates

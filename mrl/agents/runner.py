@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from mrl.agents.calls import WITH_SPECIAL_TOKENS
 from mrl.agents.errors import AgentError
-from mrl.agents.pool import Message, Pool
+from mrl.agents.pool import AgentWorkerPool, Message
 from mrl.agents.suffix import Suffix
-from mrl.agents.trajectory import Line, Next, Trajectory
+from mrl.agents.tool_call_parsers import WITH_SPECIAL_TOKENS
+from mrl.agents.trajectory import TokenSequence, Trajectory, TurnPosition
 from mrl.config.schema import AgentConfig
 from mrl.core import Prompt, Request, Sample, SamplingParams
 from mrl.data import Tokenizer, TokenizerError
@@ -28,11 +28,11 @@ WORLD_STREAM = 1 << 46  # keeps the seeds of environments apart from samples'
 
 Generate = Callable[[list[Request], SamplingParams], list[Sample]]
 OnSamples = Callable[[list[Sample]], None]
-More = Callable[[bool], list[Request]]  # returns further requests; argument: wait for them
-Begins = Callable[[Prompt], tuple[list[Message], Message]]  # a prompt's messages, and its further template variables
+NextRequests = Callable[[bool], list[Request]]  # returns further requests; argument: wait for them
+PromptMessages = Callable[[Prompt], tuple[list[Message], Message]]  # messages, template variables
 
 
-class Agents:
+class AgentRunner:
     """Plays trajectories with the program of `cfg`, in worker processes. Must be closed.
 
     stops: tokens that end a turn; is_chat: the prompts use a chat template; by_turn: samples have the rewards of each
@@ -48,7 +48,7 @@ class Agents:
         stops: tuple[int, ...],
         is_chat: bool,
         by_turn: bool = False,
-        begins: Begins | None = None,
+        begins: PromptMessages | None = None,
         turn_timeout_s: float = DAY_S,
     ) -> None:
         self.cfg, self._tokenizer = cfg, tokenizer
@@ -58,7 +58,7 @@ class Agents:
         setup |= {"endpoint": cfg.endpoint, "answer_timeout_s": turn_timeout_s + cfg.step_timeout_s}
         setup["max_bytes"] = cfg.max_tokens * BYTES_PER_TOKEN
         self._stops, self._shows_special = stops, cfg.parser in WITH_SPECIAL_TOKENS
-        self._pool = Pool(setup, cfg.workers, cfg.step_timeout_s)
+        self._pool = AgentWorkerPool(setup, cfg.workers, cfg.step_timeout_s)
 
     def close(self) -> None:
         self._pool.close()
@@ -79,7 +79,7 @@ class Agents:
         self.play(lambda waits: todo.pop() if todo else [], params, generate, finished)
         return sorted(samples, key=lambda sample: sample.request.sample_id)
 
-    def play(self, more: More, params: SamplingParams, generate: Generate, on_samples: OnSamples) -> None:
+    def play(self, more: NextRequests, params: SamplingParams, generate: Generate, on_samples: OnSamples) -> None:
         """Plays all requests from `more`, until it returns none while no trajectory is live; sample ids must be unique.
 
         A trajectory that has failed more than `retries` times becomes a sample that is `left_out`, or raises
@@ -122,10 +122,10 @@ class Agents:
                 on_samples(done)
             if asking:
                 turns = generate([live[number].next_request() for number in asking.values()], params)
-                if left_out := self._tell(turns, asking, live, messages):
+                if left_out := self._pass_turns(turns, asking, live, messages):
                     on_samples(left_out)
 
-    def _tell(
+    def _pass_turns(
         self, turns: list[Sample], asking: dict[int, int], live: dict[int, Trajectory], messages: dict[int, Message]
     ) -> list[Sample]:
         """Passes each turn to its trajectory, unless that is late; returns the samples that are left out."""
@@ -196,28 +196,28 @@ class Agents:
         elif why := self._heard(trajectory, answer["say"]):
             return {"over": why}
         assert trajectory.next is not None
-        if len(trajectory.next.line) + len(trajectory.next.said) + turn_tokens > self.cfg.max_tokens:
+        if len(trajectory.next.sequence) + len(trajectory.next.said) + turn_tokens > self.cfg.max_tokens:
             return {"over": f"agent.max_tokens = {self.cfg.max_tokens}"}
         return None
 
     def _heard(self, trajectory: Trajectory, words: list[Any]) -> str | None:
         """Adds the environment's words before the next turn; returns the reason if there is no next turn."""
         if not trajectory.turns:
-            trajectory.next = Next(Line(self._first(trajectory.request.prompt, words)), (), words)
+            trajectory.next = TurnPosition(TokenSequence(self._first(trajectory.request.prompt, words)), (), words)
             return None
         if self._is_chat and trajectory.turns[-1].finish_reason == "length":
             return "the last turn was truncated (rollout.sampling.max_new_tokens)"
-        line = trajectory.lines[-1]
+        sequence = trajectory.sequences[-1]
         if self.cfg.thoughts == "strip" and any(isinstance(m, dict) and m.get("role") == "user" for m in words):
             assert self._begins is not None
             begin, more = self._begins(trajectory.request.prompt)
             history = [*begin, *trajectory.messages, *words]
-            trajectory.next = Next(Line(tuple(self.suffix.whole(history, more))), (), words)
+            trajectory.next = TurnPosition(TokenSequence(tuple(self.suffix.whole(history, more))), (), words)
         else:
-            ids = self.suffix(words, line.ids[-1], self._told(trajectory.request.prompt))
+            ids = self.suffix(words, sequence.ids[-1], self._told(trajectory.request.prompt))
             if ids is None:
                 return "the last turn has no end token"
-            trajectory.next = Next(line, ids, words)
+            trajectory.next = TurnPosition(sequence, ids, words)
         return None
 
     def _first(self, prompt: Prompt, words: list[Any]) -> tuple[int, ...]:

@@ -37,13 +37,13 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     Copies from a GPU alternate between two pinned buffers: one is filled while the other is emptied.
     """
     on_gpu = [tensor for tensor in tensors if tensor.is_cuda]
-    copies = iter(through_buffers(on_gpu, _SLOT_BYTES) if on_gpu else ())
+    copies = iter(copy_through_buffers(on_gpu, _SLOT_BYTES) if on_gpu else ())
     return [next(copies) if tensor.is_cuda else tensor.detach().to("cpu", copy=True) for tensor in tensors]
 
 
-def through_buffers(tensors: Sequence[Tensor], slot_bytes: int) -> list[Tensor]:
+def copy_through_buffers(tensors: Sequence[Tensor], slot_bytes: int) -> list[Tensor]:
     copies = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
-    slots = [_Slot(slot_bytes), _Slot(slot_bytes)]
+    slots = [_PinnedBuffer(slot_bytes), _PinnedBuffer(slot_bytes)]
     for source, copy in _pieces(tensors, copies, slot_bytes):
         if slots[0].left < source.numel():
             slots.reverse()
@@ -54,7 +54,7 @@ def through_buffers(tensors: Sequence[Tensor], slot_bytes: int) -> list[Tensor]:
     return copies
 
 
-class _Slot:
+class _PinnedBuffer:
     """Pinned buffer with the destinations of its content."""
 
     def __init__(self, nbytes: int) -> None:

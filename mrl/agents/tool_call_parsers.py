@@ -15,15 +15,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mrl import strict_json, user_functions
-from mrl.agents.declared import Tool, converted, declared_types
+from mrl.agents.argument_types import Tool, convert_argument, declared_types
 
 KEY = "agent.parser"
-TOLD_ERRORS = 4  # of one turn
+SHOWN_ERRORS = 4  # of one turn
 THOUGHTS, ANSWER = "<think>", "</think>"
 _GLM_NAME = re.compile(r"\s*([^\s<>]+)\s*(?=<arg_key>|</tool_call>)")
 
 
-class BadCall(ValueError):
+class BadToolCall(ValueError):
     """Raised for a call that cannot be read, with the reason for the model. at: index in the text, if known"""
 
     def __init__(self, why: str, at: int | None = None) -> None:
@@ -32,7 +32,7 @@ class BadCall(ValueError):
 
 
 @dataclass(frozen=True)
-class Call:
+class ToolCall:
     """Call of the tool `name` with arguments by name."""
 
     name: str
@@ -40,21 +40,21 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Found:
+class ParsedCalls:
     """Result of parsing a turn. error: reasons why calls could not be read, empty if all could; content: the text
     around the parsed calls
     """
 
-    calls: tuple[Call, ...]
+    calls: tuple[ToolCall, ...]
     error: str
     content: str
 
 
-Parser = Callable[[str, Sequence[Tool]], Found]
+Parser = Callable[[str, Sequence[Tool]], ParsedCalls]
 
 
 class Cursor:
-    """Position in a text, which advances as the text is read. Methods raise BadCall if the text does not match."""
+    """Position in a text, which advances as the text is read. Methods raise BadToolCall if the text does not match."""
 
     def __init__(self, text: str, at: int) -> None:
         self.text, self.at = text, at
@@ -73,85 +73,85 @@ class Cursor:
         """Moves behind white space and the literal."""
         self.skip_space()
         if not self.has(literal):
-            raise BadCall(f"expected {literal}, found {self.here()}{hint}", self.at)
+            raise BadToolCall(f"expected {literal}, found {self.here()}{hint}", self.at)
 
     def here(self) -> str:
         """Returns the next characters, for messages."""
         return repr(self.text[self.at : self.at + 24]) if self.at < len(self.text) else "the end of the turn"
 
     def until(self, end: str, *never: str) -> str:
-        """Returns the text before `end`, and moves behind it. Raises BadCall if `end` is missing, or one of `never` is
-        before it.
+        """Returns the text before `end`, and moves behind it. Raises BadToolCall if `end` is missing, or one of `never`
+        is before it.
         """
         after = self.text.find(end, self.at)
         found = self.text[self.at : after if after >= 0 else len(self.text)]
         for literal in never:
             if (place := found.find(literal)) >= 0:
-                raise BadCall(f"expected {end} before {literal}", self.at + place)
+                raise BadToolCall(f"expected {end} before {literal}", self.at + place)
         if after < 0:
-            raise BadCall(f"not closed: {end} is missing", self.at)
+            raise BadToolCall(f"not closed: {end} is missing", self.at)
         self.at = after + len(end)
         return found
 
     def name(self, end: str, *never: str) -> str:
-        """Returns a name without white space before `end`, and moves behind it. Raises BadCall."""
+        """Returns a name without white space before `end`, and moves behind it. Raises BadToolCall."""
         at = self.at
         name = self.until(end, *never).strip()
         if not name or re.search(r"[\s<>]", name):
-            raise BadCall(f"{name[:40]!r} is no name", at)
+            raise BadToolCall(f"{name[:40]!r} is no name", at)
         return name
 
     def object(self, what: str) -> dict[str, Any]:
-        """Returns a JSON object, and moves behind it. Raises BadCall."""
+        """Returns a JSON object, and moves behind it. Raises BadToolCall."""
         self.skip_space()
         at = self.at
         try:
             value, self.at = strict_json.raw_decode(self.text, at)
         except json.JSONDecodeError as error:
-            raise BadCall(f"{what} must be JSON: {error.msg}", error.pos) from None
+            raise BadToolCall(f"{what} must be JSON: {error.msg}", error.pos) from None
         if not isinstance(value, dict):
-            raise BadCall(f"{what} must be a JSON object", at)
+            raise BadToolCall(f"{what} must be a JSON object", at)
         return value
 
 
 @dataclass(frozen=True)
-class Format:
+class CallSyntax:
     """Syntax of calls. open, close: around a call; body: parses the text between them; section: markers around all
     calls of a turn; stray: markers that never stand outside of a call
     """
 
     open: str
     close: str
-    body: Callable[[Cursor, Sequence[Tool]], Call]
+    body: Callable[[Cursor, Sequence[Tool]], ToolCall]
     section: tuple[()] | tuple[str, str] = ()
     stray: tuple[str, ...] = ()
 
 
-def _hermes(cursor: Cursor, tools: Sequence[Tool]) -> Call:
+def _hermes(cursor: Cursor, tools: Sequence[Tool]) -> ToolCall:
     at = cursor.at
     content = cursor.object('a call {"name": "...", "arguments": {...}}')
     name, arguments = content.get("name"), content.get("arguments", {})
     if unknown := sorted(content.keys() - {"name", "arguments"}):
-        raise BadCall(f'a call has the keys "name" and "arguments", not {unknown[0]!r}', at)
+        raise BadToolCall(f'a call has the keys "name" and "arguments", not {unknown[0]!r}', at)
     if not isinstance(name, str) or not name:
-        raise BadCall('"name" must be the name of a tool', at)
+        raise BadToolCall('"name" must be the name of a tool', at)
     if isinstance(arguments, str):  # some models write the arguments as the text of JSON
         try:
             arguments = strict_json.loads(arguments)
         except ValueError as error:
-            raise BadCall(f'"arguments" must be a JSON object: {error}', at) from None
+            raise BadToolCall(f'"arguments" must be a JSON object: {error}', at) from None
     if not isinstance(arguments, dict):
-        raise BadCall('"arguments" must be a JSON object', at)
-    return Call(name, arguments)
+        raise BadToolCall('"arguments" must be a JSON object', at)
+    return ToolCall(name, arguments)
 
 
-def _qwen3_coder(cursor: Cursor, tools: Sequence[Tool]) -> Call:
+def _qwen3_coder(cursor: Cursor, tools: Sequence[Tool]) -> ToolCall:
     cursor.expect("<function=")
     name, arguments = cursor.name(">"), dict[str, Any]()
     while True:
         cursor.skip_space()
         if cursor.has("</function>"):
-            return Call(name, arguments)
+            return ToolCall(name, arguments)
         hint = " or </function>; a value cannot hold </parameter>" if arguments else " or </function>"
         cursor.expect("<parameter=", hint)
         at = cursor.at
@@ -160,16 +160,16 @@ def _qwen3_coder(cursor: Cursor, tools: Sequence[Tool]) -> Call:
         _add(arguments, name, key, value, tools, at)
 
 
-def _glm45(cursor: Cursor, tools: Sequence[Tool]) -> Call:
+def _glm45(cursor: Cursor, tools: Sequence[Tool]) -> ToolCall:
     begins = _GLM_NAME.match(cursor.text, cursor.at)
     if begins is None:
-        raise BadCall("a call begins with the name of a tool, before <arg_key> or </tool_call>", cursor.at)
+        raise BadToolCall("a call begins with the name of a tool, before <arg_key> or </tool_call>", cursor.at)
     name, arguments = begins[1], dict[str, Any]()
     cursor.at = begins.end()
     while True:
         cursor.skip_space()
         if not cursor.has("<arg_key>"):
-            return Call(name, arguments)
+            return ToolCall(name, arguments)
         at = cursor.at
         key = cursor.name("</arg_key>")
         cursor.expect("<arg_value>")
@@ -178,78 +178,78 @@ def _glm45(cursor: Cursor, tools: Sequence[Tool]) -> Call:
 
 def _add(arguments: dict[str, Any], name: str, key: str, value: str, tools: Sequence[Tool], at: int) -> None:
     if key in arguments:
-        raise BadCall(f"the parameter {key!r} is there twice", at)
+        raise BadToolCall(f"the parameter {key!r} is there twice", at)
     try:
-        arguments[key] = converted(value, declared_types(tools, name, key))
+        arguments[key] = convert_argument(value, declared_types(tools, name, key))
     except ValueError as error:
-        raise BadCall(f"the parameter {key!r} of {name!r}: {error}", at) from None
+        raise BadToolCall(f"the parameter {key!r} of {name!r}: {error}", at) from None
 
 
-def _deepseek_v3(cursor: Cursor, tools: Sequence[Tool]) -> Call:
+def _deepseek_v3(cursor: Cursor, tools: Sequence[Tool]) -> ToolCall:
     cursor.expect("function")
     cursor.expect("<｜tool▁sep｜>")
     name = cursor.name("\n", "<｜")
     cursor.expect("```json")
     arguments = cursor.object("arguments")
     cursor.expect("```")
-    return Call(name, arguments)
+    return ToolCall(name, arguments)
 
 
-def _deepseek_v31(cursor: Cursor, tools: Sequence[Tool]) -> Call:
-    return Call(cursor.name("<｜tool▁sep｜>", "<｜tool▁call"), cursor.object("arguments"))
+def _deepseek_v31(cursor: Cursor, tools: Sequence[Tool]) -> ToolCall:
+    return ToolCall(cursor.name("<｜tool▁sep｜>", "<｜tool▁call"), cursor.object("arguments"))
 
 
-def _kimi_k2(cursor: Cursor, tools: Sequence[Tool]) -> Call:
+def _kimi_k2(cursor: Cursor, tools: Sequence[Tool]) -> ToolCall:
     at = cursor.at
     name, _, number = cursor.name("<|tool_call_argument_begin|>", "<|tool_call_end|>").rpartition(":")
     name = name.removeprefix("functions.")
     if not name or not number.isdecimal():
-        raise BadCall("a call begins with functions.NAME:NUMBER", at)
-    return Call(name, cursor.object("arguments"))
+        raise BadToolCall("a call begins with functions.NAME:NUMBER", at)
+    return ToolCall(name, cursor.object("arguments"))
 
 
 _TAGS = "<tool_call>", "</tool_call>"
 _DEEPSEEK = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 _DEEPSEEK_SECTION = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 FORMATS = {
-    "hermes": Format(*_TAGS, _hermes),
-    "qwen3_coder": Format(*_TAGS, _qwen3_coder, stray=("<function=", "</function>")),
-    "glm45": Format(*_TAGS, _glm45, stray=("<arg_key>", "<arg_value>")),
-    "deepseek_v3": Format(*_DEEPSEEK, _deepseek_v3, _DEEPSEEK_SECTION, ("<｜tool▁sep｜>",)),
-    "deepseek_v31": Format(*_DEEPSEEK, _deepseek_v31, _DEEPSEEK_SECTION, ("<｜tool▁sep｜>",)),
-    "kimi_k2": Format(
+    "hermes": CallSyntax(*_TAGS, _hermes),
+    "qwen3_coder": CallSyntax(*_TAGS, _qwen3_coder, stray=("<function=", "</function>")),
+    "glm45": CallSyntax(*_TAGS, _glm45, stray=("<arg_key>", "<arg_value>")),
+    "deepseek_v3": CallSyntax(*_DEEPSEEK, _deepseek_v3, _DEEPSEEK_SECTION, ("<｜tool▁sep｜>",)),
+    "deepseek_v31": CallSyntax(*_DEEPSEEK, _deepseek_v31, _DEEPSEEK_SECTION, ("<｜tool▁sep｜>",)),
+    "kimi_k2": CallSyntax(
         *("<|tool_call_begin|>", "<|tool_call_end|>", _kimi_k2),
         *(("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"), ("<|tool_call_argument_begin|>",)),
     ),
 }
 Span = tuple[int, int]
-Read = tuple[list[tuple[Call, Span]], list[BadCall]]
+Read = tuple[list[tuple[ToolCall, Span]], list[BadToolCall]]
 
 
-def _read_format(text: str, start: int, tools: Sequence[Tool], form: Format) -> Read:
+def _read_format(text: str, start: int, tools: Sequence[Tool], form: CallSyntax) -> Read:
     """Returns the calls with their spans, and the errors, of text[start:]."""
     begin, end = form.section or ("", "")
     marks = [mark for mark in (form.open, form.close, begin, end, *form.stray) if mark]
-    calls: list[tuple[Call, Span]] = []
-    errors: list[BadCall] = []
+    calls: list[tuple[ToolCall, Span]] = []
+    errors: list[BadToolCall] = []
     section: int | None = None  # where it was opened
     at = start
     while True:
         places = [(place, mark) for mark in marks if (place := text.find(mark, at)) >= 0]
         place, mark = min(places, default=(len(text), ""))
         if section is not None and (between := text[at:place].strip()):
-            errors.append(BadCall(f"{between[:24]!r} stands between calls", at))
+            errors.append(BadToolCall(f"{between[:24]!r} stands between calls", at))
         if not mark:
             if section is not None:
-                errors.append(BadCall(f"not closed: {end} is missing", section))
+                errors.append(BadToolCall(f"not closed: {end} is missing", section))
             return calls, errors
         at = place + len(mark)
         if mark in (begin, end):
             if (mark == begin) == (section is not None):
-                errors.append(BadCall(f"{mark} does not belong here", place))
+                errors.append(BadToolCall(f"{mark} does not belong here", place))
             section = place if mark == begin else None
         elif mark != form.open:
-            errors.append(BadCall(f"{mark} stands outside of a call, which begins with {form.open}", place))
+            errors.append(BadToolCall(f"{mark} stands outside of a call, which begins with {form.open}", place))
             if mark != form.close and (close := text.find(form.close, at)) >= 0:
                 at = close + len(form.close)
         else:
@@ -257,7 +257,7 @@ def _read_format(text: str, start: int, tools: Sequence[Tool], form: Format) -> 
             try:
                 call = form.body(cursor, tools)
                 cursor.expect(form.close)
-            except BadCall as error:
+            except BadToolCall as error:
                 errors.append(error)
                 at = _behind(text, form, cursor.at)
             else:
@@ -265,7 +265,7 @@ def _read_format(text: str, start: int, tools: Sequence[Tool], form: Format) -> 
                 at = cursor.at
 
 
-def _behind(text: str, form: Format, at: int) -> int:
+def _behind(text: str, form: CallSyntax, at: int) -> int:
     """Returns the position to continue at after a call that failed at `at`: the next call if that begins right there,
     else behind the end of the failed call.
     """
@@ -279,7 +279,7 @@ def _read_fenced(text: str, start: int, tools: Sequence[Tool]) -> Read:
     """Parses code blocks as in CommonMark: a closing fence is at least as long as the opening one, and alone on its
     line.
     """
-    calls: list[tuple[Call, Span]] = []
+    calls: list[tuple[ToolCall, Span]] = []
     opened: tuple[int, str, int, str] | None = None  # place, signs, indent, language
     code: list[str] = []
     at = start
@@ -293,15 +293,15 @@ def _read_fenced(text: str, start: int, tools: Sequence[Tool]) -> Read:
         elif opened is not None:
             begin, fence, indent, language_name = opened
             if bare.startswith(fence) and not bare.strip(fence[0]):
-                calls.append((Call(language_name, {"code": "".join(code)}), (begin, at + len(line))))
+                calls.append((ToolCall(language_name, {"code": "".join(code)}), (begin, at + len(line))))
                 opened = None
             else:
                 code.append(line[min(indent, len(line) - len(line.lstrip(" \t"))) :])
         at += len(line)
-    return calls, [BadCall(f"a block of code is not closed: end it with {opened[1]}", opened[0])] if opened else []
+    return calls, [BadToolCall(f"a block of code is not closed: end it with {opened[1]}", opened[0])] if opened else []
 
 
-def _apart(text: str, read: Callable[[str, int, Sequence[Tool]], Read], tools: Sequence[Tool]) -> Found:
+def _apart(text: str, read: Callable[[str, int, Sequence[Tool]], Read], tools: Sequence[Tool]) -> ParsedCalls:
     """Parses the text behind the model's thoughts. A chat template may have opened them, so that a lone </think> closes
     them, unless it is part of a call.
     """
@@ -315,27 +315,27 @@ def _apart(text: str, read: Callable[[str, int, Sequence[Tool]], Read], tools: S
     return _found(text, calls, errors)
 
 
-def _found(text: str, calls: list[tuple[Call, Span]], errors: list[BadCall]) -> Found:
+def _found(text: str, calls: list[tuple[ToolCall, Span]], errors: list[BadToolCall]) -> ParsedCalls:
     content, at = "", 0
     for _, (first, last) in calls:
         content, at = content + text[at:first], last
-    told = [_placed(text, error) for error in errors[:TOLD_ERRORS]]
-    more = [f"{len(errors) - TOLD_ERRORS} more cannot be read"] if len(errors) > TOLD_ERRORS else []
-    return Found(tuple(call for call, _ in calls), "; ".join(told + more), (content + text[at:]).strip())
+    told = [_placed(text, error) for error in errors[:SHOWN_ERRORS]]
+    more = [f"{len(errors) - SHOWN_ERRORS} more cannot be read"] if len(errors) > SHOWN_ERRORS else []
+    return ParsedCalls(tuple(call for call, _ in calls), "; ".join(told + more), (content + text[at:]).strip())
 
 
-def _placed(text: str, error: BadCall) -> str:
+def _placed(text: str, error: BadToolCall) -> str:
     before = text[: error.at]
     line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
     return f"a call cannot be read at line {line}, column {column}: {error}"
 
 
-def _gpt_oss(text: str, tools: Sequence[Tool]) -> Found:
+def _gpt_oss(text: str, tools: Sequence[Tool]) -> ParsedCalls:
     """Parses OpenAI's harmony format: HEADER<|message|>BODY and <|end|>, <|call|> or <|return|>. The header of a call
     has to=functions.NAME; the content is that of the channels final and commentary.
     """
-    calls: list[Call] = []
-    errors: list[BadCall] = []
+    calls: list[ToolCall] = []
+    errors: list[BadToolCall] = []
     content: list[str] = []
     cursor = Cursor(text, 0)
     while cursor.at < len(text):
@@ -345,7 +345,7 @@ def _gpt_oss(text: str, tools: Sequence[Tool]) -> Found:
         to = [word.removeprefix("to=") for word in words if word.startswith("to=")]
         if message < 0:
             if "<channel>" in words or to:
-                errors.append(BadCall("not closed: <|message|> is missing", header_at))
+                errors.append(BadToolCall("not closed: <|message|> is missing", header_at))
             else:
                 content.append(header)
             break
@@ -358,28 +358,30 @@ def _gpt_oss(text: str, tools: Sequence[Tool]) -> Found:
         else:
             try:
                 if len(to) > 1 or not to[0].startswith("functions.") or to[0] == "functions.":
-                    raise BadCall(f"a call is to one function, to=functions.NAME, not to={' to='.join(to)}", header_at)
+                    raise BadToolCall(
+                        f"a call is to one function, to=functions.NAME, not to={' to='.join(to)}", header_at
+                    )
                 arguments = cursor.object("arguments")
                 cursor.skip_space()
                 if cursor.at < len(text) and not cursor.has("<|call|>"):
-                    raise BadCall(f"expected <|call|>, found {cursor.here()}", cursor.at)
-                calls.append(Call(to[0].removeprefix("functions."), arguments))
+                    raise BadToolCall(f"expected <|call|>, found {cursor.here()}", cursor.at)
+                calls.append(ToolCall(to[0].removeprefix("functions."), arguments))
                 continue
-            except BadCall as error:
+            except BadToolCall as error:
                 errors.append(error)
         cursor.at = end_at + len(end)
     found = _found(text, [], errors)
-    return Found(tuple(calls), found.error, "\n".join(content).strip())
+    return ParsedCalls(tuple(calls), found.error, "\n".join(content).strip())
 
 
 def _of(read: Callable[[str, int, Sequence[Tool]], Read]) -> Parser:
     return lambda text, tools: _apart(text, read, tools)
 
 
-def _of_format(form: Format) -> Parser:
+def _of_format(form: CallSyntax) -> Parser:
     read = _of(lambda text, start, tools: _read_format(text, start, tools, form))
 
-    def parse(text: str, tools: Sequence[Tool]) -> Found:
+    def parse(text: str, tools: Sequence[Tool]) -> ParsedCalls:
         found = read(text, tools)
         content = found.content
         for mark in form.section:
@@ -407,20 +409,20 @@ def load_parser(name: str) -> Parser:
         return PARSERS[name]
     own = user_functions.load(name, KEY, ("", []), "(text, tools)")
 
-    def parse(text: str, tools: Sequence[Tool]) -> Found:
+    def parse(text: str, tools: Sequence[Tool]) -> ParsedCalls:
         try:
-            return Found(tuple(_checked(own(text, tools), name)), "", text)
+            return ParsedCalls(tuple(_checked(own(text, tools), name)), "", text)
         except ValueError as error:
-            return Found((), str(error) or "a call cannot be read", text)
+            return ParsedCalls((), str(error) or "a call cannot be read", text)
 
     return parse
 
 
-def _checked(found: Iterable[Any], name: str) -> Iterable[Call]:
+def _checked(found: Iterable[Any], name: str) -> Iterable[ToolCall]:
     for each in found:
         is_pair = isinstance(each, tuple) and len(each) == 2
         if not is_pair or not isinstance(each[0], str) or not isinstance(each[1], Mapping):
             raise TypeError(f"{KEY} {name!r} gave {each!r}, expected (name, arguments by name)")
         # ValueError: the model's mistake, such as NaN; TypeError: the parser's, such as an object that is no JSON
         strict_json.dumps(dict(each[1]), ensure_ascii=False).encode()
-        yield Call(each[0], dict(each[1]))
+        yield ToolCall(each[0], dict(each[1]))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Call:
+class ScoreRequest:
     """One response to score. `prompt` is text: for a list of chat messages the last one's content (the row holds them
     all).
     """
@@ -42,7 +42,7 @@ class Outcome:
     parts: dict[str, float] = field(default_factory=dict)
 
 
-def settle(future: Future[Outcome], result: Outcome | Exception) -> None:
+def set_outcome(future: Future[Outcome], result: Outcome | Exception) -> None:
     """Sets the result of a future unless it has one: the pool may be closed while an answer arrives."""
     with suppress(InvalidStateError):
         if isinstance(result, Outcome):
@@ -51,7 +51,7 @@ def settle(future: Future[Outcome], result: Outcome | Exception) -> None:
             future.set_exception(result)
 
 
-class Unsettled:
+class PendingScores:
     """Futures of samples that are not yet scored. After `end` there are no new ones, and all raise its error."""
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class Unsettled:
             self.ended = self.ended or error
             futures = list(self._futures.values())
         for future in futures:
-            settle(future, error)
+            set_outcome(future, error)
 
     def _forget(self, future: Future[Outcome]) -> None:
         with self._lock:

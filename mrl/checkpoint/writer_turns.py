@@ -10,7 +10,7 @@ from mrl.parallel import gather, rank
 Writers = Literal["every_rank", "one_node", "one_rank"]
 
 
-def of_ranks(writers: Writers) -> list[int]:
+def turns_of_ranks(writers: Writers) -> list[int]:
     """Returns the turn of every rank, from 0. Collective."""
     keys = {"every_rank": "", "one_node": socket.gethostname(), "one_rank": str(rank())}
     return in_order(gather(keys[writers]))

@@ -7,7 +7,7 @@ import builtins
 from dataclasses import dataclass, field
 from typing import Any
 
-from mrl.reward.plain_values import FUNCTIONS, MATH, TYPES, Claimed, evaluate, unknown_operator
+from mrl.reward.plain_values import FUNCTIONS, MATH, TYPES, QueryResult, evaluate, unknown_operator
 from mrl.reward.python_text import bound_in, constant, dotted, root_name, shown
 
 _UNCHANGING = (type(None), bool, int, float, complex, str, bytes, range)
@@ -15,30 +15,30 @@ _TELLING = ("startswith", "endswith", "issubset", "issuperset", "isdisjoint", "e
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp)
 
 
-class Unsplit(ValueError):
+class UnsplittableTest(ValueError):
     """A test whose verdict the program would decide; the message says why."""
 
 
-class NoValue(Unsplit):
+class NoValue(UnsplittableTest):
     """An expression of the tests alone that cannot be evaluated, or is too large."""
 
 
 @dataclass(frozen=True)
-class Run:
+class Statement:
     """A statement to run inside; the test fails if it raises."""
 
     source: str
 
 
 @dataclass(frozen=True)
-class Check:
+class Comparison:
     """Expressions to evaluate inside, and the condition on their values to check outside."""
 
-    claims: tuple[str, ...]
+    queries: tuple[str, ...]
     expression: ast.expr
 
 
-Step = Run | Check
+Step = Statement | Comparison
 
 
 @dataclass
@@ -46,49 +46,49 @@ class Expressions:
     """Reads expressions in order. Names are known only as the tests' own text binds them."""
 
     known: dict[str, Any] = field(default_factory=dict)  # values that the program has not been told
-    told: set[str] = field(default_factory=set)  # names of `known` that the program has been told
+    sent_names: set[str] = field(default_factory=set)  # names of `known` that the program has been told
     helpers: set[str] = field(default_factory=set)  # bound by the tests to something of their own
     modules: dict[str, str] = field(default_factory=lambda: {"math": "math", "collections": "collections"})
     steps: list[Step] = field(default_factory=list)
-    claims: list[str] = field(default_factory=list)
+    queries: list[str] = field(default_factory=list)
     seen: dict[int, ast.Constant | None] = field(default_factory=dict)  # results of `value` in this statement
     without_value: dict[int, str] = field(default_factory=dict)  # reasons, for the tests' own expressions
-    of_program: bool = False  # names of FUNCTIONS are the program's
+    calls_program: bool = False  # names of FUNCTIONS are the program's
 
     def check(self, node: ast.expr) -> None:
-        """Adds the steps of an assertion: queries to the program, and the condition on their values. Raises Unsplit for
-        an assertion that cannot be split, or can never hold.
+        """Adds the steps of an assertion: queries to the program, and the condition on their values. Raises
+        UnsplittableTest for an assertion that cannot be split, or can never hold.
         """
         names = {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)} - self.known.keys()
         # assert sum(10, 15) == 6: the program defines its own sum
-        self.of_program = not self.helpers & names and all(hasattr(builtins, name) for name in names)
-        self.claims = []
+        self.calls_program = not self.helpers & names and all(hasattr(builtins, name) for name in names)
+        self.queries = []
         checked = self.outside(node, False)
-        if self.claims:
+        if self.queries:
             if (unknown := unknown_operator(checked)) is not None:
-                raise Unsplit(f"{shown(node)} uses the operator {unknown}, which is not evaluated outside the sandbox")
-            self.steps.append(Check(tuple(self.claims), checked))
+                raise UnsplittableTest(f"{shown(node)} uses the operator {unknown}, which is not evaluated outside the sandbox")
+            self.steps.append(Comparison(tuple(self.queries), checked))
         elif not self.folded(checked).value:
-            raise Unsplit(f"{shown(node)} can never be true")
-        self.of_program = False
+            raise UnsplittableTest(f"{shown(node)} can never be true")
+        self.calls_program = False
 
     def value(self, node: ast.expr) -> ast.Constant | None:
         """Returns the expression's value as a constant if the program has no part in it, else None."""
         if id(node) in self.seen:
             return self.seen[id(node)]
-        claims, steps, told = self.claims, list(self.steps), set(self.told)
-        self.claims = []
+        queries, steps, sent_names = self.queries, list(self.steps), set(self.sent_names)
+        self.queries = []
         try:
             found = self.outside(node, True)
-            plain = found if not self.claims and isinstance(found, ast.Constant) else None
+            plain = found if not self.queries and isinstance(found, ast.Constant) else None
         except NoValue as error:
             plain = None
             self.without_value[id(node)] = str(error)
-        except Unsplit:
+        except UnsplittableTest:
             plain = None
         if plain is None:
-            self.steps, self.told = steps, told
-        self.claims = claims
+            self.steps, self.sent_names = steps, sent_names
+        self.queries = queries
         self.seen[id(node)] = plain
         return plain
 
@@ -96,12 +96,12 @@ class Expressions:
         """Returns the expression with its calls of the program claimed. `compared`: with a value that is hard to
         guess.
         """
-        before = len(self.claims)
+        before = len(self.queries)
         found = self.parts(node, compared)
-        return found if len(self.claims) > before or isinstance(found, ast.Constant) else self.folded(found)
+        return found if len(self.queries) > before or isinstance(found, ast.Constant) else self.folded(found)
 
     def folded(self, node: ast.expr) -> ast.Constant:
-        """Returns the value of an expression without claims, as a constant. Raises Unsplit if it has none."""
+        """Returns the value of an expression without claims, as a constant. Raises UnsplittableTest if it has none."""
         if isinstance(node, ast.Constant):
             return node
         try:
@@ -116,7 +116,7 @@ class Expressions:
                 return node
             case ast.Name(id=name) if name in self.known and not self.may_have_changed(name):
                 return constant(self.known[name])
-            case ast.Name(id=name) if name in TYPES and name not in self.helpers and not self.of_program:
+            case ast.Name(id=name) if name in TYPES and name not in self.helpers and not self.calls_program:
                 return constant(TYPES[name])
             case ast.List(elts=elts) | ast.Tuple(elts=elts) | ast.Set(elts=elts):
                 return type(node)([self.outside(item, compared) for item in elts])
@@ -140,10 +140,11 @@ class Expressions:
                 return constant(MATH[dotted(node, self.modules)])
             case ast.Subscript(value=inner) | ast.Call(func=ast.Attribute(value=inner)) if self.value(inner):
                 return self.of_plain(node, compared)
-        return self.claim(node, compared)
+        return self.query(node, compared)
 
     def sides(self, nodes: list[ast.expr], compared: bool | None) -> list[ast.expr]:
-        """Returns the operands. Raises Unsplit if the program answers two adjacent operands: it could make them equal.
+        """Returns the operands. Raises UnsplittableTest if the program answers two adjacent operands: it could make
+        them equal.
 
         `compared` None: operands are compared with each other; a truth value or None is easy to guess.
         """
@@ -153,7 +154,7 @@ class Expressions:
                 for side in (node, after):
                     if id(side) in self.without_value:
                         raise NoValue(self.without_value[id(side)])
-                raise Unsplit(f"{shown(node)} is combined with another value that comes from the program too")
+                raise UnsplittableTest(f"{shown(node)} is combined with another value that comes from the program too")
         if compared is None:
             compared = any(side is not None and type(side.value) not in (bool, type(None)) for side in plain)
         return [side or self.outside(node, compared) for side, node in zip(plain, nodes, strict=True)]
@@ -161,19 +162,19 @@ class Expressions:
     def function(self, node: ast.Call) -> str | None:
         """Returns the function's name in FUNCTIONS; None if it is not there."""
         name = dotted(node.func, self.modules)
-        taken = name in self.helpers or name in self.known or (self.of_program and "." not in name)
+        taken = name in self.helpers or name in self.known or (self.calls_program and "." not in name)
         return name if name in FUNCTIONS and not taken else None
 
     def call(self, node: ast.Call, compared: bool) -> ast.expr:
-        """Returns the call of a function that is known outside, with its arguments split. Raises Unsplit for a call
-        that is not plain.
+        """Returns the call of a function that is known outside, with its arguments split. Raises UnsplittableTest for a
+        call that is not plain.
         """
         name = self.function(node) or ""
         keywords = [self.value(keyword.value) for keyword in node.keywords if keyword.arg]
         if len(keywords) != len(node.keywords) or not all(keywords):
-            raise Unsplit(f"{shown(node)} has keyword arguments that are not plain values")
+            raise UnsplittableTest(f"{shown(node)} has keyword arguments that are not plain values")
         if name == "isinstance" and node.args and self.value(node.args[-1]) is None:
-            raise Unsplit(f"{shown(node)} checks for a type that is not plain")
+            raise UnsplittableTest(f"{shown(node)} checks for a type that is not plain")
         if name == "math.isclose":
             arguments = self.sides(node.args, None)
         else:
@@ -188,31 +189,31 @@ class Expressions:
         assert isinstance(node.func, ast.Attribute)
         arguments = [self.value(argument) for argument in node.args]
         if not all(arguments) or node.keywords:
-            return self.claim(node, compared)
+            return self.query(node, compared)
         base = self.outside(node.func.value, True)
         return ast.Call(ast.Attribute(base, node.func.attr, ast.Load()), [a for a in arguments if a], [])
 
-    def claim(self, node: ast.expr, compared: bool) -> ast.Constant:
-        """Adds a query for this expression's value. Raises Unsplit if the program could answer with a value that
-        decides the test.
+    def query(self, node: ast.expr, compared: bool) -> ast.Constant:
+        """Adds a query for this expression's value. Raises UnsplittableTest if the program could answer with a value
+        that decides the test.
         """
         if not isinstance(node, (ast.Call, ast.Attribute, ast.Subscript, ast.Name, *_COMPREHENSIONS)):
-            raise Unsplit(f"{shown(node)} is a {type(node).__name__}")
+            raise UnsplittableTest(f"{shown(node)} is a {type(node).__name__}")
         asked = node.elt if isinstance(node, _COMPREHENSIONS) else node
         root = root_name(asked)
         tells = isinstance(asked, ast.Call) and isinstance(asked.func, ast.Attribute) and asked.func.attr in _TELLING
         decides = isinstance(node, _COMPREHENSIONS) and not isinstance(asked, (ast.Call, ast.Attribute, ast.Subscript))
         if decides or (not compared and (tells or self.is_helper(root))):
-            raise Unsplit(f"{shown(node)} is evaluated inside the sandbox, where the program could replace it")
+            raise UnsplittableTest(f"{shown(node)} is evaluated inside the sandbox, where the program could replace it")
         if isinstance(node, ast.Name) and self.is_builtin(node.id):
-            raise Unsplit(f"{node.id} is not a plain value")
+            raise UnsplittableTest(f"{node.id} is not a plain value")
         self.refuse_comparisons(node)
-        self.tell_names(node)
-        self.claims.append(ast.unparse(node))
-        return constant(Claimed(len(self.claims) - 1))
+        self.send_names(node)
+        self.queries.append(ast.unparse(node))
+        return constant(QueryResult(len(self.queries) - 1))
 
     def refuse_comparisons(self, node: ast.AST) -> None:
-        """Raises Unsplit for comparisons of the program's objects inside: they may be equal to everything."""
+        """Raises UnsplittableTest for comparisons of the program's objects inside: they may be equal to everything."""
         own = {name for name in self.known if not self.may_have_changed(name)}
         for inner in ast.walk(node):
             if isinstance(inner, ast.comprehension) and self.value(inner.iter) is not None:
@@ -222,7 +223,7 @@ class Expressions:
         for inner in ast.walk(node):
             names = {name.id for name in ast.walk(inner) if isinstance(name, ast.Name)} - own
             if isinstance(inner, ast.Compare) and not all(map(self.is_helper, names)):
-                raise Unsplit(f"{shown(inner)} compares inside the sandbox, where the program's objects may equal all")
+                raise UnsplittableTest(f"{shown(inner)} compares inside the sandbox, where the program's objects may equal all")
 
     # names
 
@@ -231,33 +232,33 @@ class Expressions:
         return name is None or name in ("eval", "exec") or name in self.helpers or self.is_builtin(name)
 
     def is_builtin(self, name: str) -> bool:
-        return hasattr(builtins, name) and name not in self.known and not self.of_program
+        return hasattr(builtins, name) and name not in self.known and not self.calls_program
 
     def may_have_changed(self, name: str) -> bool:
-        return name in self.told and not unchanging(self.known[name])
+        return name in self.sent_names and not is_immutable(self.known[name])
 
-    def tell_names(self, node: ast.AST) -> None:
+    def send_names(self, node: ast.AST) -> None:
         for inner in ast.walk(node):
             if isinstance(inner, ast.Name) and inner.id in self.known:
-                self.tell(inner.id)
+                self.send_name(inner.id)
 
-    def tell(self, name: str) -> None:
-        if name not in self.told:
-            self.told.add(name)
-            self.steps.append(Run(f"{name} = (lambda inf, nan: {self.known[name]!r})(1e999, 1e999 - 1e999)"))
+    def send_name(self, name: str) -> None:
+        if name not in self.sent_names:
+            self.sent_names.add(name)
+            self.steps.append(Statement(f"{name} = (lambda inf, nan: {self.known[name]!r})(1e999, 1e999 - 1e999)"))
 
 
-def unchanging(value: Any) -> bool:
+def is_immutable(value: Any) -> bool:
     """Returns True if the value is immutable, including its contents."""
     if isinstance(value, (tuple, frozenset)):
-        return all(map(unchanging, value))
+        return all(map(is_immutable, value))
     return isinstance(value, _UNCHANGING)
 
 
-def tellable(value: Any) -> bool:
+def is_expressible(value: Any) -> bool:
     """Returns True if the program can be told the value as text."""
     if isinstance(value, dict):
-        return type(value) is dict and all(map(tellable, (*value, *value.values())))
+        return type(value) is dict and all(map(is_expressible, (*value, *value.values())))
     if type(value) in (list, tuple, set, frozenset):
-        return all(map(tellable, value))
+        return all(map(is_expressible, value))
     return type(value) in _UNCHANGING

@@ -21,7 +21,7 @@ def file_of(spec: str | None) -> str:
     return (spec or "").rpartition(":")[0]
 
 
-def outline(path: Path) -> dict[str, str]:
+def fingerprint(path: Path) -> dict[str, str]:
     """File -> its size and a digest, whatever its time: of a model's directory those of OF_MODELS, of a Python file its
     own and those of its folder that it imports. Empty for what is not there.
 
@@ -36,7 +36,7 @@ def outline(path: Path) -> dict[str, str]:
     return {str(file.relative_to(folder)): text for file, text in zip(files, found, strict=True)}
 
 
-def differing(before: dict[str, str], now: dict[str, str]) -> list[str]:
+def changed_files(before: dict[str, str], now: dict[str, str]) -> list[str]:
     """The files that differ, are new, or are gone."""
     return sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
 

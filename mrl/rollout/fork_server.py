@@ -2,8 +2,8 @@
 
 `mrl train` makes it while it looks at the configuration, and it ends with that: an engine that is started again is a
 copy, too. A copy is a supervisor (supervisor.py), whose engine is a copy of it. It belongs to the process that wanted
-the engine, which is told how it has ended, but is not its parent. Where that cannot be (no Linux, no nursery, an import
-that fails, variables that the imports would read otherwise) engines are started as programs.
+the engine, which is told how it has ended, but is not its parent. Where that cannot be (no Linux, no fork server, an
+import that fails, variables that the imports would read otherwise) engines are started as programs.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ try:
 except ImportError:
     setproctitle = None  # type: ignore[assignment]
 
-VARIABLE = "MRL_ENGINE_NURSERIES"  # a folder that is this account's alone, with a socket for each kind of engine
+VARIABLE = "MRL_ENGINE_FORK_SERVERS"  # a folder that is this account's alone, with a socket for each kind of engine
 BACKLOG = 128
 _MALLOPT = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_MMAP_THRESHOLD_": -3}
 _READ_BY_IMPORTS = ("LD_", "OMP_", "MKL_", "TORCHDYNAMO_", "PYTORCH_", "HF_", "TRANSFORMERS_", "SGLANG_")
 _READ_LATER = ("SGLANG_",)  # those that are not there while sglang is imported
 
 
-class EngineNursery:
+class EngineForkServer:
     """Make it where nothing is open that an engine would close, and use it as a context manager: an engine ends by
     SystemExit out of the constructor."""
 
@@ -80,7 +80,7 @@ class EngineNursery:
                 serve(listener, imports)
         self._folder, os.environ[VARIABLE] = folder, str(folder)
 
-    def __enter__(self) -> EngineNursery:
+    def __enter__(self) -> EngineForkServer:
         return self
 
     def __exit__(
@@ -151,7 +151,7 @@ def copy(
 
 
 def serve(listener: socket.socket, imports: str) -> NoReturn:
-    """The nursery. Only an engine returns from it, by SystemExit."""
+    """The fork server. Only an engine returns from it, by SystemExit."""
     try:
         os.setsid()
         die_with_parent()

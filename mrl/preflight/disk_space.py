@@ -17,7 +17,7 @@ from mrl.observe import RunExists, refuse_existing
 from mrl.preflight.finding import Finding
 
 
-def look_at_directory(cfg: AnyConfig) -> Iterator[Finding]:
+def check_directory(cfg: AnyConfig) -> Iterator[Finding]:
     """Creates, locks and removes a file in the run directory, or in its first existing parent."""
     run_dir = Path(cfg.run.root).absolute() / cfg.run.name
     there = next(path for path in (run_dir, *run_dir.parents) if path.is_dir())
@@ -40,7 +40,7 @@ def look_at_directory(cfg: AnyConfig) -> Iterator[Finding]:
     yield Finding("run directory", "ok", str(run_dir))
 
 
-def look_at_space(cfg: Config) -> Iterator[Finding]:
+def check_space(cfg: Config) -> Iterator[Finding]:
     """Checks the disk for checkpoints and exports, which are by far the largest files of a run."""
     archs = _archs(cfg)
     use = disk_use(cfg, archs)

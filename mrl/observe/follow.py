@@ -14,11 +14,11 @@ from mrl.observe.report import write_report
 WATCHED = (METRICS, "rollouts", "config.yaml")
 
 
-def follow(run_dir: Path, every_s: float, say: Callable[[str], None]) -> str:
+def follow_run(run_dir: Path, every_s: float, say: Callable[[str], None]) -> str:
     """Writes the page at once and after every change until the run ends; returns the reason for which it counts as
     ended.
 
-    A run has ended when no process owns it, or its last step is logged. Raises Unreadable.
+    A run has ended when no process owns it, or its last step is logged. Raises UnreadableFile.
     """
     seen, written = None, None
     while True:

@@ -34,7 +34,7 @@ from mrl.copies import (
     speak_through,
 )
 from mrl.imports import importing
-from mrl.launcher.environment import FOR_COPIES
+from mrl.launcher.environment import FOR_FORK_SERVERS
 
 IMPORTS_S = 600.0  # timeout of the imports, after which ranks start as programs
 
@@ -53,13 +53,13 @@ class Child(Process):
         return self.returncode
 
 
-class Nursery:
+class ForkServer:
     """Client of a fork server. Construct it while nothing is open that a rank would close: a rank leaves the
     constructor by SystemExit."""
 
     def __init__(self, module: str = "mrl.preload") -> None:
         """Starts the fork server. module: imported there while this process goes on."""
-        self._line: socket.socket | None = None
+        self._connection: socket.socket | None = None
         self._is_ready = False
         if sys.platform != "linux" or cannot_be_copied():
             return
@@ -71,9 +71,9 @@ class Nursery:
             ours.close()
             live(serve(theirs, module))
         theirs.close()
-        self._line = ours
+        self._connection = ours
 
-    def __enter__(self) -> Nursery:
+    def __enter__(self) -> ForkServer:
         return self
 
     def __exit__(
@@ -83,21 +83,21 @@ class Nursery:
 
     def is_settled(self, timeout_s: float) -> bool:
         """Waits up to `timeout_s`; returns True once it is known whether the fork server works."""
-        if self._line is None or self._is_ready:
+        if self._connection is None or self._is_ready:
             return True
         poll = select.poll()  # `select` is limited to 1024 files
-        poll.register(self._line, select.POLLIN)
+        poll.register(self._connection, select.POLLIN)
         if poll.poll(timeout_s * 1000):
-            self._is_ready = self._line.recv(1) == _READY
+            self._is_ready = self._connection.recv(1) == _READY
             if not self._is_ready:
                 self.close()
-        return self._line is None or self._is_ready
+        return self._connection is None or self._is_ready
 
     def close(self) -> None:
         """Ends the fork server; its ranks live on."""
-        if self._line is not None:
-            self._line.close()
-            self._line = None
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
             os.kill(self._pid, signal.SIGKILL)
             os.waitpid(self._pid, 0)
 
@@ -116,13 +116,13 @@ class Nursery:
     def make(self, order: Order, files: tuple[int, int, int]) -> Child | None:
         if not self.is_settled(IMPORTS_S):
             self.close()
-        if self._line is None:
+        if self._connection is None:
             return None
         _adopt_orphans(True)
-        self._line.settimeout(BIRTH_S)
+        self._connection.settimeout(BIRTH_S)
         try:
-            order.send(self._line, files)
-            pid = read_number(self._line)
+            order.send(self._connection, files)
+            pid = read_number(self._connection)
         except TimeoutError:  # no start as a program: the fork may still come
             self.close()
             raise TimeoutError(f"the fork server of the ranks did not start a rank within {BIRTH_S:g} s") from None
@@ -136,40 +136,40 @@ class Nursery:
         return Child(pid)
 
 
-def serve(line: socket.socket, module: str) -> Order:
+def serve(connection: socket.socket, module: str) -> Order:
     """Runs the fork server at its end of the socket. Returns only in forks, with their stdin, stdout and stderr set."""
     parent = os.getppid()
     try:
         os.setsid()
         die_with_parent()
-        said = tempfile.TemporaryFile()
+        output = tempfile.TemporaryFile()
         for stream in (1, 2):
-            os.dup2(said.fileno(), stream)
-        os.environ |= FOR_COPIES | os.environ
+            os.dup2(output.fileno(), stream)
+        os.environ |= FOR_FORK_SERVERS | os.environ
         before = dict(os.environ)
         with importing():  # without it, each fork would copy all pages at its first collection
             importlib.import_module(module)
         made = {name: value for name, value in os.environ.items() if before.get(name) != value}
         if cannot_be_copied():
             os._exit(1)
-        line.sendall(_READY)
-        while received := Order.receive(line):
+        connection.sendall(_READY)
+        while received := Order.receive(connection):
             order, files = received
-            if (pid := _bear(parent)) == 0:
-                line.close()
+            if (pid := _fork_adopted(parent)) == 0:
+                connection.close()
                 speak_through(files)
                 if order.env.get("RANK") == "0":
-                    _pass_on(said)
+                    _print_output(output)
                 return replace(order, env={**order.env, **made})  # as the imports would set it in a program
             for file in files:
                 os.close(file)
-            line.sendall(packed(pid))
+            connection.sendall(packed(pid))
     except BaseException:  # ranks that start as programs meet and report the same error
         os._exit(1)
     os._exit(0)
 
 
-def _bear(parent: int) -> int:
+def _fork_adopted(parent: int) -> int:
     """Returns the id of a fork of this process, 0 in the fork, whose own parent exits so that `parent` adopts it."""
     reading, writing = os.pipe()
     between = os.fork()
@@ -196,10 +196,10 @@ def _bear(parent: int) -> int:
     return int.from_bytes(pid, "big")
 
 
-def _pass_on(said: BinaryIO) -> None:
+def _print_output(output: BinaryIO) -> None:
     """Prints the output of the imports."""
-    said.seek(0)
-    os.write(2, said.read())
+    output.seek(0)
+    os.write(2, output.read())
 
 
 def _adopt_orphans(wanted: bool) -> None:
