@@ -150,7 +150,7 @@ def test_only_this_python_s_modules_are_imitated(folder: Path) -> None:
 STOPPED = """
 import os, signal, sys
 from mrl.launcher import Nursery, nursery
-nursery.BIRTH_S = 0.5
+nursery.FORK_TIMEOUT_S = 0.5
 with Nursery("json") as made:
     assert made.is_settled(60)
     os.kill(made._pid, signal.SIGSTOP)

@@ -284,7 +284,7 @@ def test_one_stale_sample_among_many_is_named() -> None:
 
 def check_exact(gaps: list[list[float]], born: list[int], **limits: float | None) -> None:
     made, trainers = rollout(gaps)
-    made = replace(made, weight_versions=torch.full((len(gaps),), max(born)), born=torch.tensor(born))
+    made = replace(made, weight_versions=torch.full((len(gaps),), max(born)), token_weight_versions=torch.tensor(born))
     where, version = torch.ones_like(trainers, dtype=torch.bool), max(born)
     judge = MismatchLimits(MismatchConfig(**limits), print, exact=True)
     judge.check(made, trainers + 0.02, where, version=version, same=False)  # after an update of the step
@@ -294,7 +294,7 @@ def check_exact(gaps: list[list[float]], born: list[int], **limits: float | None
 def test_the_weights_of_a_warm_up_are_one_version() -> None:
     """The critic's alone: four steps without a push of new weights, whatever they were called after a restart."""
     made, trainers = rollout([[0.01, 0.01, 0.01], [0.02, 0.02, 0.02]])
-    made = replace(made, weight_versions=torch.tensor([0, 5]), born=torch.tensor([0, 0, 3, 5, 5, 6]))
+    made = replace(made, weight_versions=torch.tensor([0, 5]), token_weight_versions=torch.tensor([0, 0, 3, 5, 5, 6]))
     everywhere = torch.ones_like(trainers, dtype=torch.bool)
 
     def ages(version: int) -> dict[str, float]:
@@ -305,7 +305,7 @@ def test_the_weights_of_a_warm_up_are_one_version() -> None:
 
     assert ages(6).keys() == {"staleness/mean", "staleness/max", *(f"mismatch/age_{age}" for age in (0, 1, 2))}
     assert ages(6)["staleness/max"] == 2 and ages(6)["staleness/mean"] == pytest.approx(8 / 6)
-    made = replace(made, born=torch.tensor([0, 0, 2, 2, 3, 3]))
+    made = replace(made, token_weight_versions=torch.tensor([0, 0, 2, 2, 3, 3]))
     assert ages(3)["staleness/max"] == 0
 
 

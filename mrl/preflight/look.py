@@ -15,7 +15,7 @@ OF_INPUTS: tuple[Look, ...] = (
     inputs.look_at_algorithm,
     inputs.look_at_rewards,
     inputs.look_at_data,
-    inputs.look_at_eyes,
+    inputs.look_at_image_processor,
 )
 OF_RUN: tuple[Look, ...] = (
     *OF_INPUTS,

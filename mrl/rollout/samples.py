@@ -55,7 +55,7 @@ def generate_body(
     one to draw with; experts: ask which ones each token went to."""
     prompts = [request.prompt for request in requests]
     body: GenerateBody = {
-        "input_ids": [list(prompt.short_ids or prompt.token_ids) for prompt in prompts],
+        "input_ids": [list(prompt.unexpanded_token_ids or prompt.token_ids) for prompt in prompts],
         "sampling_params": [sampling_body(sampling, request.seed) for request in requests],
         "rid": [uuid4().hex for _ in requests],
         "return_logprob": True,
@@ -85,7 +85,7 @@ def prefill_body(
 
 def _experts_from(requests: Sequence[Request]) -> int:
     """What a call asks for its requests together: tokens of their prompts whose experts are known of all."""
-    return min(request.experts_from for request in requests)
+    return min(request.routed_experts_start for request in requests)
 
 
 def _url(png: bytes) -> str:
@@ -172,8 +172,16 @@ def _read(request: Request, answer: Any, expected: Expected, tokens: columns.Tok
         every = None
         if expected.routed is not None:
             every = expected.routed.read(meta, len(request.prompt.token_ids) + count, start)
-            every = every[request.experts_from - start :]
-        return Sample(request, tokens.ids, tokens.log_probs, reason, version, versions=versions, experts=every)
+            every = every[request.routed_experts_start - start :]
+        return Sample(
+            request,
+            tokens.ids,
+            tokens.log_probs,
+            reason,
+            version,
+            token_weight_versions=versions,
+            routed_experts=every,
+        )
     except BadAnswer as error:
         raise BadAnswer(f"sample {request.sample_id}: {error}") from error
 

@@ -9,7 +9,7 @@ from mrl.config.checks.reward import OF_A_GROUP, check_function
 from mrl.config.problems import Problem
 from mrl.config.schema import AlgorithmConfig, RefConfig, RLConfig, ValueLossConfig
 from mrl.config.trainers.rl import needs_ref, prompts_per_round
-from mrl.options.estimators import GDPO, OwnEstimator, Whitening
+from mrl.options.estimators import GDPO, CustomEstimator, Whitening
 
 ESTIMATOR = "algorithm.adv_estimator"
 
@@ -60,7 +60,7 @@ def check_files(cfg: RLConfig) -> Iterator[Problem]:
     algorithm, function = cfg.algorithm, cfg.algorithm.filter_groups.function
     if function is not None:
         yield from check_function("algorithm.filter_groups.function", function, OF_A_GROUP)
-    if isinstance(algorithm, OwnEstimator):
+    if isinstance(algorithm, CustomEstimator):
         own = algorithm.advantage
         yield from check_function("algorithm.advantage.function", own.function, ("inputs",), named=[*own.options])
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mrl.families import ModelArch
-from mrl.families.rows import Row
+from mrl.families.rows import ParameterMapping
 from mrl.families.stacks import slice_of
 from mrl.families.table import weight_table
 from mrl.weights.disk.rows import Mosaic, Piece, Rows, RowsTensor, SlicesRows, TurnedRows, covers, flat_shape, stacked
@@ -32,7 +32,9 @@ class MegatronCheckpoint:
     of another shape or partly unwritten, and a truncated block.
     """
 
-    def __init__(self, path: str | Path, names: Names, arch: ModelArch, table: Mapping[str, Row] | None = None) -> None:
+    def __init__(
+        self, path: str | Path, names: Names, arch: ModelArch, table: Mapping[str, ParameterMapping] | None = None
+    ) -> None:
         """Opens the checkpoint. table: rows of the tensors to read; None: the model's weights"""
         self.path, self._arch, self._names = Path(path), arch, names
         self._stored = read_metadata(self.path)
@@ -83,7 +85,7 @@ class MegatronCheckpoint:
             at += segment.rows
         return stacked([part for _, part in sorted(parts, key=lambda each: each[0])])
 
-    def _parameter(self, name: str, row: Row) -> Mosaic:
+    def _parameter(self, name: str, row: ParameterMapping) -> Mosaic:
         """Returns the Megatron parameter, assembled from its blocks, without padded rows of the vocabulary."""
         key, lead = self._place(name)
         if key not in self._stored:
@@ -116,7 +118,7 @@ class MegatronCheckpoint:
             yield Piece(at[len(lead)], rows, source, index * rows, column)
 
 
-def _turned_back(row: Row, arch: ModelArch, values: Tensor) -> Tensor:
+def _turned_back(row: ParameterMapping, arch: ModelArch, values: Tensor) -> Tensor:
     return to_hf(row, [values], arch)[0]
 
 
