@@ -31,6 +31,13 @@ from mrl.units import (
 )
 
 Ids = Sequence[int] | np.ndarray  # token ids
+_NAMES_IN_CHECKPOINTS = {  # of fields of a Rollout, where they differ
+    "action_mask": "drawn",
+    "token_weight_versions": "born",
+    "routed_experts": "experts",
+    "loss_weights": "counts",
+    "token_rewards": "rewards",
+}
 
 
 @dataclass(frozen=True)
@@ -45,21 +52,22 @@ class Prompt:
     pictures: tuple[bytes, ...] = field(default=(), repr=False)
     # rows and columns of patches, and pixel digest, of each picture; None: a text-only model
     images: tuple[tuple[int, int, int], ...] | None = None
-    short_ids: tuple[int, ...] | None = field(default=None, repr=False)  # token_ids with one image token a picture
-    picture_row: int | None = None  # row number in a PictureStore of training and validation rows; None: index
+    # token_ids with one image token a picture
+    unexpanded_token_ids: tuple[int, ...] | None = field(default=None, repr=False)
+    picture_row: int | None = None  # row number in an ImageStore of training and validation rows; None: index
 
     @property
-    def told_ids(self) -> tuple[int, ...]:
+    def text_token_ids(self) -> tuple[int, ...]:
         """Text-only token ids: with one image token per picture, for readers without image input."""
-        return self.token_ids if self.short_ids is None else self.short_ids
+        return self.token_ids if self.unexpanded_token_ids is None else self.unexpanded_token_ids
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """Sampling parameters of the engine.
 
-    `top_k=-1` and `top_p=1.0` disable these filters; `temperature=0` is greedy. experts: return the routed experts of
-    each token of an MoE model.
+    `top_k=-1` and `top_p=1.0` disable these filters; `temperature=0` is greedy.
+    return_routed_experts: return the routed experts of each token of an MoE model.
     """
 
     temperature: float = 1.0
@@ -68,21 +76,21 @@ class SamplingParams:
     max_new_tokens: int = 256
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    experts: bool = False
+    return_routed_experts: bool = False
 
 
 @dataclass(frozen=True)
 class Request:
     """One generation. `sample_id`: index in the step; `group`: index of the prompt; `seed`: seed of its random stream.
 
-    experts_from: number of leading prompt tokens whose routed experts are already known
+    routed_experts_start: number of leading prompt tokens whose routed experts are already known
     """
 
     sample_id: int
     group: int
     prompt: Prompt
     seed: int
-    experts_from: int = 0
+    routed_experts_start: int = 0
 
 
 @dataclass(eq=False)
@@ -91,14 +99,16 @@ class Sample:
 
     response_ids [n] int32: all tokens after the prompt, from any sequence of numbers
     log_probs [m] float32, likewise: the engine's, of logits / temperature, one per token that the model generated
-    drawn [n] bool: action mask of the response; False on environment tokens; None: all True
-    versions [m] int32: weight version of each generated token; None: all have weight_version, that of the last token
-    experts [tokens of prompt and response, layers with experts, experts a token] uint8 or int16: routed experts of
-        each token, without the first request.experts_from; 0 for the last token of each sequence, which is not routed;
+    action_mask [n] bool: action mask of the response; False on environment tokens; None: all True
+    token_weight_versions [m] int32: weight version of each generated token; None: all have weight_version, that of the
+        last token
+    routed_experts [tokens of prompt and response, layers with experts, experts a token] uint8 or int16: routed experts
+        of each token, without the first request.routed_experts_start; 0 for the last token of each sequence, which is
+        not routed;
         None: not requested
     messages: the conversation of an agent and its environment after the prompt
     sequence_lens: tokens of each sequence of a trajectory, in order; (): one sequence
-    rewards [m] float32: the environment's reward after each generated token, before the end; None: none
+    token_rewards [m] float32: the environment's reward after each generated token, before the end; None: none
     """
 
     request: Request
@@ -110,13 +120,13 @@ class Sample:
     score: float = 0.0  # NaN: it has none, and is left_out
     score_parts: dict[str, float] = field(default_factory=dict)
     reward_error: str = ""  # error of the reward, if that does not end the run
-    drawn: np.ndarray | None = None
-    versions: np.ndarray | None = None
-    experts: np.ndarray | None = field(default=None, repr=False)
+    action_mask: np.ndarray | None = None
+    token_weight_versions: np.ndarray | None = None
+    routed_experts: np.ndarray | None = field(default=None, repr=False)
     messages: list[dict[str, Any]] = field(default_factory=list)
     environment: dict[str, float] = field(default_factory=dict)  # its own "score", and other numbers by name
     sequence_lens: tuple[int, ...] = ()
-    rewards: np.ndarray | None = None
+    token_rewards: np.ndarray | None = None
     left_out: str = ""  # why it is not trained on: an environment or the reward failed
 
     def __post_init__(self) -> None:
@@ -129,9 +139,9 @@ class Sample:
         return math.isfinite(self.score) and not self.left_out and not self.reward_error
 
     @property
-    def num_drawn(self) -> int:
+    def num_generated_tokens(self) -> int:
         """Number of tokens that the model generated."""
-        return len(self.response_ids) if self.drawn is None else int(self.drawn.sum())
+        return len(self.response_ids) if self.action_mask is None else int(self.action_mask.sum())
 
     @property
     def token_ids(self) -> np.ndarray:
@@ -154,17 +164,19 @@ class Rollout:
     rows [B] int64: data row of each sample's prompt; None without data rows
     weight_versions [B] int64: version of the weights that generated each sample, as the number of steps before their
         weight sync; None: no engine generated the samples (demonstrations)
-    born [R] int32: token weight version, where a sample may have several; None: that of its sample
-    experts [N, layers with experts, experts a token] uint8 or int16: routed experts of each token, arbitrary for a
-        sample's last token, which predicts nothing; None: the trainer's routers decide
-    drawn [N] bool: action mask; True on response tokens, after the first prompt_lens tokens; None: True on all of these
-    counts [R] float32: weight of each response token in an imitation loss; 0: not trained, nothing is computed for it;
-        None: 1 each
-    rewards [R] float32: the part of `scores` that was given before the end, at the token after which it came; None: all
-        of it comes at the end
+    token_weight_versions [R] int32: token weight version, where a sample may have several; None: that of its sample
+    routed_experts [N, layers with experts, experts a token] uint8 or int16: routed experts of each token, arbitrary for
+        a sample's last token, which predicts nothing; None: the trainer's routers decide
+    action_mask [N] bool: action mask; True on response tokens, after the first prompt_lens tokens; None: True on all of
+        these
+    loss_weights [R] float32: weight of each response token in an imitation loss; 0: not trained, nothing is computed
+        for it; None: 1 each
+    token_rewards [R] float32: the part of `scores` that was given before the end, at the token after which it came;
+        None: all of it comes at the end
     sequence_counts [B] int64: number of sequences of each sample, for an agent's trajectory with a rewritten history,
         one after the other in its tokens. The beginning of a later sequence is no prompt of prompt_lens, but the action
-        mask excludes it. Only the model's input differs by it (`apart`); a response is always the trajectory's.
+        mask excludes it. Only the model's input differs by it (`split_sequences`); a response is always the
+        trajectory's.
         None: no trajectories
     sequence_lens [S] int64, S = sum(sequence_counts): tokens of each sequence
     image_counts [B] int64: pictures in each prompt; None: there are none
@@ -186,11 +198,11 @@ class Rollout:
     score_parts: PerSample | None = None
     greedy_scores: PerSample | None = None
     weight_versions: PerSample | None = None
-    counts: PerResponseToken | None = None
-    drawn: PerToken | None = None
-    born: PerResponseToken | None = None
-    experts: PerToken | None = None
-    rewards: PerResponseToken | None = None
+    loss_weights: PerResponseToken | None = None
+    action_mask: PerToken | None = None
+    token_weight_versions: PerResponseToken | None = None
+    routed_experts: PerToken | None = None
+    token_rewards: PerResponseToken | None = None
     sequence_counts: PerSample | None = None
     sequence_lens: PerSequence | None = None
     image_counts: PerSample | None = None
@@ -220,31 +232,31 @@ class Rollout:
     def __post_init__(self) -> None:
         if bool((self.seq_lens < self.prompt_lens).any()):
             raise ValueError("a prompt is longer than its sequence")
-        if self.drawn is not None:
-            if self.drawn.shape != self.tokens.shape or self.drawn.dtype != torch.bool:
-                raise ValueError(f"drawn must be bool and say it of each of the {self.tokens.numel()} tokens")
-            if bool(self._drawn_among(self.prompt_lens).any()):
-                raise ValueError("tokens of a prompt are said to be drawn")
+        if self.action_mask is not None:
+            if self.action_mask.shape != self.tokens.shape or self.action_mask.dtype != torch.bool:
+                raise ValueError(f"action_mask must be bool and cover each of the {self.tokens.numel()} tokens")
+            if bool(self._generated_among(self.prompt_lens).any()):
+                raise ValueError("action_mask is True on tokens of a prompt")
         units.check(self)
         self._check_sequences()
 
     def _check_sequences(self) -> None:
         if self.sequence_counts is None or self.sequence_lens is None:
             return
-        if self.drawn is None:
-            raise ValueError("samples are of several sequences, and nothing says which tokens are drawn")
+        if self.action_mask is None:
+            raise ValueError("samples of several sequences need an action_mask, which is None")
         of_sample = torch.arange(self.num_samples).repeat_interleave(self.sequence_counts)
         lens = torch.zeros_like(self.seq_lens).index_add(0, of_sample, self.sequence_lens)
         if bool((lens != self.seq_lens).any()) or bool((self.sequence_lens < 1).any()):
             raise ValueError("sequences are not as long together as their samples, or have no token")
-        if bool(self.drawn[self.sequence_lens.cumsum(0) - self.sequence_lens].any()):
-            raise ValueError("the first token of a sequence is said to be drawn")
+        if bool(self.action_mask[self.sequence_lens.cumsum(0) - self.sequence_lens].any()):
+            raise ValueError("action_mask is True on the first token of a sequence")
 
     @property
     def num_samples(self) -> int:
         return self.seq_lens.numel()
 
-    def apart(self, samples: Sequence[int]) -> tuple[Self, Sequence[int]]:
+    def split_sequences(self, samples: Sequence[int]) -> tuple[Self, Sequence[int]]:
         """Returns the model's input for some samples: a rollout with one sample per sequence, and the indices in it.
 
         Tokens and flat vectors keep their places; groups and scores are meaningless.
@@ -260,20 +272,20 @@ class Rollout:
             group=torch.arange(count),
             scores=torch.zeros(count),
             rollout_log_probs=self.rollout_log_probs,
-            counts=self.counts,
-            drawn=self.drawn,
-            experts=self.experts,
+            loss_weights=self.loss_weights,
+            action_mask=self.action_mask,
+            routed_experts=self.routed_experts,
         )
         return shown, SEQUENCE.places(self, torch.as_tensor(samples, dtype=torch.int64)).tolist()
 
     @property
     def response_lens(self) -> Tensor:
-        return self.seq_lens - self.prompt_lens if self.drawn is None else self._drawn_among(self.seq_lens)
+        return self.seq_lens - self.prompt_lens if self.action_mask is None else self._generated_among(self.seq_lens)
 
-    def _drawn_among(self, first: Tensor) -> Tensor:
+    def _generated_among(self, first: Tensor) -> Tensor:
         """Returns [B] int64: the generated tokens among the `first` [B] tokens of each sample."""
-        assert self.drawn is not None
-        before = torch.cat([torch.zeros(1, dtype=torch.int64), self.drawn.cumsum(0)])
+        assert self.action_mask is not None
+        before = torch.cat([torch.zeros(1, dtype=torch.int64), self.action_mask.cumsum(0)])
         starts = self.seq_lens.cumsum(0) - self.seq_lens
         return before[starts + first] - before[starts]
 
@@ -282,9 +294,9 @@ class Rollout:
         return self.rollout_log_probs.numel()
 
     @property
-    def shares(self) -> Tensor:
+    def normalized_loss_weights(self) -> Tensor:
         """Returns [R] float32: each token's count over the sum of all counts."""
-        counts = torch.ones(self.num_response_tokens) if self.counts is None else self.counts
+        counts = torch.ones(self.num_response_tokens) if self.loss_weights is None else self.loss_weights
         return (counts / counts.double().sum().clamp(min=1e-30)).float()
 
     @property
@@ -321,6 +333,16 @@ class Rollout:
         """
         return units.join((self, *others))
 
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the fields by their names in checkpoints."""
+        return {_NAMES_IN_CHECKPOINTS.get(name, name): value for name, value in vars(self).items()}
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> Self:
+        """Returns the rollout whose `state_dict` this is."""
+        fields = {stored: name for name, stored in _NAMES_IN_CHECKPOINTS.items()}
+        return cls(**{fields.get(stored, stored): value for stored, value in state.items()})
+
 
 @dataclass(frozen=True)
 class PackedBatch:
@@ -330,35 +352,35 @@ class PackedBatch:
 
     tokens [1, t] int64
     position_ids [1, t] int64; for models with image input [3, t]: text, row and column
-    rows [n] int64: local positions whose *next* token is a response token (the position that predicts it)
+    output_positions [n] int64: local positions whose *next* token is a response token (the position that predicts it)
     labels [n] int64: that next token
-    dest [n] int64: its index in the Rollout's flat response vectors
+    response_indices [n] int64: its index in the Rollout's flat response vectors
     cu_seqlens [S + 1] int32: starts of the padded sequences *before* the context-parallel cut
     max_seqlen: the longest padded sequence before the cut
     source [t] int64: the local tokens' indices in Rollout.tokens, -1: padding
     samples, seq_lens [S] int64: index in the Rollout of each packed sequence, and its tokens without padding; -1 and 0
         for pure padding
-    images [k, 5] int64: the micro-batch's distinct pictures, as in `mrl.data.image_places`
-    image_at [m] int64: local positions that take a picture feature; image_row [m] int64: index of that feature among
-        all features of `images`
-    spread [T] int64: local token of each token of the consecutive sequences, if several share a prefix (no context
-        parallelism); None: no shared prefixes
+    images [k, 5] int64: the micro-batch's distinct pictures, as in `mrl.data.image_positions`
+    image_positions [m] int64: local positions that take a picture feature; image_feature_indices [m] int64: index of
+        that feature among all features of `images`
+    shared_index [T] int64: local token of each token of the consecutive sequences, if several share a prefix (no
+        context parallelism); None: no shared prefixes
     """
 
     tokens: Tensor
     position_ids: Tensor
-    rows: Tensor
+    output_positions: Tensor
     labels: Tensor
-    dest: Tensor
+    response_indices: Tensor
     cu_seqlens: Tensor
     max_seqlen: int
     source: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     samples: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     seq_lens: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     images: Tensor = field(default_factory=lambda: torch.empty(0, 5, dtype=torch.int64))
-    image_at: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    image_row: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    spread: Tensor | None = None
+    image_positions: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    image_feature_indices: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    shared_index: Tensor | None = None
 
 
 @dataclass

@@ -8,7 +8,7 @@ Version = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Needs:
+class ChipRequirements:
     """Requirements of a recipe. capability, below: bounds of the GPU's compute capability; cuda: oldest CUDA of torch's
     build"""
 
@@ -18,10 +18,10 @@ class Needs:
 
 
 RECIPES = {
-    "current": Needs((8, 9)),
-    "delayed": Needs((8, 9)),
-    "blockwise": Needs((9, 0), cuda=(12, 9)),
-    "mxfp8": Needs((10, 0), below=(12, 0)),
+    "current": ChipRequirements((8, 9)),
+    "delayed": ChipRequirements((8, 9)),
+    "blockwise": ChipRequirements((9, 0), cuda=(12, 9)),
+    "mxfp8": ChipRequirements((10, 0), below=(12, 0)),
 }
 
 

@@ -13,7 +13,7 @@ from mrl.trainers.rl.mismatch import MismatchLimits
 from mrl.trainers.rl.models import Models
 from mrl.trainers.rl.passes import StepPasses
 from mrl.trainers.rl.run import RLRun
-from mrl.trainers.shared.memory import MemoryOrder
+from mrl.trainers.shared.memory import PhaseMemoryManager
 from mrl.trainers.shared.updates import Updates
 
 NO_LIMITS = MismatchConfig(warn=None, stop=None, warn_sample=None, stop_sample=None)  # samples are made up here
@@ -35,7 +35,7 @@ def bare_run(cfg: RLConfig, actor: Learner, critic: Learner | None) -> RLRun:
             "recorder": recorder,
             "actor": actor,
             "critic": critic,
-            "memory": MemoryOrder(),
+            "memory": PhaseMemoryManager(),
             "passes": passes_of(cfg, Models(actor, critic, None, None, None)),
             "kl_controller": FixedController(cfg.algorithm.kl.coef),
             "updates": Updates(Path(), 3, recorder, writes=False),

@@ -62,7 +62,7 @@ def each_form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     """Which of a kernel's two forms serves: its name."""
     form: str = request.param
     if form == "torch":
-        monkeypatch.setattr(native, "serves", lambda *tensors: False)
+        monkeypatch.setattr(native, "supports_tensors", lambda *tensors: False)
     return form
 
 

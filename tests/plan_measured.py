@@ -163,7 +163,7 @@ def saved_activations(
     grid, rank = Grid(train.parallel, case.world), case.world - 1
     with pytest.MonkeyPatch.context() as patch:
         if not in_c:
-            patch.setattr(native, "serves", lambda *tensors: False)
+            patch.setattr(native, "supports_tensors", lambda *tensors: False)
         saved, tokens = measured(str(path), role, train, rank, case.world, dtype)
     layers = chunk_layers(train.parallel, arch.num_layers, grid.coordinates(rank).pp)[0]
     return saved, saved_bytes(arch, role, train, layers, dtype.itemsize, "local", tokens)
@@ -202,4 +202,4 @@ def measured(
     saved = sum(x.untyped_storage().nbytes() for pointer, x in kept.items() if pointer not in own)
     assert output.requires_grad
     cp = mesh.cp
-    return saved, Tokens(batch.tokens.numel() * cp, batch.rows.numel() * cp, sum(lengths) // len(lengths))
+    return saved, Tokens(batch.tokens.numel() * cp, batch.output_positions.numel() * cp, sum(lengths) // len(lengths))

@@ -215,8 +215,8 @@ def play(file: Path, name: str, model: Model, count: int = 1, row: Any = None, *
 def parts(sample: Sample) -> list[tuple[list[int], list[bool]]]:
     """Ids of each sequence, and which are drawn."""
     ids, begun = sample.token_ids.tolist(), len(sample.request.prompt.token_ids)
-    assert sample.drawn is not None
-    drawn, found, at = [False] * begun + sample.drawn.tolist(), [], 0
+    assert sample.action_mask is not None
+    drawn, found, at = [False] * begun + sample.action_mask.tolist(), [], 0
     for length in sample.sequence_lens or (len(ids),):
         found.append((ids[at : at + length], drawn[at : at + length]))
         at += length
@@ -234,12 +234,12 @@ def test_an_unmodified_client_is_answered_by_the_model_and_its_turns_are_one_seq
         assert [m["role"] for m in talk] == ["user", "assistant"] * 3
         assert [m["content"] for m in talk[::2]] == ["go 0", "go 1", "go 2"]
         [(ids, drawn)] = parts(sample)
-        whole = model.tokenizer.encode_plain([model.tokenizer.dress(talk)])[0]
+        whole = model.tokenizer.encode_plain([model.tokenizer.render_prompt(talk)])[0]
         assert whole[: len(ids)] == ids, "the client's words and answers are not what the template makes of them"
         for request in mine:
             at = len(request.prompt.token_ids)
             assert ids[:at] == list(request.prompt.token_ids) and drawn[at] and not drawn[at - 1]
-        assert sample.log_probs.tolist() == [-1, -2, -3] * 3 and sample.num_drawn == 9
+        assert sample.log_probs.tolist() == [-1, -2, -3] * 3 and sample.num_generated_tokens == 9
     assert len({sample.messages[1]["content"] for sample in samples}) > 1, "samples of a group are the same"
 
 
@@ -274,7 +274,7 @@ def test_tokens_are_those_that_were_drawn_where_the_text_has_others(harnesses: P
     ]
     [sample] = play(harnesses, "client", model)
     assert not sample.sequence_lens
-    assert sample.response_ids[sample.drawn].tolist() == [*half, *ids_of(model.tokenizer, END)] * 3
+    assert sample.response_ids[sample.action_mask].tolist() == [*half, *ids_of(model.tokenizer, END)] * 3
 
 
 def test_a_history_that_is_rewritten_is_another_sequence_and_each_turn_is_learnt_once(harnesses: Path) -> None:
@@ -286,12 +286,12 @@ def test_a_history_that_is_rewritten_is_another_sequence_and_each_turn_is_learnt
     assert [text.count("assistant") for text in texts] == [2, 2, 2]
     turn = 3  # tokens of each
     assert [sum(drawn) for _, drawn in found] == [2 * turn, 2 * turn, turn], "the first answer is learnt twice"
-    assert sample.num_drawn == len(sample.log_probs) == 5 * turn
+    assert sample.num_generated_tokens == len(sample.log_probs) == 5 * turn
     assert texts[2].startswith(texts[0][: texts[0].index("user\nb")]), "the branch is not after the tokens of the first"
     assert [drawn[0] for _, drawn in found] == [False] * 3
     rollout = collate(0, [sample_as(sample, 0)])
     assert rollout.sequence_lens is not None and rollout.sequence_lens.tolist() == [len(ids) for ids, _ in found]
-    shown, places = rollout.apart([0])
+    shown, places = rollout.split_sequences([0])
     assert shown.num_samples == 3 and places == [0, 1, 2]
     assert shown.response_lens.tolist() == [2 * turn, 2 * turn, turn]
 
@@ -304,7 +304,7 @@ def sample_as(sample: Sample, number: int) -> Sample:
 def test_a_template_that_takes_thoughts_back_begins_new_sequences_by_itself(harnesses: Path) -> None:
     model = Model(STRIPS)
     [sample] = play(harnesses, "client", model)
-    assert len(sample.sequence_lens) == 3 and sample.num_drawn == 9
+    assert len(sample.sequence_lens) == 3 and sample.num_generated_tokens == 9
     roles = [m["role"] for m in sample.messages]
     assert roles.count("assistant") == 3 and roles.count("given answer") == 0 + 1 + 2
 
@@ -330,7 +330,7 @@ def test_wrong_requests_are_refused_by_what_is_wrong(harnesses: Path) -> None:
 def test_an_answer_that_nobody_has_got_is_not_learnt_and_is_the_same_again(harnesses: Path) -> None:
     model = Model()
     [sample] = play(harnesses, "leaves", model)
-    assert sample.num_drawn == 3 and not sample.sequence_lens and len(sample.messages) == 2
+    assert sample.num_generated_tokens == 3 and not sample.sequence_lens and len(sample.messages) == 2
     assert len({request.seed for request in model.asked}) == 1
 
 

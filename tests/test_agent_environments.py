@@ -178,14 +178,14 @@ def test_a_server_that_is_none_is_named(programs: Path, url: str, message: str) 
 
 def test_rewards_are_where_the_turns_end_that_they_are_for(programs: Path) -> None:
     [sample] = play(programs, "Early", count=1, by_turn=True)
-    assert sample.rewards is not None and sample.rewards.tolist() == [0, 0, 1, 0, 0, 0, 0, 0, 0.25]
+    assert sample.token_rewards is not None and sample.token_rewards.tolist() == [0, 0, 1, 0, 0, 0, 0, 0, 0.25]
     assert sample.environment == {"score": 1.25} and sample.messages[0] == {"role": "environment", "content": "begin:"}
     [at_the_end] = play(programs, "Early", count=1)
-    assert at_the_end.rewards is None and at_the_end.environment == {"score": 1.25}
+    assert at_the_end.token_rewards is None and at_the_end.environment == {"score": 1.25}
     sample.score = 2.0  # the environment's and something else
     rollout = collate(0, [sample])
-    assert rollout.rewards is not None
-    early = rollout.dense(rollout.rewards)
+    assert rollout.token_rewards is not None
+    early = rollout.dense(rollout.token_rewards)
     rewards = token_rewards.compute(rollout.scores, rollout.response_mask, early=early)
     assert rewards.tolist() == [[0, 0, 1, 0, 0, 0, 0, 0, 1.0]] and float(rewards.sum()) == 2.0
 
@@ -198,7 +198,7 @@ def test_thoughts_that_a_template_strips_begin_a_sequence_at_each_users_message(
     begin = [{"role": "user", "content": "go"}]
     cfg = AgentConfig(rollout=f"{programs}:talks", thoughts="strip")
     agents = AgentRunner(cfg, model.tokenizer, ids_of(model.tokenizer, END), True, begins=lambda prompt: (begin, {}))
-    first = tuple(model.tokenizer.encode_plain([model.tokenizer.dress(begin)])[0])
+    first = tuple(model.tokenizer.encode_plain([model.tokenizer.render_prompt(begin)])[0])
     try:
         asked = [Request(0, 0, Prompt(0, first, {}, "go"), 3)]
         [sample] = agents.sample(asked, PARAMS, model.generate, lambda samples: None)
@@ -208,7 +208,7 @@ def test_thoughts_that_a_template_strips_begin_a_sequence_at_each_users_message(
     assert len(found) == 4 and [sum(drawn) for _, drawn in found] == [3] * 4
     for number, (ids, _) in enumerate(found):
         whole = [*begin, *sample.messages[: 2 * number]]
-        assert ids[:-3] == model.tokenizer.encode_plain([model.tokenizer.dress(whole)])[0]
+        assert ids[:-3] == model.tokenizer.encode_plain([model.tokenizer.render_prompt(whole)])[0]
     assert len({request.seed for request in model.asked}) == 4
 
 
@@ -220,7 +220,7 @@ def test_sequences_are_kept_and_come_back(programs: Path) -> None:
     assert back.request.prompt.token_ids == sample.request.prompt.token_ids != prompt.token_ids
     assert back.request.prompt.row == {"a": 1} and back.request.sample_id == 4
     assert back.sequence_lens == sample.sequence_lens
-    for name in ("response_ids", "log_probs", "drawn", "rewards"):
+    for name in ("response_ids", "log_probs", "action_mask", "token_rewards"):
         assert np.array_equal(getattr(back, name), getattr(sample, name)), name
 
 
@@ -238,7 +238,7 @@ def test_steps_with_and_without_several_sequences_are_learnt_from_together(progr
     )
     joined = several.join(one)
     assert joined.sequence_lens is not None and len(joined.sequence_lens) == 3
-    assert joined.apart([1])[1] == [2] and joined.part(range(1, 2)).apart([0])[1] == [0]
+    assert joined.split_sequences([1])[1] == [2] and joined.part(range(1, 2)).split_sequences([0])[1] == [0]
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_steps_with_and_without_several_sequences_are_learnt_from_together(progr
     ],
 )
 def test_sequences_that_do_not_fit_are_refused(lens: list[int], drawn: list[int], message: str) -> None:
-    known = {"drawn": torch.tensor(drawn).bool(), "rollout_log_probs": torch.zeros(sum(drawn))}
+    known = {"action_mask": torch.tensor(drawn).bool(), "rollout_log_probs": torch.zeros(sum(drawn))}
     with pytest.raises(ValueError, match=message):
         Rollout.of(
             *(0, [[1, 2]], [[3, 4, 5, 6, 7]]),
@@ -292,7 +292,7 @@ class Parts:
         samples = [
             Sample(r, none, none, "abort", "0", left_out="it fails (begun 2 times)\nTraceback\n\n")
             if r.sample_id in self.failing
-            else Sample(r, np.array([5, 6]), np.array([-1.0, -1.0]), "stop", "0", drawn=np.array([True, True]))
+            else Sample(r, np.array([5, 6]), np.array([-1.0, -1.0]), "stop", "0", action_mask=np.array([True, True]))
             for r in asked
         ]
         on_samples(samples)

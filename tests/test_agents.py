@@ -21,7 +21,7 @@ from mrl.agents.suffix import Suffix
 from mrl.config.schema import AgentConfig, DataConfig, SourceConfig
 from mrl.core import Prompt, Request, Sample, SamplingParams
 from mrl.data import Tokenizer, collate
-from mrl.data.columns import told
+from mrl.data.columns import read_template_variables
 from mrl.rollout import Engine
 from tests.conftest import TinyModels
 from tests.test_resume import results, samples, train
@@ -224,7 +224,12 @@ def play(programs: Path, name: str, count: int = 3, engine: FakeEngine | None = 
     cfg = AgentConfig(rollout=f"{programs}:{name}", **settings)
     data = DataConfig(train=(SourceConfig(path="rows.jsonl"),))
     agents = AgentRunner(
-        cfg, tokenizer(), (EOS,), is_chat=False, by_turn=by_turn, begins=lambda prompt: ([], told(prompt.row, data))
+        cfg,
+        tokenizer(),
+        (EOS,),
+        is_chat=False,
+        by_turn=by_turn,
+        begins=lambda prompt: ([], read_template_variables(prompt.row, data)),
     )
     heard: list[Sample] = []
     try:
@@ -245,10 +250,10 @@ def test_a_trajectory_is_what_was_drawn_and_what_was_said_in_turn(programs: Path
         said = [str(request.seed % 10) * 2 for request in mine]
         text = f"{said[0]}</s>[{said[0]}]{said[1]}</s>[{said[1]}]{said[2]}</s>"
         assert tokenizer().decode(sample.response_ids.tolist(), special=True) == text
-        assert sample.drawn is not None
-        drawn = tokenizer().decode(sample.response_ids[sample.drawn].tolist(), special=True)
+        assert sample.action_mask is not None
+        drawn = tokenizer().decode(sample.response_ids[sample.action_mask].tolist(), special=True)
         assert drawn == "".join(f"{word}</s>" for word in said)
-        assert sample.log_probs.tolist() == [-1, -2, -3] * 3 and sample.num_drawn == 9
+        assert sample.log_probs.tolist() == [-1, -2, -3] * 3 and sample.num_generated_tokens == 9
         assert sample.environment == {"score": 1.5} and sample.response_text == said[2]
         assert [message["role"] for message in sample.messages] == ["assistant", "environment"] * 2 + ["assistant"]
         for request, before in zip(mine, (0, 7, 14)):
@@ -256,7 +261,7 @@ def test_a_trajectory_is_what_was_drawn_and_what_was_said_in_turn(programs: Path
             assert list(request.prompt.token_ids) == shown, "a turn did not see the tokens that were drawn before it"
     rollout = collate(0, found)
     assert rollout.response_lens.tolist() == [9, 9, 9] and rollout.seq_lens.tolist() == [2 + 17] * 3
-    assert rollout.drawn is not None and int(rollout.drawn.sum()) == 27
+    assert rollout.action_mask is not None and int(rollout.action_mask.sum()) == 27
 
 
 def test_programs_may_be_functions_and_their_random_numbers_are_the_samples(programs: Path) -> None:
@@ -432,10 +437,10 @@ def test_what_is_said_between_turns_is_what_a_rendering_of_the_whole_has(templat
     begin = [{"role": "user", "content": "what is 1 + 2?"}]
     turn = {"role": "assistant", "content": "let me see <|im_end|>"[:10]}
     said = [{"role": role, "content": "it is 3\n"}, {"role": role, "content": "or 4"}]
-    before = talker.encode_plain([talker.dress(begin)])[0]
+    before = talker.encode_plain([talker.render_prompt(begin)])[0]
     drawn = talker.encode_plain([turn["content"]])[0] + list(stop)
     mine = before + drawn + (suffix(said, drawn[-1]) or [])
-    assert mine == talker.encode_plain([talker.dress([*begin, turn, *said])])[0]
+    assert mine == talker.encode_plain([talker.render_prompt([*begin, turn, *said])])[0]
     assert suffix(said, talker.encode_plain(["x"])[0][0]) is None, "a turn that was cut off has no sequel"
 
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mrl.checkpoint.agreement import CheckpointAgreement
-from mrl.parallel import Agreement, gather, rank
-from mrl.parallel.agreement import by_reason
+from mrl.parallel import CollectiveErrorCheck, gather, rank
+from mrl.parallel.error_check import by_reason
 from mrl.weights.agreement import SyncAgreement, raise_together
 from mrl.weights.convert.worker_pool import WorkerPool
 from mrl.weights.errors import SyncMismatch
@@ -30,14 +30,14 @@ class Refused(RuntimeError):
     """What the ranks of these tests raise."""
 
 
-class Room(Agreement[str]):
+class Room(CollectiveErrorCheck[str]):
     def report(self, error: BaseException) -> str:
         return f"{type(error).__name__}: {error}"
 
-    def verdict(self, what: str, reports: Mapping[int, str]) -> Refused:
+    def combined_error(self, what: str, reports: Mapping[int, str]) -> Refused:
         return Refused(f"{what} failed: {by_reason(reports)}")
 
-    def lost(self, what: str, error: RuntimeError, cause: BaseException | None) -> None:
+    def peer_lost(self, what: str, error: RuntimeError, cause: BaseException | None) -> None:
         raise Refused(f"nobody answers while {what} (here: {cause})") from error
 
 

@@ -13,8 +13,8 @@ from mpmath import diff, exp, log, mp, mpf
 from torch import Tensor
 
 from mrl.algo import preference, preference_unpaired
-from mrl.algo.preference import PAIR_LOSSES, Pairs, Sums
-from mrl.algo.preference_unpaired import LABEL_LOSSES, Labelled
+from mrl.algo.preference import PAIR_LOSSES, LogProbSums, PreferencePairs
+from mrl.algo.preference_unpaired import LABEL_LOSSES, LabelledResponses
 from mrl.algo.registry import arguments
 from mrl.options.preference import PREFERENCE_LOSSES, FDivergence
 
@@ -124,9 +124,9 @@ def data(spread: float, count: int = 7) -> tuple[Tensor, Tensor, Tensor]:
     return (reference + moved).clamp(max=-1e-2), reference, tokens
 
 
-def as_pairs(policy: Tensor, reference: Tensor, tokens: Tensor) -> Pairs:
-    sides = (Sums(policy[i], reference[i], tokens[i].to(policy)) for i in (0, 1))
-    return Pairs(*sides, text=policy[0], text_tokens=tokens[0].sum().to(policy))
+def as_pairs(policy: Tensor, reference: Tensor, tokens: Tensor) -> PreferencePairs:
+    sides = (LogProbSums(policy[i], reference[i], tokens[i].to(policy)) for i in (0, 1))
+    return PreferencePairs(*sides, text=policy[0], text_tokens=tokens[0].sum().to(policy))
 
 
 def computed(name: str, options: dict[str, Any], policy: Tensor, reference: Tensor, tokens: Tensor) -> Any:
@@ -216,7 +216,9 @@ def test_labelled_responses(name: str) -> None:
     labels, loss = torch.arange(14) % 3 > 0, LABEL_LOSSES.get(name)
     for spread in (1.0, 66.0):
         at = (reference + spread * (policy - reference)).requires_grad_()
-        rows = Labelled(Sums(at, reference, tokens.to(at)), labels, torch.tensor(0.8, dtype=torch.float64), shift=0.3)
+        rows = LabelledResponses(
+            LogProbSums(at, reference, tokens.to(at)), labels, torch.tensor(0.8, dtype=torch.float64), shift=0.3
+        )
         values = loss(rows, **arguments(loss, options))
         [slopes] = torch.autograd.grad(values.sum(), at)
         for d, good, value, slope in zip((at - reference).tolist(), labels.tolist(), values, slopes, strict=True):
@@ -250,11 +252,11 @@ def test_the_first_step_and_exchanged_halves() -> None:
 def test_the_baselines_of_unpaired_losses() -> None:
     assert float(preference_unpaired.kl_estimate(torch.tensor([-3.0, 1.0]))) == 0
     assert float(preference_unpaired.kl_estimate(torch.tensor([3.0, 1.0]))) == 2
-    rows = Sums(torch.tensor([1.0, 3.0, 8.0]), torch.zeros(3), torch.ones(3))
+    rows = LogProbSums(torch.tensor([1.0, 3.0, 8.0]), torch.zeros(3), torch.ones(3))
     assert preference_unpaired.mean_reward(rows, torch.tensor([True, True, False]), 0.5) == (1.0 + 4.0) / 2
     assert preference_unpaired.mean_reward(rows, torch.tensor([True] * 3), 0.5) is None
 
 
 def test_lengths_of_another_shape_are_refused() -> None:
     with pytest.raises(ValueError, match="shapes differ"):
-        Sums(torch.zeros(3), torch.zeros(3), torch.ones(1))
+        LogProbSums(torch.zeros(3), torch.zeros(3), torch.ones(1))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mrl.algo.registry import arguments
-from mrl.algo.reward_losses import REWARD_LOSSES, Labels, ScoreLists, ScorePairs
+from mrl.algo.reward_losses import REWARD_LOSSES, LabelledScores, ScoreLists, ScorePairs
 from mrl.options import reward_losses as options
 
 LISTS = ((1, 2), (2, 1, 3), (1, 1, 2), (3, 1, 2, 2), (1, 1))  # ranks, some of them tied
@@ -122,7 +122,7 @@ def test_a_list_of_two_is_a_pair() -> None:
 
 def test_scores_and_steps() -> None:
     scores, targets = draw(4), torch.tensor([1.0, 0.0, 0.0, 1.0]).double()
-    squared, entropy = (computed(name, Labels(scores, targets)) for name in ("regression", "process"))
+    squared, entropy = (computed(name, LabelledScores(scores, targets)) for name in ("regression", "process"))
     for head, i in itertools.product(range(3), range(4)):
         score, target = float(scores[head, i]), float(targets[i])
         assert float(squared[head, i]) == pytest.approx((score - target) ** 2)
@@ -137,7 +137,7 @@ def test_finite_wherever_the_scores_are(dtype: torch.dtype) -> None:
     lists = torch.cat([far, far, far])[None, : sum(map(len, LISTS))]
     for of in (
         lambda s: computed("bradley_terry", ScorePairs(s[:1], s[1:], torch.zeros(25, dtype=dtype))),
-        lambda s: computed("process", Labels(s[:1], (torch.arange(25) % 2).to(dtype))),
+        lambda s: computed("process", LabelledScores(s[:1], (torch.arange(25) % 2).to(dtype))),
         lambda s: computed("plackett_luce", table(lists + 0 * s.sum())),
         lambda s: computed("pairwise", table(lists + 0 * s.sum())),
     ):

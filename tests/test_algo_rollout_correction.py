@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mrl.algo import advantages, aggregate, own, policy_loss, rollout_correction
+from mrl.algo import advantages, aggregate, custom, policy_loss, rollout_correction
 from mrl.algo.rollout_correction import CRITERIA, Criterion
 from mrl.config.schema import RolloutCorrectionConfig
 
@@ -205,7 +205,7 @@ def test_a_bench_takes_the_correction_back() -> None:
     batch = {"token_rewards": rewards, "response_mask": mask, "group": torch.arange(6) // 3}
     plain, _ = advantages.compute("grpo", **batch, norm_adv_by_std_in_grpo=True)
     file = Path(__file__).parent.parent / "tools" / "bench" / "uncorrected.py"
-    takes_back = own.load_estimator(f"{file}:uncorrected", {}, has_values=False)
+    takes_back = custom.load_custom_estimator(f"{file}:uncorrected", {}, has_values=False)
     undone, _ = advantages.compute(takes_back, **batch, importance_weights=weights)
 
     def gradient(adv: Tensor, factors: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard
 
-from mrl.cards import Facts, Origin, card_of, merged_card, write_card
+from mrl.cards import CardFacts, WeightsOrigin, merged_card, write_card, write_run_card
 from mrl.cards.base_model import base_model
 from mrl.cards.portable import portable
 from mrl.observe import Recorder
@@ -61,8 +61,8 @@ def state(base: Path, **more: Any) -> dict[str, Any]:
 
 def a_card(base: Path, run_dir: Path, export: Path, step: int = 3) -> str:
     shutil.copytree(base, export, ignore=shutil.ignore_patterns("README.md"))
-    origin = Origin(run_dir, state(base), step)
-    facts = Facts.of(origin, export, file_digests(weight_files(export)), file_digests(weight_files(base)))
+    origin = WeightsOrigin(run_dir, state(base), step)
+    facts = CardFacts.of(origin, export, file_digests(weight_files(export)), file_digests(weight_files(base)))
     assert write_card(facts, export) == ""
     return (export / "README.md").read_text()
 
@@ -103,8 +103,8 @@ def test_a_card_says_what_was_left_out_of_the_data(base: Path, run_dir: Path, tm
 
 def test_a_card_lists_files_of_one_name(base: Path, run_dir: Path, tmp_path: Path) -> None:
     sources = {f"/data/{name}/train.jsonl": {"bytes": 1000, "digest": name} for name in ("gsm8k", "math")}
-    origin = Origin(run_dir, state(base) | {"data_contents": {"data.train": sources}}, 3)
-    write_card(Facts.of(origin, base, {}, {}), tmp_path)
+    origin = WeightsOrigin(run_dir, state(base) | {"data_contents": {"data.train": sources}}, 3)
+    write_card(CardFacts.of(origin, base, {}, {}), tmp_path)
     text = (tmp_path / "README.md").read_text()
     assert "| `train.jsonl` | 1 KB | blake2b gsm8k |\n| `train.jsonl` | 1 KB | blake2b math |" in text
     assert "PPO on `train.jsonl`, judged" in text and "datasets" not in text
@@ -139,7 +139,7 @@ def test_the_digests_are_what_sha256sum_prints(base: Path, run_dir: Path, tmp_pa
 def test_what_a_reader_has_edited_is_kept(base: Path, run_dir: Path, tmp_path: Path) -> None:
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
     a_card(base, run_dir, first)
-    facts = Facts.of(Origin(run_dir, state(base), 4), first, {}, {})
+    facts = CardFacts.of(WeightsOrigin(run_dir, state(base), 4), first, {}, {})
     second.mkdir()
     assert write_card(facts, second, first) == "" and "after 4 steps" in (second / "README.md").read_text()
     mine = (second / "README.md").read_text().replace("# my run", "# Our model")
@@ -151,12 +151,12 @@ def test_what_a_reader_has_edited_is_kept(base: Path, run_dir: Path, tmp_path: P
 
 def test_an_export_without_a_card_says_why(base: Path, run_dir: Path, tmp_path: Path) -> None:
     (run_dir / "metrics.jsonl").write_text('{"no": "step"}\n')
-    note = card_of(Origin(run_dir, state(base), 3), tmp_path, tmp_path / "hf", {}, {})
+    note = write_run_card(WeightsOrigin(run_dir, state(base), 3), tmp_path, tmp_path / "hf", {}, {})
     assert "hf has no README.md" in note and "metrics.jsonl" in note
 
 
 def test_no_half_of_a_card_is_left(base: Path, run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    export, origin = tmp_path / "hf", Origin(run_dir, state(base), 3)
+    export, origin = tmp_path / "hf", WeightsOrigin(run_dir, state(base), 3)
     export.mkdir()
 
     def full(self: Path, text: str, **how: str) -> None:
@@ -164,14 +164,14 @@ def test_no_half_of_a_card_is_left(base: Path, run_dir: Path, tmp_path: Path, mo
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", full)
-    assert "No space left" in card_of(origin, export, tmp_path / "earlier", {}, {})
+    assert "No space left" in write_run_card(origin, export, tmp_path / "earlier", {}, {})
     assert list(export.iterdir()) == []
 
 
 def test_a_model_of_random_weights_has_no_base(base: Path, run_dir: Path, tmp_path: Path) -> None:
-    origin = Origin(run_dir, state(base, model={"path": str(base), "from_scratch": True}), 3)
+    origin = WeightsOrigin(run_dir, state(base, model={"path": str(base), "from_scratch": True}), 3)
     assert origin.base_files() == []
-    facts = Facts.of(origin, base, {}, {})
+    facts = CardFacts.of(origin, base, {}, {})
     (tmp_path / "hf").mkdir()
     write_card(facts, tmp_path / "hf")
     text = (tmp_path / "hf" / "README.md").read_text()
@@ -180,8 +180,8 @@ def test_a_model_of_random_weights_has_no_base(base: Path, run_dir: Path, tmp_pa
 
 def test_a_critic_with_weights_of_its_own_has_a_base_beside_a_random_actor(base: Path, run_dir: Path) -> None:
     models = {"model": {"path": "/somewhere/else", "from_scratch": True}, "critic": {"path": str(base)}}
-    assert Origin(run_dir, state(base, **models), 3, "critic").base == base
-    assert Origin(run_dir, state(base, **models), 3).base is None
+    assert WeightsOrigin(run_dir, state(base, **models), 3, "critic").base == base
+    assert WeightsOrigin(run_dir, state(base, **models), 3).base is None
 
 
 def test_where_a_base_comes_from(base: Path, tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_adapters_are_loaded_beside_their_base(base: Path, run_dir: Path, tmp_pa
     export = tmp_path / "adapter"
     export.mkdir()
     (export / "adapter_config.json").write_text('{"peft_type": "LORA", "task_type": "CAUSAL_LM"}')
-    write_card(Facts.of(Origin(run_dir, state(base), 3), export, {}, {}), export)
+    write_card(CardFacts.of(WeightsOrigin(run_dir, state(base), 3), export, {}, {}), export)
     card = ModelCard.load(export / "README.md")
     assert (card.data.library_name, card.data.base_model) == ("peft", "Org/Tiny") and "lora" in card.data.tags
     assert card.data.base_model_relation == "adapter"

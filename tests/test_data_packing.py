@@ -33,7 +33,7 @@ def make_rollout(lens: list[tuple[int, int]], seed: int = 0, holes: bool = False
         group=torch.arange(len(lens)),
         scores=torch.zeros(len(lens)),
         rollout_log_probs=torch.zeros(response_tokens),
-        drawn=drawn,
+        action_mask=drawn,
     )
 
 
@@ -41,7 +41,7 @@ def slow_pack(rollout: Rollout, ids: list[int], cp: int, cp_rank: int, align_tot
     """The same in plain loops, one token at a time."""
     align = 2 * cp if cp > 1 else 1
     everything = [o >= p for n, p in zip(rollout.seq_lens, rollout.prompt_lens, strict=True) for o in range(n)]
-    drawn = everything if rollout.drawn is None else rollout.drawn.tolist()
+    drawn = everything if rollout.action_mask is None else rollout.action_mask.tolist()
     sequences = []  # of (token, position, label, dest); label -1 where the next token is no response token
     for i in ids:
         start = int(rollout.seq_lens[:i].sum())
@@ -72,7 +72,7 @@ def slow_pack(rollout: Rollout, ids: list[int], cp: int, cp_rank: int, align_tot
         "position_ids": [e[1] for e in local],
         "rows": rows,
         "labels": [local[j][2] for j in rows],
-        "dest": [local[j][3] for j in rows],
+        "response_indices": [local[j][3] for j in rows],
         "cu_seqlens": [0, *np.cumsum([len(s) for s in sequences]).tolist()],
     }
 
@@ -90,10 +90,16 @@ def test_pack_equals_a_slow_reference(cp: int, tp: int, ids: list[int], holes: b
         expected = slow_pack(rollout, ids, cp, cp_rank, cp * tp)
         assert batch.tokens.tolist() == [expected["tokens"]]
         assert batch.position_ids.tolist() == [expected["position_ids"]]
-        for name in ("rows", "labels", "dest", "cu_seqlens"):
+        for name in ("output_positions", "labels", "response_indices", "cu_seqlens"):
             assert getattr(batch, name).tolist() == expected[name], name
         assert batch.max_seqlen == max(np.diff(expected["cu_seqlens"]))
-        assert batch.tokens.dtype == batch.rows.dtype == batch.labels.dtype == batch.dest.dtype == torch.int64
+        assert (
+            batch.tokens.dtype
+            == batch.output_positions.dtype
+            == batch.labels.dtype
+            == batch.response_indices.dtype
+            == torch.int64
+        )
         assert batch.cu_seqlens.dtype == torch.int32
 
 
@@ -102,7 +108,7 @@ def test_every_response_token_is_predicted_once_over_all_ranks(cp: int, tp: int)
     rollout = make_rollout(LENS)
     plan = plan_micro_batches(rollout.seq_lens, 2, 40, sequence_align(cp))
     batches = [pack(rollout, ids, cp, r, cp * tp) for rank in plan for ids in rank for r in range(cp)]
-    dest = torch.cat([b.dest for b in batches])
+    dest = torch.cat([b.response_indices for b in batches])
     assert dest.sort().values.tolist() == list(range(rollout.num_response_tokens))
     labels = torch.empty(rollout.num_response_tokens, dtype=torch.int64)
     labels[dest] = torch.cat([b.labels for b in batches])
@@ -139,7 +145,7 @@ def test_an_empty_micro_batch_is_one_dummy_sequence() -> None:
     batch = pack(make_rollout(LENS), [], 2, 1, 8)
     assert batch.tokens.tolist() == [[0, 0, 0, 0]]
     assert batch.cu_seqlens.tolist() == [0, 8]
-    assert batch.rows.numel() == batch.labels.numel() == batch.dest.numel() == 0
+    assert batch.output_positions.numel() == batch.labels.numel() == batch.response_indices.numel() == 0
 
 
 def test_pack_refuses_what_it_cannot_predict() -> None:
@@ -213,7 +219,7 @@ def test_ranks_share_the_cost_of_attention_too() -> None:
     which costs know nothing of."""
     rng = np.random.default_rng(1)
     lens = torch.from_numpy(rng.lognormal(7, 1, 2048).clip(10, 8192).astype(np.int64))
-    costs = costs_of(ForwardFlops(a_token=10**6, a_pair=10**3, an_output=0), lens, lens)
+    costs = costs_of(ForwardFlops(per_token=10**6, per_pair=10**3, per_output=0), lens, lens)
     assert int(costs[lens == 8192][0]) == 64 * 8192 + -(-8192 * 8193 // 2 * 64 // 1000)
     for max_tokens in (2**20, 16384):
         plan = plan_micro_batches(lens, 8, max_tokens, costs=costs)

@@ -207,7 +207,7 @@ def test_weights_are_shares_of_the_prompts(tmp_path: Path, tokenizer: Tokenizer)
 )
 def test_a_mixture_is_even_everywhere(sizes: list[int], weights: list[float] | None, start: int, count: int) -> None:
     mixture = Mixture(sizes, weights and weights[: len(sizes)])
-    source, epoch, place = mixture.draws(np.arange(start, start + count))
+    source, epoch, place = mixture.rows_at(np.arange(start, start + count))
     wanted = np.asarray(sizes if weights is None else weights[: len(sizes)], dtype=float)
     shares = wanted / wanted.sum()
     assert mixture.shares == pytest.approx(shares, abs=2e-4)

@@ -13,7 +13,7 @@ pytest.importorskip("diffusers", reason="pip install 'mrl[diffusion]'")
 from mrl.config.sections.diffusion import DiffusionLossConfig, DiffusionModelConfig, SamplerConfig  # noqa: E402
 from mrl.config.sections.models import OptimizerConfig  # noqa: E402
 from mrl.diffusion.advantages import of_batch  # noqa: E402
-from mrl.diffusion.conditions import PromptRow  # noqa: E402
+from mrl.diffusion.conditioning import PromptRow  # noqa: E402
 from mrl.diffusion.learner import DiffusionLearner  # noqa: E402
 from mrl.diffusion.pipeline import Pipeline  # noqa: E402
 from mrl.diffusion.sample import draw  # noqa: E402
@@ -34,12 +34,14 @@ def brightness_by_epoch(path: Path, kind: str, fraction: float = 1.0, *, shuffle
     policy = Policy.of(pipeline, sampler, DiffusionLossConfig(), micro_batch=256)
     steps = policy.steps
     learner = DiffusionLearner(pipeline.net, OptimizerConfig(lr=LEARNING_RATES[kind], beta2=0.999, warmup_steps=3))
-    told = pipeline.conditions.encode([PromptRow("", i % 3, {}) for i in range(IMAGES)])
+    conditioning = pipeline.conditioning.encode([PromptRow("", i % 3, {}) for i in range(IMAGES)])
     found: list[float] = []
     for epoch in range(EPOCHS):
         rewards: list[torch.Tensor] = []
         keep = rewards.append
-        data = draw(pipeline, steps, sampler, range(IMAGES), told, (1, epoch), lambda _, x, keep=keep: keep(x.clone()))
+        data = draw(
+            pipeline, steps, sampler, range(IMAGES), conditioning, (1, epoch), lambda _, x, keep=keep: keep(x.clone())
+        )
         scores = torch.cat(rewards).mean((1, 2, 3)).numpy()
         found.append(float(scores.mean()))
         learnt = np.random.default_rng(epoch).permutation(scores) if shuffled else scores

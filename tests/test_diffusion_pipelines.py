@@ -21,7 +21,7 @@ from mrl.config.sections.diffusion import (  # noqa: E402
 )
 from mrl.config.sections.models import OptimizerConfig  # noqa: E402
 from mrl.diffusion import nets  # noqa: E402
-from mrl.diffusion.conditions import PromptRow  # noqa: E402
+from mrl.diffusion.conditioning import PromptRow  # noqa: E402
 from mrl.diffusion.learner import DiffusionLearner  # noqa: E402
 from mrl.diffusion.pipeline import Pipeline  # noqa: E402
 from mrl.diffusion.sample import Trajectories, draw  # noqa: E402
@@ -46,8 +46,10 @@ def policy_of(kind: str, path: Path, level: float, **settings: Any) -> Policy:
 
 def drawn(policy: Policy) -> tuple[Trajectories, Tensor]:
     images: list[Tensor] = []
-    told = policy.pipeline.conditions.encode(PROMPTS)
-    found = draw(policy.pipeline, policy.steps, policy.sampler, range(2), told, (1, 0), lambda _, x: images.append(x))
+    conditioning = policy.pipeline.conditioning.encode(PROMPTS)
+    found = draw(
+        policy.pipeline, policy.steps, policy.sampler, range(2), conditioning, (1, 0), lambda _, x: images.append(x)
+    )
     return found, torch.cat(images)
 
 

@@ -23,7 +23,7 @@ from PIL import Image  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from mrl.config.sections.diffusion import ImageRewardConfig  # noqa: E402
-from mrl.diffusion.conditions import PromptRow  # noqa: E402
+from mrl.diffusion.conditioning import PromptRow  # noqa: E402
 from mrl.diffusion.rewards import ImageRewards  # noqa: E402
 from mrl.reward.errors import RewardError  # noqa: E402
 from tests.diffusion_pipelines import tiny_scorer  # noqa: E402

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 from mrl.config.loader import ConfigError, load  # noqa: E402
 from mrl.config.sections.diffusion import DiffusionModelConfig, SamplerConfig  # noqa: E402
-from mrl.diffusion.conditions import PromptRow  # noqa: E402
+from mrl.diffusion.conditioning import PromptRow  # noqa: E402
 from mrl.diffusion.pipeline import Pipeline  # noqa: E402
 from mrl.diffusion.sample import draw  # noqa: E402
 from mrl.diffusion.sft import noised  # noqa: E402
@@ -118,7 +118,7 @@ def assert_diffusers_draws_the_same(export: Path) -> None:
     """By its own scheduler's step, from the noise of our samples."""
     pipeline = Pipeline.load(DiffusionModelConfig(path=str(export)))
     steps = STEPS["ddim"](pipeline.scheduler, 4, 1.0)
-    told = pipeline.conditions.encode([PromptRow("mid", 1, {})])
+    told = pipeline.conditioning.encode([PromptRow("mid", 1, {})])
     sampler = SamplerConfig(steps=4, guidance=1.0)
     ours = draw(pipeline, steps, sampler, range(1), told, (1, 0), lambda ids, images: None).latents[0]
     net = diffusers.DiTTransformer2DModel.from_pretrained(export / "transformer", low_cpu_mem_usage=False).eval()

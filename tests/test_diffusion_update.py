@@ -21,8 +21,8 @@ from mrl.config.sections.diffusion import (  # noqa: E402
 )
 from mrl.config.sections.models import OptimizerConfig  # noqa: E402
 from mrl.core import StepStats  # noqa: E402
-from mrl.diffusion.conditions import PromptRow  # noqa: E402
-from mrl.diffusion.ddpo import Sampled, _learn, prompt_names  # noqa: E402
+from mrl.diffusion.conditioning import PromptRow  # noqa: E402
+from mrl.diffusion.ddpo import StepSamples, _learn, prompt_names  # noqa: E402
 from mrl.diffusion.images import NO_STEP  # noqa: E402
 from mrl.diffusion.learner import DiffusionLearner  # noqa: E402
 from mrl.diffusion.pipeline import Pipeline  # noqa: E402
@@ -40,8 +40,10 @@ def policy_of(path: Path, kind: str, guidance: float = 3.0, dtype: str = "float3
 
 
 def sampled(policy: Policy, count: int = 4, step: int = 0) -> Trajectories:
-    told = policy.pipeline.conditions.encode([PromptRow("", i % 3, {}) for i in range(count)])
-    return draw(policy.pipeline, policy.steps, policy.sampler, range(count), told, (1, step), lambda ids, images: None)
+    conditioning = policy.pipeline.conditioning.encode([PromptRow("", i % 3, {}) for i in range(count)])
+    return draw(
+        policy.pipeline, policy.steps, policy.sampler, range(count), conditioning, (1, step), lambda ids, images: None
+    )
 
 
 def rows_of(policy: Policy, count: int = 4) -> torch.Tensor:
@@ -196,7 +198,7 @@ def test_metrics_are_of_the_updates_that_were_made(tmp_path: Path) -> None:
     cfg = SimpleNamespace(run=SimpleNamespace(seed=1), **sizes)
     updates = Updates(tmp_path, 2, SilentRecorder(), writes=False)
     work: Any = SimpleNamespace(cfg=cfg, policy=policy, run=SimpleNamespace(learner=learner, updates=updates))
-    _learn(work, 0, Sampled(sampled(policy), [], []), torch.tensor([float("nan"), 1.0, -1.0, 1.0]), stats)
+    _learn(work, 0, StepSamples(sampled(policy), [], []), torch.tensor([float("nan"), 1.0, -1.0, 1.0]), stats)
     assert learner.updates == 1 and stats.metrics["actor/skipped"] == 1
     assert all(math.isfinite(stats.metrics[f"actor/{name}"]) for name in ("loss", "grad_norm", "approx_kl", "clipfrac"))
 
@@ -204,19 +206,19 @@ def test_metrics_are_of_the_updates_that_were_made(tmp_path: Path) -> None:
 def test_all_is_drawn_before_a_sample_that_went_wrong_is_named(tmp_path: Path) -> None:
     """Ranks that share a net call it equally often, whatever one of them meets."""
     policy, seen = policy_of(tiny_directory(tmp_path), "ddim"), []
-    told = policy.pipeline.conditions.encode([PromptRow("", 0, {})] * 8)
+    conditioning = policy.pipeline.conditioning.encode([PromptRow("", 0, {})] * 8)
 
     def refuse(ids: range, images: torch.Tensor) -> None:
         seen.append(ids)
         raise ValueError(f"no image {ids[0]}")
 
     with pytest.raises(ValueError, match="no image 0"):
-        draw(policy.pipeline, policy.steps, policy.sampler, range(8), told, (1, 0), refuse)
+        draw(policy.pipeline, policy.steps, policy.sampler, range(8), conditioning, (1, 0), refuse)
     assert seen == [range(3), range(3, 6), range(6, 8)]
     with torch.no_grad():
         policy.pipeline.net.proj_out_2.bias.fill_(float("nan"))
     with pytest.raises(DiffusionError, match="^sample 0: a latent is not finite"):
-        draw(policy.pipeline, policy.steps, policy.sampler, range(8), told, (1, NO_STEP), refuse)
+        draw(policy.pipeline, policy.steps, policy.sampler, range(8), conditioning, (1, NO_STEP), refuse)
 
 
 def test_prompts_that_begin_alike_have_names_of_their_own() -> None:

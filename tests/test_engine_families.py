@@ -16,7 +16,7 @@ import torch
 from mrl.config.schema import RolloutConfig
 from mrl.core import Prompt, Request, Sample, SamplingParams
 from mrl.families import load_arch
-from mrl.families.engine_names import taken_at_once
+from mrl.families.engine_names import joined_tensors
 from mrl.rollout import Engine, sample_seed, start_engine
 from mrl.rollout.routed import ASK
 from mrl.weights.errors import SyncError, SyncMismatch
@@ -77,14 +77,14 @@ def served(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) ->
 def sample(engine: Engine, temperature: float) -> list[dict[str, Any]]:
     prompts = [tuple(10 + (7 * n + k) % 290 for k in range(1 + 3 * n)) for n in range(12)]
     requests = [Request(n, n, Prompt(n, ids, {}), sample_seed(1, 0, n)) for n, ids in enumerate(prompts)]
-    params = SamplingParams(temperature=temperature, max_new_tokens=40, experts=engine.routed is not None)
+    params = SamplingParams(temperature=temperature, max_new_tokens=40, return_routed_experts=engine.routed is not None)
     samples: list[Sample] = engine.generate(requests, params)
     return [
         {
             "prompt": s.request.prompt.token_ids,
             "response": s.response_ids.tolist(),
             "log_probs": s.log_probs.tolist(),
-            "experts": None if s.experts is None else s.experts.tolist(),
+            "experts": None if s.routed_experts is None else s.routed_experts.tolist(),
         }
         for s in samples
     ]
@@ -97,7 +97,7 @@ def job(family: str, temperature: float, engine: Engine, model: Path) -> dict[st
 
 def push_apart(sync: WeightSync, exporter: FileExporter, *, at_once: bool = True) -> None:
     """In buckets of one tensor, but those that an engine takes at once only."""
-    sync._buckets = plan_buckets(exporter.metas(), 1, taken_at_once(exporter.arch) if at_once else {})
+    sync._buckets = plan_buckets(exporter.metas(), 1, joined_tensors(exporter.arch) if at_once else {})
     sync.update_weights("7")
 
 

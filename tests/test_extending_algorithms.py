@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from mrl.algo import advantages, own, policy_loss
+from mrl.algo import advantages, custom, policy_loss
 from mrl.algo.policy_loss import TokenLoss, with_metrics
 from mrl.config import resume
 from mrl.config.schema import RLConfig
@@ -150,7 +150,7 @@ def test_a_signal_in_the_midst_of_a_user_s_loss_ends_the_run_as_a_signal_does(te
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         preemption.close_on_signal()
         with pytest.raises(SystemExit) as stopped:
-            own.load_loss(f"{path}:f", {})
+            custom.load_custom_loss(f"{path}:f", {})
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -182,7 +182,7 @@ def test_an_estimator_that_cannot_be_used_is_one_error_before_a_run(text: str, t
 def test_an_estimator_gets_the_values_of_a_critic(tmp_path: Path) -> None:
     path = tmp_path / "critic.py"
     path.write_text("def f(t): return t.values, t.values\n")
-    estimator = own.load_estimator(f"{path}:f", {}, has_values=True)
+    estimator = custom.load_custom_estimator(f"{path}:f", {}, has_values=True)
     ones = torch.ones(2, 3)
     adv, _ = advantages.compute(
         estimator, token_rewards=ones, response_mask=ones.tril(1), group=torch.zeros(2, dtype=torch.long), values=ones
@@ -196,7 +196,7 @@ def test_what_fails_later_is_the_same_error(tmp_path: Path) -> None:
         "from mrl.algo.policy_loss import TokenLoss\n"
         "def f(t): return TokenLoss(t.log_probs / (t.log_probs.numel() != 2))\n"
     )
-    loss = own.load_loss(f"{path}:f", {})
+    loss = custom.load_custom_loss(f"{path}:f", {})
     two = torch.ones(2)
     with pytest.raises(FunctionError, match=r"late.py:f': value is NaN or infinite at 2 of 2 places"):
         policy_loss.compute(loss, log_probs=two, old_log_probs=two, advantages=two, weights=two)
@@ -219,7 +219,7 @@ def test_a_metric_named_like_a_part_does_not_hide_it(tmp_path: Path) -> None:
         "def f(t): return TokenLoss(t.log_probs / 0, metrics={'value': t.advantages})\n"
     )
     with pytest.raises(FunctionError, match="value is NaN or infinite at"):
-        own.load_loss(f"{path}:f", {})
+        custom.load_custom_loss(f"{path}:f", {})
 
 
 # --- in mrl itself

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from test_weights_worlds import check_parity, write_reference
 
-from mrl.families import FAMILIES, Layer, UnsupportedModel, load_arch
+from mrl.families import FAMILIES, LayerArch, UnsupportedModel, load_arch
 from mrl.families.table import weight_table
 from tests.tiny import make_tiny
 from tests.toy_families import TOYS, Toy
@@ -115,7 +115,7 @@ def test_what_is_saved_is_the_same_directory(models: dict[str, Path], world: dic
 
 def test_layers_may_differ(models: dict[str, Path], toys: None) -> None:
     arch = load_arch(models["every second"])
-    assert arch.layers == (Layer(96), Layer(64, experts=True)) * 2
+    assert arch.layers == (LayerArch(96), LayerArch(64, experts=True)) * 2
     assert (arch.dense_width, arch.expert_width, arch.layers_differ) == (96, 64, True)
     routers = [name for name in weight_table(arch) if "router" in name]
     assert routers == [f"decoder.layers.{i}.mlp.router.weight" for i in (1, 3)]

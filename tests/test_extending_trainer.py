@@ -59,9 +59,9 @@ def check(cfg: ForgetConfig, archs: Archs, machine: Machine) -> Iterator[Problem
 def main(cfg: ForgetConfig) -> None:
     from mrl.data import PromptDataset, load_tokenizer
     from mrl.trainers.shared.models import build_learner
-    from mrl.trainers.shared.run import started
+    from mrl.trainers.shared.run import set_up_run
 
-    with started(cfg) as start:
+    with set_up_run(cfg) as start:
         actor = build_learner(cfg, start.world, "policy", None, cfg.actor)
         tokenizer = load_tokenizer(cfg.model.path, cfg.model.eos_token)
         data = PromptDataset(cfg.data.train, cfg.data, tokenizer, require_answer=True)
@@ -78,7 +78,7 @@ def train_step(run: Any, batch: Any) -> None:
     from mrl.learner import losses
     from mrl.trainers.shared.updates import named
 
-    stats, samples = run.saving.new_stats(batch.step + 1), range(batch.num_samples)
+    stats, samples = run.checkpointer.new_stats(batch.step + 1), range(batch.num_samples)
     with run.phase("update", stats):
         weights = batch.flat(aggregate.token_weights("token-mean", batch.response_mask))
         metrics = run.actor.backward(batch, samples, losses.cross_entropy(-weights), temperature=1.0)

@@ -47,10 +47,10 @@ def test_a_token_meets_its_own_experts_alone(tiny_models: TinyModels) -> None:
     arch = load_arch(tiny_models("mixtral", weights=False))
     assert arch.expert_width is not None
     one = 2 * 3 * arch.hidden_size * arch.expert_width * arch.num_layers
-    assert all_of.a_token - some.a_token == 2 * one and all_of.a_pair == some.a_pair
+    assert all_of.per_token - some.per_token == 2 * one and all_of.per_pair == some.per_pair
 
 
 def test_a_critic_has_one_output(tiny_models: TinyModels) -> None:
     arch = load_arch(tiny_models("llama", weights=False))
-    assert ForwardFlops.of(arch, "critic").an_output == 2 * arch.hidden_size
-    assert ForwardFlops.of(arch).an_output == 2 * arch.hidden_size * arch.vocab_size
+    assert ForwardFlops.of(arch, "critic").per_output == 2 * arch.hidden_size
+    assert ForwardFlops.of(arch).per_output == 2 * arch.hidden_size * arch.vocab_size

@@ -15,8 +15,8 @@ from torch import Tensor
 from mrl.config.schema import FP8Config
 from mrl.kernels import head_fused
 from mrl.kernels.fp8 import Recipe
-from mrl.kernels.head_fused import Fused
-from mrl.kernels.head_products import Plain, Products, Rounded, plain
+from mrl.kernels.head_fused import FusedFP8Products
+from mrl.kernels.head_products import PlainProducts, Products, RoundedProducts, plain_products
 from mrl.kernels.linear_logprob import linear_distribution, linear_log_prob
 from mrl.models.precision import head_products
 from tests import zygote
@@ -61,35 +61,35 @@ def test_the_three_products_take_rounded_operands(name: str) -> None:
     dx[:, :380] = counts[:, None] * (torch.nn.functional.one_hot(labels, 380) - log_p.exp()) / 0.9
     d_hidden = recipe.rounded(dx, "gradient", 1) @ recipe.rounded(weight, "weight", 0)
     d_weight = recipe.rounded(dx, "gradient", 0).T @ recipe.rounded(hidden, "input", 0)
-    got = made(partial(Rounded, recipe=recipe))
+    got = made(partial(RoundedProducts, recipe=recipe))
     torch.testing.assert_close(got[0], log_p.gather(1, labels[:, None])[:, 0], rtol=1e-5, atol=1e-5)
     for mine, want in zip(got[1:], (d_hidden, d_weight), strict=True):
         assert float((mine - want).norm() / want.norm()) < 2e-3  # an ulp in dx may round to the next number
-    spread = linear_distribution(hidden, weight, labels, 0.9, 0, 380, products=partial(Rounded, recipe=recipe))
+    spread = linear_distribution(hidden, weight, labels, 0.9, 0, 380, products=partial(RoundedProducts, recipe=recipe))
     assert torch.equal(spread[0], got[0])
 
 
 @pytest.mark.parametrize("name", ["blockwise", "mxfp8"])
 def test_chunks_of_whole_blocks_change_nothing(name: str) -> None:
-    products = partial(Rounded, recipe=RECIPES[name])
+    products = partial(RoundedProducts, recipe=RECIPES[name])
     for whole, cut in zip(made(products), made(products, chunk=128), strict=True):
         torch.testing.assert_close(cut, whole, rtol=1e-5, atol=1e-5)
 
 
 def test_log_probs_and_gradients_are_off_by_what_fp8_has_of_digits() -> None:
     """RMS error of a log-prob in nats, and of both gradients relative to their size."""
-    exact = made(Plain)
+    exact = made(PlainProducts)
     for name, recipe in RECIPES.items():
-        log_probs, *gradients = made(partial(Rounded, recipe=recipe))
+        log_probs, *gradients = made(partial(RoundedProducts, recipe=recipe))
         assert 0.01 < float((log_probs - exact[0]).square().mean().sqrt()) < 0.06, name
         for mine, want in zip(gradients, exact[1:], strict=True):
             assert 0.02 < float((mine - want).norm() / want.norm()) < (0.09 if HYBRID[name] else 0.06), name
 
 
 def test_weight_gradients_may_stay_as_they_are() -> None:
-    rounded = made(partial(Rounded, recipe=Recipe("delayed", hybrid=True, wgrad=False)))
+    rounded = made(partial(RoundedProducts, recipe=Recipe("delayed", hybrid=True, wgrad=False)))
     hidden, *_ = numbers()
-    direction = torch.nn.functional.cosine_similarity(rounded[2].flatten(), made(Plain)[2].flatten(), dim=0)
+    direction = torch.nn.functional.cosine_similarity(rounded[2].flatten(), made(PlainProducts)[2].flatten(), dim=0)
     assert direction > 0.9995
 
 
@@ -114,8 +114,8 @@ def test_transformer_engine_s_products_follow_the_recipe(monkeypatch: pytest.Mon
     for parent in ("transformer_engine", "transformer_engine.pytorch"):
         monkeypatch.setitem(sys.modules, parent, SimpleNamespace())
     monkeypatch.setattr(head_fused, "_cast", lambda x, role, recipe: x)
-    got = made(partial(Fused, recipe=Recipe("delayed", hybrid=True, wgrad=wgrad)), chunk=128)
-    for mine, want in zip(got, made(Plain), strict=True):
+    got = made(partial(FusedFP8Products, recipe=Recipe("delayed", hybrid=True, wgrad=wgrad)), chunk=128)
+    for mine, want in zip(got, made(PlainProducts), strict=True):
         torch.testing.assert_close(mine, want, rtol=1e-4, atol=1e-5)
     assert [each for each in seen if "NT" in each] == ["NT", "NT+", "NT+"] * wgrad
 
@@ -134,9 +134,9 @@ def test_a_run_reports_the_error_of_its_head_with_every_step(tmp_path: Path) -> 
 
 
 def test_who_multiplies_follows_from_the_configuration() -> None:
-    assert head_products(FP8Config(recipe="current", emulate=True)) is plain
+    assert head_products(FP8Config(recipe="current", emulate=True)) is plain_products
     emulated = head_products(FP8Config(recipe="mxfp8", emulate=True, head=True))
-    assert isinstance(emulated, partial) and emulated.func is Rounded
+    assert isinstance(emulated, partial) and emulated.func is RoundedProducts
     assert emulated.keywords == {"recipe": Recipe("mxfp8", hybrid=False)}
     fused = head_products(FP8Config(recipe="current", head=True))
-    assert isinstance(fused, partial) and fused.func is Fused
+    assert isinstance(fused, partial) and fused.func is FusedFP8Products

@@ -15,7 +15,7 @@ import torch
 
 from mrl.kernels.fp8 import Recipe
 from mrl.models.fp8_layers import RoundedColumnParallel
-from mrl.models.precision import STATE, Emulation
+from mrl.models.precision import STATE, FP8Emulation
 from mrl.weights.disk.fp8_state import restorable_state
 from tests.tiny import make_tiny
 from tests.world import run_world
@@ -98,7 +98,7 @@ def test_the_head_s_error_is_reported_and_the_same_under_every_layout(
 
 
 def test_the_memory_of_other_layers_is_refused() -> None:
-    emulation = Emulation(Recipe("delayed", hybrid=True), ends=0, history=2, history_use="max", margin=0)
+    emulation = FP8Emulation(Recipe("delayed", hybrid=True), ends=0, history=2, history_use="max", margin=0)
     layer = RoundedColumnParallel.__new__(RoundedColumnParallel)
     torch.nn.Module.__init__(layer)
     layer.rounds(emulation)
@@ -119,5 +119,5 @@ def test_the_memory_of_other_layers_is_refused() -> None:
 
 
 def test_the_ends_of_a_model_stay_as_they_are() -> None:
-    emulation = Emulation(Recipe("current", hybrid=True), ends=1, history=1, history_use="max", margin=0)
+    emulation = FP8Emulation(Recipe("current", hybrid=True), ends=1, history=1, history_use="max", margin=0)
     assert [emulation.rounds(i, 4) for i in range(4)] == [False, True, True, False]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mrl import platform
-from mrl.kernels import triton_here
+from mrl.kernels import triton_support
 from mrl.platform import fused
 from mrl.platform.features import _gpu_tests
 from tests import fake_te
@@ -84,9 +84,9 @@ def test_doctor_misses_the_compiler_that_triton_calls(tmp_path: Path, monkeypatc
     assert "no C compiler (cc, gcc or clang)" in (rows["triton"] or "")
     monkeypatch.setenv("CC", "/bin/true")
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
-    assert "Python.h is missing" in (triton_here.compiler_problem() or "")
+    assert "Python.h is missing" in (triton_support.compiler_problem() or "")
     (tmp_path / "Python.h").touch()
-    assert triton_here.compiler_problem() is None
+    assert triton_support.compiler_problem() is None
 
 
 @pytest.mark.parametrize(

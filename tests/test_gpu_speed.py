@@ -20,14 +20,14 @@ platform.install()
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # noqa: E402
 
 from mrl.config.schema import TrainConfig  # noqa: E402
-from mrl.families.arch import Experts, Layer  # noqa: E402
+from mrl.families.arch import ExpertArch, LayerArch  # noqa: E402
 from mrl.families.table import padded_vocab_size  # noqa: E402
-from mrl.kernels import head_products, linear_logprob, triton_here  # noqa: E402
+from mrl.kernels import head_products, linear_logprob, triton_support  # noqa: E402
 from mrl.kernels.head_chunks import chunk_rows, waiting_rows  # noqa: E402
 from mrl.learner.optimizer import sums_overlap  # noqa: E402
 from mrl.models import attention, transformer_config  # noqa: E402
 from mrl.models.gpt import vocab_align  # noqa: E402
-from mrl.parallel.stages import KnownShapes, arrivals  # noqa: E402
+from mrl.parallel.stages import StaticShapeCommunicator, arrival_order  # noqa: E402
 from mrl.platform import fused, process, transfers  # noqa: E402
 from mrl.weights.model import load  # noqa: E402
 from tests.second_device import DEVICE  # noqa: E402
@@ -114,8 +114,8 @@ def test_wide_products_spare_the_logits_and_the_weight_s_gradient_a_rounding(mon
         log_probs, *_ = linear_logprob.linear_log_prob(h, w, labels, 1.0, 0, 96, chunk=16, products=products)
         return log_probs.detach(), torch.autograd.grad(log_probs.sum(), w)[0].float()
 
-    exact, rounded = (errors(dtype, head_products.Plain) for dtype in (torch.float32, torch.bfloat16))
-    wide = errors(torch.bfloat16, head_products.Widened)
+    exact, rounded = (errors(dtype, head_products.PlainProducts) for dtype in (torch.float32, torch.bfloat16))
+    wide = errors(torch.bfloat16, head_products.WidenedProducts)
     for a, b, want in zip(wide, rounded, exact, strict=True):
         assert (a - want).norm() < 0.7 * (b - want).norm()
 
@@ -170,10 +170,10 @@ def test_triton_s_kernels_need_its_compiler(
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
     (tmp_path / "Python.h").touch()
     monkeypatch.setenv("CC", compiler)
-    for cached in (fused.triton_usable, triton_here.problem):
+    for cached in (fused.triton_usable, triton_support.problem):
         cached.cache_clear()
     assert platform.triton_usable() == usable
-    for cached in (fused.triton_usable, triton_here.problem):
+    for cached in (fused.triton_usable, triton_support.problem):
         cached.cache_clear()
 
 
@@ -185,9 +185,9 @@ def test_experts_are_permuted_by_a_kernel_that_can_be_compiled(
 ) -> None:
     monkeypatch.setattr(platform, "triton_usable", lambda: usable)
     arch: Any = SimpleNamespace(
-        experts=Experts(4, 2, normalize_topk=True),
+        experts=ExpertArch(4, 2, normalize_topk=True),
         expert_width=8,
-        layers=(Layer(8, experts=True),),
+        layers=(LayerArch(8, experts=True),),
         layers_differ=False,
     )
     asked = transformer_config._experts(arch, fused_layers)
@@ -230,17 +230,17 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Any:
     """stage(rank of two, tokens of the micro-batches, sequence parallelism)"""
     monkeypatch.setattr(P2PCommunicator, "__init__", lambda self, group, config: None)
 
-    def make(rank: int, tokens: list[int], sequence: bool = False) -> KnownShapes:
+    def make(rank: int, tokens: list[int], sequence: bool = False) -> StaticShapeCommunicator:
         ends = {"is_first_stage": rank == 0, "is_last_stage": rank == 1}
         mesh: Any = SimpleNamespace(pp=2, vpp=None, tp=2, pp_group=None, **ends)
-        return KnownShapes(mesh, SimpleNamespace(sequence_parallel=sequence, hidden_size=8), tokens)
+        return StaticShapeCommunicator(mesh, SimpleNamespace(sequence_parallel=sequence, hidden_size=8), tokens)
 
     return make
 
 
 def test_shapes_come_in_the_order_of_the_schedule(stage: Any) -> None:
-    assert arrivals(4, 1, 2) == ([0, 1, 2, 3], [])
-    assert arrivals(4, 2, 2) == ([0, 1, 0, 1, 2, 3, 2, 3], [0, 1, 2, 3])
+    assert arrival_order(4, 1, 2) == ([0, 1, 2, 3], [])
+    assert arrival_order(4, 2, 2) == ([0, 1, 0, 1, 2, 3, 2, 3], [0, 1, 2, 3])
     last = stage(1, [6, 4], sequence=True)
     assert [last._communicate_shapes(None, None, True, False) for _ in range(2)] == [
         ((3, 1, 8), None),

@@ -21,7 +21,7 @@ from mrl.weights.disk.fp8_state import RECIPES, restorable_state
 from mrl.weights.disk.stored_names import OF_EXPERTS
 from mrl.weights.errors import WeightError
 from mrl.weights.model.load import ParameterLoad, _mark
-from mrl.weights.parameter_layout import Row
+from mrl.weights.parameter_layout import ParameterMapping
 from tests import fake_te
 from tests.test_convert import mrl
 from tests.test_platform import run_python
@@ -91,10 +91,10 @@ def test_nothing_but_scales_is_given_to_a_layer_that_unpickles_it(capsys: pytest
 # what the two specs of Megatron are told about names, with a package that only looks like transformer-engine
 SPECS = """
 from types import SimpleNamespace
-from mrl.families import FAMILIES, Layer
+from mrl.families import FAMILIES, LayerArch
 from mrl.models import specs
 config = SimpleNamespace(num_moe_experts=4, moe_grouped_gemm=True, qk_layernorm=True, multi_latent_attention=False)
-layer = Layer(8, experts=True)
+layer = LayerArch(8, experts=True)
 kinds = [specs._local_layer(FAMILIES["qwen3_moe"], config, layer), specs._transformer_engine_layer(config, layer)]
 print([kind.submodules.sharded_state_dict_keys_map.get("pre_mlp_layernorm.") for kind in kinds])
 print([kind.module.__name__ for kind in kinds], specs._transformer_engine_norm().__name__)
@@ -174,7 +174,7 @@ def test_a_parameter_that_is_missing_or_left_over_is_an_error() -> None:
         fill(chunk, {"a.weight": torch.ones(2), "c.weight": torch.ones(2)})
 
 
-def marked(row: Row, **attributes: Any) -> dict[str, Any]:
+def marked(row: ParameterMapping, **attributes: Any) -> dict[str, Any]:
     parameter = nn.Parameter(torch.zeros(4, 4))
     vars(parameter).update(attributes)
     _mark(ParameterLoad("layer.mlp.linear_fc2.weight", parameter, row, []), 2)

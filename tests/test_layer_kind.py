@@ -88,9 +88,9 @@ def test_a_batch_has_what_either_attention_wants() -> None:
     packed = PackedBatch(
         tokens=torch.zeros(1, 6, dtype=torch.int64),
         position_ids=torch.tensor([[0, 1, 2, 3, 0, 1]]),
-        rows=torch.arange(6),
+        output_positions=torch.arange(6),
         labels=torch.zeros(6, dtype=torch.int64),
-        dest=torch.arange(6),
+        response_indices=torch.arange(6),
         cu_seqlens=torch.tensor([0, 4, 6], dtype=torch.int32),
         max_seqlen=4,
     )

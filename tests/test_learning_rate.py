@@ -11,7 +11,7 @@ from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_wi
 
 from mrl.config.checks.models import check_optimizer
 from mrl.config.schema import OptimizerConfig, RLConfig
-from mrl.learner.optimizer import Schedule
+from mrl.learner.optimizer import LearningRateSchedule
 
 STEPS = 10
 
@@ -30,7 +30,7 @@ def of_transformers(decay: str, warmup: int) -> list[float]:
 def of_mrl(cfg: OptimizerConfig, updates: int = STEPS, begun: int = 0) -> list[float]:
     """Of updates begun + 1 ... updates, as the learner has them; begun: of a checkpoint."""
     groups: Any = SimpleNamespace(param_groups=[{}])
-    schedule, found = Schedule(cfg, groups), []
+    schedule, found = LearningRateSchedule(cfg, groups), []
     schedule.num_steps = begun
     schedule.step(0)
     for _ in range(begun, updates):

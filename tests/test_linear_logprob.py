@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mrl.algo import log_probs
 from mrl.kernels import head_products, linear_logprob
-from mrl.kernels.linear_logprob import Slopes, linear_distribution, linear_log_prob
+from mrl.kernels.linear_logprob import LossGradients, linear_distribution, linear_log_prob
 
 pytestmark = pytest.mark.usefixtures("each_form")
 
@@ -68,14 +68,14 @@ def clipped(log_probs: Tensor, entropy: Tensor, rows: slice = slice(None)) -> Te
     return (torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.6, 1.2)) - 0.1 * entropy).sum()
 
 
-def slopes_of(loss: Callable[[Tensor, Tensor, slice], Tensor], entropy: bool) -> Slopes:
+def slopes_of(loss: Callable[[Tensor, Tensor, slice], Tensor], entropy: bool) -> LossGradients:
     def of(log_probs: Tensor, entropies: Tensor, rows: slice) -> tuple[Tensor, Tensor | None]:
         with torch.enable_grad():
             found = log_probs.clone().requires_grad_(), entropies.clone().requires_grad_()
             d_log_probs, d_entropies = torch.autograd.grad(loss(*found, rows), found)
         return d_log_probs, d_entropies if entropy else None
 
-    return Slopes(of, entropy)
+    return LossGradients(of, entropy)
 
 
 def numbers(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -102,7 +102,7 @@ def test_gradients_are_those_of_log_softmax(entropy: bool) -> None:
     """Formed while the log-probs are, or from logits that are computed again."""
     wanted = gradients(torch.float64, entropy)
     assert all(gradient.abs().max() > 0.01 for gradient in wanted)
-    formed = gradients(torch.float32, entropy, slopes=slopes_of(clipped, entropy))
+    formed = gradients(torch.float32, entropy, loss_gradients=slopes_of(clipped, entropy))
     for got in (formed, gradients(torch.float32, entropy)):
         for mine, want in zip(got, wanted, strict=True):
             torch.testing.assert_close(mine.double(), want, rtol=1e-5, atol=2e-6 * float(want.abs().max()))
@@ -116,13 +116,13 @@ def test_bfloat16_costs_its_own_rounding_only(entropy: bool, chunk: int, monkeyp
     wanted = gradients(torch.float64, entropy)
     for is_wide, bound in ((True, 2.0**-8), (False, 2.0**-5)):
         monkeypatch.setattr(head_products, "has_bfloat16", lambda is_wide=is_wide: not is_wide)
-        for how in ({}, {"slopes": slopes_of(clipped, entropy)}):
+        for how in ({}, {"loss_gradients": slopes_of(clipped, entropy)}):
             for mine, want in zip(gradients(torch.bfloat16, entropy, chunk, **how), wanted, strict=True):
                 assert mine.dtype == torch.bfloat16
                 assert (mine.double() - want).norm() < bound * want.norm(), is_wide
 
 
-class AsOnGpu(head_products.Plain):
+class AsOnGpu(head_products.PlainProducts):
     """Operands of bfloat16 whose logits are float32, and whose gradients' products can wait."""
 
     last: ClassVar[AsOnGpu]
@@ -146,7 +146,7 @@ def test_products_of_gradients_wait_for_several_chunks(
 ) -> None:
     monkeypatch.setattr(linear_logprob, "waiting_rows", lambda *_: at_once)
     wanted = gradients(torch.float64, entropy)
-    for how in ({}, {"slopes": slopes_of(clipped, entropy)}):
+    for how in ({}, {"loss_gradients": slopes_of(clipped, entropy)}):
         made = gradients(torch.bfloat16, entropy, products=AsOnGpu, **how)
         assert AsOnGpu.last.multiplied == products
         for mine, want in zip(made, wanted, strict=True):
@@ -170,7 +170,9 @@ def test_gradcheck() -> None:
 
     assert loss(h, w).dtype == torch.float64
     assert torch.autograd.gradcheck(loss, (h, w))
-    found = [torch.autograd.grad(loss(h, w, **how), (h, w)) for how in ({}, {"slopes": slopes_of(clipped, True)})]
+    found = [
+        torch.autograd.grad(loss(h, w, **how), (h, w)) for how in ({}, {"loss_gradients": slopes_of(clipped, True)})
+    ]
     for again, formed in zip(*found, strict=True):
         torch.testing.assert_close(formed, again, rtol=1e-11, atol=1e-13)
 
@@ -179,7 +181,7 @@ def test_gradients_that_were_formed_by_another_loss_are_refused() -> None:
     h, w, labels = numbers(torch.float32)
 
     def formed() -> tuple[Tensor, Tensor]:
-        return linear_log_prob(h, w, labels, 0.7, 0, 30, chunk=2, slopes=slopes_of(clipped, False))[:2]
+        return linear_log_prob(h, w, labels, 0.7, 0, 30, chunk=2, loss_gradients=slopes_of(clipped, False))[:2]
 
     log_p, entropies = formed()
     with pytest.raises(RuntimeError, match="loss gradients differ"):
@@ -196,21 +198,21 @@ def test_gradients_that_were_formed_by_another_loss_are_refused() -> None:
 
 def test_a_frozen_weight_costs_no_product() -> None:
     h, w, labels = numbers(torch.float32)
-    for how in ({}, {"slopes": slopes_of(clipped, False)}):
+    for how in ({}, {"loss_gradients": slopes_of(clipped, False)}):
         with_weight, *_ = linear_log_prob(h, w, labels, 0.7, 0, 30, **how)
         frozen, *_ = linear_log_prob(h, w.detach(), labels, 0.7, 0, 30, products=NoWeightGradient, **how)
         wanted, got = (torch.autograd.grad(clipped(x, torch.zeros(7)), h)[0] for x in (with_weight, frozen))
         assert torch.equal(wanted, got) and got.any()
 
 
-class NoWeightGradient(head_products.Plain):
+class NoWeightGradient(head_products.PlainProducts):
     def add_d_weight(self, total: Tensor | None, dx: Tensor, rows: slice) -> Tensor:
         raise AssertionError("a product for nothing")
 
 
 def test_no_rows_have_gradients_of_zero() -> None:
     h, w, labels = numbers(torch.float32)
-    for how in ({}, {"slopes": slopes_of(clipped, False)}):
+    for how in ({}, {"loss_gradients": slopes_of(clipped, False)}):
         log_p, *_ = linear_log_prob(h[:0], w, labels[:0], 0.7, 0, 30, **how)
         d_hidden, d_weight = torch.autograd.grad(log_p.sum(), (h, w))
         assert log_p.shape == (0,) and not d_hidden.any() and not d_weight.any() and d_weight.shape == w.shape

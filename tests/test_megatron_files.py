@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mrl.families import load_arch
-from mrl.families.rows import Row
+from mrl.families.rows import ParameterMapping
 from mrl.weights.disk.megatron_source import MegatronCheckpoint
 from mrl.weights.disk.stored_names import UnstackedNames
 from mrl.weights.disk.torch_dist_files import BlockLocation, load_metadata, write_metadata
@@ -34,7 +34,7 @@ def write_blocks(directory: Path, *starts: int, files: tuple[str, ...] = (FILE, 
 
 
 def read(directory: Path, tiny_models: TinyModels) -> torch.Tensor:
-    table = {"w": Row("copy", ("w",), ((6, 2),))}
+    table = {"w": ParameterMapping("copy", ("w",), ((6, 2),))}
     checkpoint = MegatronCheckpoint(directory, UnstackedNames(), load_arch(tiny_models("llama", weights=False)), table)
     return checkpoint.source("w", (6, 2))[:]
 

@@ -14,7 +14,7 @@ import torch
 from mrl.platform import OffloadBuffer, host_bytes
 from mrl.rollout import MemoryPart
 from mrl.trainers.rl.memory_order import ORDER
-from mrl.trainers.shared.memory import AWAKE, MemoryOrder
+from mrl.trainers.shared.memory import AWAKE, PhaseMemoryManager
 from tests.conftest import TinyModels
 from tests.world import ROOT, run_world
 
@@ -174,10 +174,10 @@ STEP = ("rollout", "experience", "update", "actor_update", "critic_update", "syn
 
 def test_the_engines_release_and_resume_in_the_order_that_a_push_needs() -> None:
     engines = Engines(AWAKE)
-    order = MemoryOrder(ORDER, {}, engines)
+    order = PhaseMemoryManager(ORDER, {}, engines)
     for phase in STEP[:-3]:
         order.begin(phase)
-    assert engines.told == [("release", AWAKE)] and order.must_push
+    assert engines.told == [("release", AWAKE)] and order.needs_weight_sync
     for phase in STEP[-3:]:
         order.begin(phase)
     assert engines.told[1:] == [("resume", ("weights",)), ("resume", ("kv_cache", "cuda_graph"))]
@@ -185,11 +185,11 @@ def test_the_engines_release_and_resume_in_the_order_that_a_push_needs() -> None
 
 def test_engines_that_keep_their_weights_need_no_push() -> None:
     engines = Engines(("kv_cache", "cuda_graph"))
-    order = MemoryOrder(ORDER, {}, engines)
+    order = PhaseMemoryManager(ORDER, {}, engines)
     for phase in STEP:
         order.begin(phase)
     assert engines.told == [("release", ("kv_cache", "cuda_graph")), ("resume", ("kv_cache", "cuda_graph"))]
-    assert not order.must_push
+    assert not order.needs_weight_sync
 
 
 def rows(text: str) -> Iterator[tuple[str, list[str]]]:

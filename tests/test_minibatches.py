@@ -51,7 +51,7 @@ def learnt(monkeypatch: pytest.MonkeyPatch, run: RLRun, step: int) -> list[list[
         return {"skipped": 0.0}
 
     monkeypatch.setattr(loop, "update_actor", update_actor)
-    monkeypatch.setattr(loop, "head_error", lambda *_: {})
+    monkeypatch.setattr(loop, "lm_head_quantization_error", lambda *_: {})
     rollout = a_rollout(step)
     loop.update(run, make_experience(run.cfg.algorithm, rollout, Passes(), 0.0), trains_actor=True)
     return seen

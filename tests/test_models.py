@@ -124,7 +124,7 @@ def test_packed_attention_equals_one_sequence_at_a_time(cp: int) -> None:
 
 def test_a_sequence_that_is_too_long_for_the_kernel_in_c_goes_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = (torch.randn(40, heads, 16, generator=torch.Generator().manual_seed(0)) for heads in (4, 2, 2))
-    if not native.serves_float32(q):
+    if not native.supports_float32_tensors(q):
         pytest.skip(native.problem() or "more than one thread")
     plan, made = AttentionPlan.make(torch.tensor([0, 30, 40]), 1, 0, CPU), []
     for longest in (30, 29):
@@ -155,9 +155,9 @@ def test_results_of_some_tokens_are_those_that_all_give(
     everywhere, chosen = torch.cat(places), torch.tensor([*wanted], dtype=torch.int64)
     for r, mine in enumerate(places):
         whole, rows = AttentionPlan.make(cu, cp, r, CPU), torch.isin(mine, chosen).nonzero()[:, 0]
-        part = whole.giving(rows)
+        part = whole.for_outputs(rows)
         if cp == 1:
-            assert (part.asking is not None) == few_ask
+            assert (part.query_tokens is not None) == few_ask
         given = [packed_attention(q[mine], k[everywhere], v[everywhere], plan, 0.25, window) for plan in (part, whole)]
         given[1] = given[1][rows]
         torch.testing.assert_close(given[0], given[1], atol=1e-6, rtol=0)

@@ -43,7 +43,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], o
 
     def call(function: Callable[[], object]) -> object:
         with monkeypatch.context() as patch:
-            patch.setattr(native, "serves", lambda *tensors: False)
+            patch.setattr(native, "supports_tensors", lambda *tensors: False)
             return function()
 
     return call
@@ -75,19 +75,21 @@ def results(function: Callable[..., Tensor], *inputs: Tensor, grad: Tensor) -> l
 
 
 def test_they_are_there() -> None:
-    assert native.problem() is None and native.serves_float32(torch.zeros(1), torch.nn.Parameter(torch.zeros(1)))
+    assert native.problem() is None and native.supports_float32_tensors(
+        torch.zeros(1), torch.nn.Parameter(torch.zeros(1))
+    )
 
 
 @pytest.mark.parametrize(
     "x", [torch.zeros(1).double(), torch.zeros(1).bfloat16(), torch.zeros(1, device="meta"), torch.arange(2)]
 )
 def test_others_are_left_to_torch(x: Tensor) -> None:
-    assert not native.serves_float32(torch.zeros(1), x)
+    assert not native.supports_float32_tensors(torch.zeros(1), x)
 
 
 def test_more_threads_are_left_to_torch() -> None:
     torch.set_num_threads(2)
-    assert not native.serves_float32(torch.zeros(1))
+    assert not native.supports_float32_tensors(torch.zeros(1))
 
 
 ANGLES = draw(5, 1, 16, seed=9)
@@ -181,7 +183,7 @@ def test_attention(window: int | None, with_sinks: bool, heads: int, groups: int
     grad = draw(count, heads, channels, seed=6)
 
     def packed(*x: Tensor) -> Tensor:
-        assert native_attention.takes(x[0], x[1], x[2], x[3] if with_sinks else None)
+        assert native_attention.supports(x[0], x[1], x[2], x[3] if with_sinks else None)
         made: Tensor = NativeAttention.apply(*x, *[None] * (not with_sinks), of, 0.3, window)
         return made
 
@@ -217,7 +219,7 @@ def test_attention_of_others_is_left_to_torch(wrong: str) -> None:
     query, key, value = (draw(8, heads, channels) for heads in (4, 2, 2))
     value = value[..., :16] if wrong == "values narrower" else value
     sinks = draw(4).bfloat16() if wrong == "sinks in bfloat16" else None
-    assert not native_attention.takes(query, key, value, sinks)
+    assert not native_attention.supports(query, key, value, sinks)
 
 
 @pytest.mark.parametrize("length", [1, 16, 37, 3000])
@@ -290,15 +292,15 @@ def test_the_loss_head_s_rows(
 ) -> None:
     """Blocks with a new maximum each, and rows that lie apart."""
     x = (3 * draw(6, words + 3) + torch.linspace(0, 30, words + 3)).to(dtype)[:, :words]
-    labels = head_rows.Labels.of(torch.tensor([0, 1, 2, 3, 4, 99_999]), 0, words)
-    slopes = draw(6, seed=1), draw(6, seed=2) if with_entropy else None
+    labels = head_rows.LabelColumns.of(torch.tensor([0, 1, 2, 3, 4, 99_999]), 0, words)
+    loss_gradients = draw(6, seed=1), draw(6, seed=2) if with_entropy else None
 
     def run() -> list[Tensor]:
         found = head_rows.statistics(x.clone(), labels, 0.7, None, squares=True)
-        made = head_rows.d_logits(x.clone(), found, labels, 0.7, slopes, torch.empty_like(x, dtype=dtype))
+        made = head_rows.d_logits(x.clone(), found, labels, 0.7, loss_gradients, torch.empty_like(x, dtype=dtype))
         return [*vars(found).values(), made]
 
-    assert native_head.takes(x)
+    assert native_head.supports(x)
     close = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2.0**-7, "atol": 1e-5}
     for mine, theirs in zip(run(), plain(run), strict=True):
         torch.testing.assert_close(mine, theirs, **close)
@@ -306,8 +308,8 @@ def test_the_loss_head_s_rows(
 
 @pytest.mark.usefixtures("c_serves")
 def test_a_gradient_in_bfloat16_is_rounded_as_torch_rounds() -> None:
-    rows = head_rows.Rows(*torch.zeros(6, 1))
-    labels = head_rows.Labels.of(torch.zeros(1, dtype=torch.int64), 0, 4000)
+    rows = head_rows.RowStatistics(*torch.zeros(6, 1))
+    labels = head_rows.LabelColumns.of(torch.zeros(1, dtype=torch.int64), 0, 4000)
     x = torch.linspace(-9, 0, 4000)[None]
     made = [
         head_rows.d_logits(x, rows, labels, 1.0, (torch.ones(1), None), torch.empty_like(x, dtype=dtype))
@@ -340,8 +342,8 @@ def test_an_engine_decodes_where_its_cache_lies(window: int | None, heads: int, 
     query, key, value = draw(4, heads, 32), draw(90, groups, 32, seed=1), draw(90, groups, wide, seed=2)
     slots = torch.randperm(90, generator=torch.Generator().manual_seed(3)).view(9, 10).int()
     rows, lengths = torch.tensor([7, 0, 3, 4], dtype=torch.int32), torch.tensor([1, 10, 6, 3], dtype=torch.int32)
-    assert engine.decodes(query, key, value, slots)
-    assert not engine.decodes(query, key, value, slots.long()), "as another version may have them"
+    assert engine.supports_decode_attention(query, key, value, slots)
+    assert not engine.supports_decode_attention(query, key, value, slots.long()), "as another version may have them"
     made = torch.empty(4, heads, wide)
     engine.decode_attention(query, key, value, slots, rows, lengths, made, window=window, scale=0.2)
     want = torch.empty_like(made)

@@ -184,7 +184,7 @@ class Steps:
 
     def __init__(self, *skipped: float) -> None:
         self.skipped = list(skipped)
-        self.last = self
+        self.last_outputs = self
 
     def step(self) -> dict[str, float]:
         return {"skipped": self.skipped.pop(0), "loss": math.nan, "grad_norm": math.nan}

@@ -150,7 +150,7 @@ def test_only_this_python_s_modules_are_imitated(folder: Path) -> None:
 STOPPED = """
 import os, signal, sys
 from mrl.launcher import ForkServer, fork_server
-fork_server.BIRTH_S = 0.5
+fork_server.FORK_TIMEOUT_S = 0.5
 with ForkServer("json") as made:
     assert made.is_settled(60)
     os.kill(made._pid, signal.SIGSTOP)

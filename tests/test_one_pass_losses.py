@@ -39,7 +39,7 @@ def both(inputs: dict[str, Tensor], ceiling: float) -> list[list[Tensor]]:
         leaf = inputs["log_probs"].clone().requires_grad_()
         loss, metrics = policy_loss.compute(form, **inputs | {"log_probs": leaf}, **CLIP, clip_ratio_c=ceiling)
         (3 * loss).backward()
-        assert leaf.grad is not None and list(metrics) == list(policy_loss.EVERY_LOSS)
+        assert leaf.grad is not None and list(metrics) == list(policy_loss.COMMON_METRICS)
         made.append([loss.detach(), leaf.grad, *metrics.values()])
     return made
 

@@ -20,7 +20,7 @@ from mrl.rollout import Engine, LacksWeights, RolloutError
 from mrl.trainers.rl.ahead import Ahead
 from mrl.trainers.rl.longest_wait import longest_wait
 from mrl.trainers.rl.sampler import Drawn
-from mrl.trainers.shared.pulse import Activity
+from mrl.trainers.shared.heartbeat import Activity
 from tests.conftest import TinyModels
 from tests.test_resume import difference, results, samples, train, train_and_kill
 from tests.train_tools import Train, given, write_config
@@ -73,11 +73,11 @@ def test_a_killed_run_goes_on_with_the_samples_it_had_drawn_ahead(runs: Runs) ->
 def test_every_token_has_the_log_prob_that_the_weights_give_it_which_are_named(runs: Runs) -> None:
     kept = torch.load(runs.whole / "checkpoints/step_2/kept.pt", weights_only=True)
     rollout = Rollout(**kept["ahead"]["rollout"])
-    assert rollout.step == 2 and rollout.born is not None
-    assert rollout.born.unique().tolist() == [0, 1], "no response has gone on over a change of weights"
+    assert rollout.step == 2 and rollout.token_weight_versions is not None
+    assert rollout.token_weight_versions.unique().tolist() == [0, 1], "no response has gone on over a change of weights"
     assert sum(part["finish"] == "" for group in kept["segments"] for part in group["parts"]), "nothing is under way"
     gaps = {version: gap(runs, rollout, version) for version in (0, 1)}
-    born = rollout.born
+    born = rollout.token_weight_versions
     assert float(gaps[0][born == 0].max()) < 1e-4 < float(gaps[1][born == 0].max())
     assert float(gaps[1][born == 1].max()) < 1e-4 < float(gaps[0][born == 1].max())
 

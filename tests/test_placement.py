@@ -24,7 +24,7 @@ from mrl.rollout.launch import CPU, ServerSpec
 from mrl.rollout.sglang.command import sglang_launch
 from mrl.rollout.transformers_engine.command import transformers_launch
 from mrl.trainers.rl import main_parts
-from mrl.trainers.shared.pulse import Activity
+from mrl.trainers.shared.heartbeat import Activity
 from tests.conftest import TinyModels
 
 FOUR = Machine(2, 2, gpus=4)

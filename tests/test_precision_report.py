@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from mrl.precision import Row, picture
+from mrl.precision import RecipeErrors, picture
 from tests import zygote
 from tests.tiny import make_tiny
 
@@ -88,5 +88,5 @@ def test_samples_that_are_no_run_s_are_said_in_a_line(folder: Path) -> None:
 
 
 def test_a_title_is_no_markup() -> None:
-    row = Row("a & b", 0.0, 0.0, 0.0, 0.0, 1.0, 1.0)
+    row = RecipeErrors("a & b", 0.0, 0.0, 0.0, 0.0, 1.0, 1.0)
     assert ElementTree.fromstring(picture([row], "<run>")) is not None

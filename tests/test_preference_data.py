@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mrl.config.schema import PreferenceDataConfig, RewardDataConfig, SourceConfig
 from mrl.data import DataError, PreferenceDataset, preference_notes
-from mrl.data.preference import mismatched
+from mrl.data.preference import mismatched_pairs
 from mrl.data.tokenizer import Tokenizer
 from tests.tiny import EOS, tiny_tokenizer
 
@@ -137,7 +137,7 @@ def test_halves_of_pairs_are_responses_with_a_label(tmp_path: Path) -> None:
     assert [texts(data, i) for i in range(3)] == [("2+2=", "4</s>"), ("2+2=", "22</s>"), ("1", "a</s>")]
     batch = data.batch(0, [0, 1, 2])
     assert batch.scores.tolist() == [1, 0, 1]
-    others = mismatched(batch, 64)
+    others = mismatched_pairs(batch, 64)
     assert TINY.decode(others.tokens.tolist()) == "2+2=a" + "2+2=a" + "14", "no half with the other one's prompt"
 
 
@@ -218,7 +218,7 @@ def test_labels(tmp_path: Path) -> None:
     rows = [{"prompt": "1", "completion": "a", "label": True}, {"prompt": "2", "completion": "bcd", "label": 0}]
     batch = read(tmp_path, rows, "labels").batch(0, [1, 0, 1])
     assert batch.scores.tolist() == [0, 1, 0] and batch.response_lens.tolist() == [4, 2, 4]
-    moved = mismatched(batch, 3)
+    moved = mismatched_pairs(batch, 3)
     assert moved.prompt_lens.tolist() == [1, 1, 1] and moved.response_lens.tolist() == [2, 2, 2]
     assert TINY.decode(moved.tokens.tolist()) == "2a1bc2a"
 

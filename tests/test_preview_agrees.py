@@ -89,7 +89,7 @@ def notes_of_training(config: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[li
         made = main_parts.make_generator(cfg, config.parent, None, None, recorder)  # type: ignore[arg-type]
         return made.notes(), [len(made.train), len(made.validation or ())], cfg
     module: Any = {"sft": sft, "dpo": dpo, "reward_model": reward_model}[cfg.trainer]
-    monkeypatch.setattr(module, "started", started)
+    monkeypatch.setattr(module, "set_up_run", started)
     monkeypatch.setattr(module, "build_learner", begin if cfg.trainer != "sft" else lambda *parts, **named: None)
     with pytest.raises(Ready), (module.open_sft_run if cfg.trainer == "sft" else module.open_run)(cfg):
         pass

@@ -23,7 +23,7 @@ from mrl.resilience import EXIT_PREEMPTED
 from mrl.rollout import MemoryPart
 from mrl.trainers.rl.memory_order import ORDER, Engines
 from mrl.trainers.rl.run import RLRun
-from mrl.trainers.shared.memory import AWAKE, MemoryOrder
+from mrl.trainers.shared.memory import AWAKE, PhaseMemoryManager
 from mrl.trainers.shared.world import RankZeroError
 from tests.bare_run import bare_run
 from tests.conftest import TinyModels
@@ -163,7 +163,9 @@ def run_with(engine: Engine, parts: tuple[MemoryPart, ...], *urls: str) -> RLRun
     )
     world: Any = World()
     actor: Any = SimpleNamespace()
-    run = replace(bare_run(cfg, actor, None), world=world, memory=MemoryOrder(ORDER, {}, Engines(world, parts, engine)))
+    run = replace(
+        bare_run(cfg, actor, None), world=world, memory=PhaseMemoryManager(ORDER, {}, Engines(world, parts, engine))
+    )
     run.sync = engine  # type: ignore[assignment]
     return run
 
@@ -200,16 +202,16 @@ def test_engines_of_others_are_awake_with_the_last_weights_when_a_run_ends() -> 
     run.push_weights(3)
     run.memory.begin("critic_update")
     engine.told.clear()
-    run.let_go()
+    run.release_resources()
     asked = "resume weights kv_cache cuda_graph", "release kv_cache cuda_graph", "push 3", "resume kv_cache cuda_graph"
     assert engine.told == list(asked)
     run.memory.begin("critic_update")
     engine.refuses = True
     notes: list[str] = []
     run.recorder.note = notes.append  # type: ignore[method-assign]
-    run.let_go()
+    run.release_resources()
     assert "may be left without memory or weights: resuming the engines' memory failed: HTTP 500" in notes[0]
     mine = run_with(Engine(), AWAKE)
     mine.memory.begin("sync")
-    mine.let_go()
+    mine.release_resources()
     assert mine.memory.phase == "sync", "engines of the run's own end with it"

@@ -20,7 +20,7 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 
 from mrl import cli
 from mrl.config.loader import ConfigError, load
-from mrl.scoring.accuracy import SECTIONS, Judged, report
+from mrl.scoring.accuracy import SECTIONS, ScoredRow, report
 from tests import zygote
 from tests.test_nonfinite import LETTER, letter_model, lines
 from tests.test_resume import TinyModels, difference, results, train
@@ -277,13 +277,13 @@ def test_mrl_eval_reward_has_the_table_the_json_and_the_exit_code(
 
 
 def test_sections_of_rewardbench_are_weighted_as_it_does() -> None:
-    right, wrong = (Judged((a, b), (1, 1), (1.0, 0.0), "") for a, b in ((1.0, 0.0), (0.0, 1.0)))
+    right, wrong = (ScoredRow((a, b), (1, 1), (1.0, 0.0), "") for a, b in ((1.0, 0.0), (0.0, 1.0)))
     names = [name for counts in SECTIONS.values() for name in counts]
     judged = [replace(right if name != "math-prm" else wrong, subset=name) for name in names]
     found = report(judged)
     assert found.sections == {"Chat": 1.0, "Chat Hard": 1.0, "Safety": 1.0, "Reasoning": pytest.approx(0.5)}
     assert found.final == pytest.approx(0.875) and report(judged[1:]).final is None
-    assert not Judged((1.0, 1.0), (1, 1), (1.0, 0.0), None).is_right
+    assert not ScoredRow((1.0, 1.0), (1, 1), (1.0, 0.0), None).is_right
 
 
 @pytest.mark.parametrize(

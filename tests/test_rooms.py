@@ -23,12 +23,12 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "families": ("float32", "foreign"),
     "config": ("core", "options", "families", "directories", "float32", "foreign", "redaction", "strict_json"),
     "fp8_chips": (),
-    "platform": ("ports", "gloo_loop", "fp8_chips", "kernels.native", "kernels.triton_here"),
+    "platform": ("ports", "gloo_loop", "fp8_chips", "kernels.native", "kernels.triton_support"),
     "parallel": ("config", "platform"),
     "kernels": (),
     "models": ("core", "units", "families", "config", "platform", "parallel", "kernels"),
     "rollout": (
-        *("core", "families", "config", "copies", "files", "gloo_loop", "imports", "kernels.native", "packages"),
+        *("core", "families", "config", "forks", "files", "gloo_loop", "imports", "kernels.native", "packages"),
         "ports",
     ),
     "reward": ("core", "config", "foreign", "user_functions"),
@@ -51,7 +51,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "checkpoint": ("core", "config", "platform", "parallel", "weights", "learner", *ON_DISK),
     "observe": ("core", "config", "files", "packages", "redaction", "resilience.protocol", "strict_json"),
     "cards": ("observe", "weights.disk", "directories", "packages", "redaction"),
-    "resilience": ("core", "config", "copies", "platform", "parallel", "failure", "files", "stopping"),
+    "resilience": ("core", "config", "forks", "platform", "parallel", "failure", "files", "stopping"),
     "diffusion": (
         *("core", "config", "platform", "parallel", "data", "observe", "cards", "directories", "files", "failure"),
         *("checkpoint", "foreign", "reward", "trainers.shared", "rollout.seeds", "plan.chips", "weights.disk"),
@@ -68,13 +68,13 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *(*BELOW, "rollout", "reward", "agents", "learner", "checkpoint", "observe", "cards", "plan", "resilience"),
         *("failure", "files", "ports"),
     ),
-    "preload": ("config", "kernels.native", "platform", "checkpoint"),
+    "rank_imports": ("config", "kernels.native", "platform", "checkpoint"),
     "preflight": (
         *("families", "config", "platform", "algo", "options", "data", "reward", "rollout", "observe", "launcher"),
         *("plan", "weights.disk", "weights.errors", "directories", "files", "packages", "ports", "redaction"),
         "user_functions",
     ),
-    "copies": (),
+    "forks": (),
     "doctor": ("platform", "reward", "rollout", "preflight", "packages"),
     "packages": (),
     "terminal": (),
@@ -91,7 +91,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "stopping": (),
     "user_functions": ("stopping",),
     "launcher": (
-        *("copies", "terminal", "failure", "files", "imports", "packages", "ports", "redaction"),
+        *("forks", "terminal", "failure", "files", "imports", "packages", "ports", "redaction"),
         *("resilience.protocol", "resilience.rank", "resilience.preemption"),
     ),
 }

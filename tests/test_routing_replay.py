@@ -97,25 +97,25 @@ def drawn(number: int, prompt: tuple[int, ...], response: list[int]) -> Sample:
     tokens = len(prompt) + len(response)
     experts = (np.arange(tokens * 4).reshape(tokens, 2, 2) + 100 * number).astype(np.uint8)
     experts[-1] = 0
-    return Sample(request(number, prompt), response, [-0.5] * len(response), "stop", "3", experts=experts)  # type: ignore[arg-type]
+    return Sample(request(number, prompt), response, [-0.5] * len(response), "stop", "3", routed_experts=experts)  # type: ignore[arg-type]
 
 
 def test_experts_go_where_their_tokens_go() -> None:
     two = [drawn(0, (5, 6), [7, 8, 9]), drawn(1, (5,), [7])]
     again = [restored(one.request, plain(one)) for one in two]  # through a checkpoint
     rollout = collate(0, again)
-    assert rollout.experts is not None and rollout.experts.dtype == torch.uint8
-    assert torch.equal(rollout.experts, torch.from_numpy(np.concatenate([one.experts for one in two])))  # type: ignore[misc]
+    assert rollout.routed_experts is not None and rollout.routed_experts.dtype == torch.uint8
+    assert torch.equal(rollout.routed_experts, torch.from_numpy(np.concatenate([one.routed_experts for one in two])))  # type: ignore[misc]
     turned = rollout.join(rollout).pick(torch.tensor([3, 0]))
-    assert turned.experts is not None
-    assert torch.equal(turned.experts, torch.cat([rollout.experts[5:], rollout.experts[:5]]))
+    assert turned.routed_experts is not None
+    assert torch.equal(turned.routed_experts, torch.cat([rollout.routed_experts[5:], rollout.routed_experts[:5]]))
     for rank in range(2):
         packed = pack(rollout, [1, 0], 2, rank, 8)
         real = packed.source >= 0
         assert torch.equal(packed.tokens[0, real], rollout.tokens[packed.source[real]])
         assert not packed.tokens[0, ~real].any() and int(real.sum()) > 0
     with pytest.raises(ValueError, match="some of the batches"):
-        rollout.join(replace(rollout, experts=None))
+        rollout.join(replace(rollout, routed_experts=None))
 
 
 def answer(numbers: Any) -> dict[str, Any]:
@@ -131,7 +131,10 @@ def test_an_engines_experts_are_read_without_its_dense_layers() -> None:
 
 def test_a_request_asks_for_the_experts_that_it_does_not_know() -> None:
     experts = [[[1, 2], [3, 0]], [[0, 1], [2, 3]], [[2, 0], [1, 3]], [[3, 1], [0, 2]]]
-    requests = [replace(request(0, (5, 6, 7, 8)), experts_from=3), replace(request(1, (5, 6, 7)), experts_from=1)]
+    requests = [
+        replace(request(0, (5, 6, 7, 8)), routed_experts_start=3),
+        replace(request(1, (5, 6, 7)), routed_experts_start=1),
+    ]
     bodies = [generate_body(each, SamplingParams(), experts=True) for each in (*requests, request(0, (5,)))]
     assert all(body["return_routed_experts"] is True for body in bodies)
     assert [body.get("routed_experts_start_len") for body in bodies] == [3, 1, None]
@@ -143,16 +146,19 @@ def test_a_request_asks_for_the_experts_that_it_does_not_know() -> None:
                 "prompt_tokens": len(each.prompt.token_ids),
                 "weight_version": "0",
                 "output_token_logprobs": [[-0.5, 7, None]],
-                "routed_experts": SHAPE.written(np.array(experts[each.experts_from : len(each.prompt.token_ids)])),
+                "routed_experts": SHAPE.written(np.array(experts[each.routed_experts_start : len(each.prompt.token_ids)])),
             },
         }
         for each in requests
     ]
     expected = Expected(10, 4, routed=SHAPE)
     first, second = (read_answer(r, json.dumps(a).encode(), expected) for r, a in zip(requests, answers))
-    assert first.experts is not None and first.experts.tolist() == [experts[3], [[0, 0], [0, 0]]]
-    assert second.experts is not None and second.experts.tolist() == [*experts[1:3], [[0, 0], [0, 0]]]
-    known = joined(joined(None, SHAPE.read(answer([[0, 0], *experts[0]]), 2)), first.experts)
+    assert first.routed_experts is not None and first.routed_experts.tolist() == [experts[3], [[0, 0], [0, 0]]]
+    assert second.routed_experts is not None and second.routed_experts.tolist() == [
+        *experts[1:3],
+        [[0, 0], [0, 0]],
+    ]
+    known = joined(joined(None, SHAPE.read(answer([[0, 0], *experts[0]]), 2)), first.routed_experts)
     assert known is not None and whole(known).tolist() == [experts[0], experts[3], [[0, 0], [0, 0]]]
 
 
@@ -257,7 +263,7 @@ def test_the_transformers_engine_says_its_experts(tiny_models: TinyModels, tmp_p
             engine.check_experts()
             drawn.append({"name": family, "model": str(old), "temperature": 1.0, "samples": sample(engine, 1.0)})
             [unasked] = engine.generate([request(0, (5, 6))], SamplingParams(max_new_tokens=2))
-            assert unasked.experts is None
+            assert unasked.routed_experts is None
             if family == "gpt_oss":
                 exporter = FileExporter(new)
                 with closing(WeightSync(exporter, engine.urls, PROVED, access=engine.access)) as sync:
@@ -332,8 +338,8 @@ def test_a_killed_run_goes_on_with_the_experts_of_what_was_drawn_ahead(runs: tup
     whole, killed = runs
     kept = torch.load(whole / "checkpoints/step_2/kept.pt", weights_only=True)
     rollout = Rollout(**kept["ahead"]["rollout"])
-    assert rollout.experts is not None and rollout.experts.dtype == torch.uint8
-    assert rollout.experts.shape == (rollout.tokens.numel(), 1, 2)
+    assert rollout.routed_experts is not None and rollout.routed_experts.dtype == torch.uint8
+    assert rollout.routed_experts.shape == (rollout.tokens.numel(), 1, 2)
     assert any(len(part["arrays"]) == 4 for group in kept["segments"] for part in group["parts"]), "none was carried"
     assert results(killed) == results(whole)
     assert samples(killed) == samples(whole)

@@ -199,7 +199,7 @@ def test_engines_are_checked_and_opened_at_the_same_time(monkeypatch: pytest.Mon
     monkeypatch.setattr(EngineClient, "begin_weight_update", lambda client: bool(together.wait()) or True)
     for quiet in ("end_weight_update", "flush_when_idle", "update_weight_version"):
         monkeypatch.setattr(EngineClient, quiet, lambda client, *args: None)
-    monkeypatch.setattr("mrl.weights.sync.weight_sync.taken_at_once", lambda arch: {})
+    monkeypatch.setattr("mrl.weights.sync.weight_sync.joined_tensors", lambda arch: {})
     exporter: Any = SimpleNamespace(arch=None, metas=list, stream=lambda: iter(()))
     sync = WeightSync(exporter, urls, SyncConfig(transport="http"))
     sync.update_weights("1")

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mrl.algo.running import RunningMoments
+from mrl.algo.running_moments import RunningMoments
 from mrl.config.schema import AlgorithmConfig
 from mrl.core import Rollout
 from mrl.trainers.rl.scores import ScoreControl

@@ -45,11 +45,11 @@ class Engine:
         finish = "stop" if ids[-1] == 0 else "length"
         log_probs = -np.arange(1.0, len(ids) + 1) / 100
         experts = self.experts(request, len(ids)) if self.has_experts else None
-        return Sample(request, np.array(ids), log_probs, finish, str(self.version), experts=experts)
+        return Sample(request, np.array(ids), log_probs, finish, str(self.version), routed_experts=experts)
 
     def experts(self, request: Request, drawn: int) -> np.ndarray:
         """[place, version] of each token that goes somewhere, of those that are asked for."""
-        places = np.arange(request.experts_from, len(request.prompt.token_ids) + drawn)
+        places = np.arange(request.routed_experts_start, len(request.prompt.token_ids) + drawn)
         found = np.stack([places, np.full_like(places, self.version)], 1)[:, None].astype(np.uint8)
         found[-1] = 0
         return found
@@ -90,20 +90,24 @@ def test_no_token_is_older_than_a_response_takes() -> None:
     tokens = 4
     steps = run(segments(tokens), range(30))
     ages = {
-        step - int(s.versions[0])
+        step - int(s.token_weight_versions[0])
         for step, groups in enumerate(steps)
         for g in groups
         for s in g
-        if s.versions is not None
+        if s.token_weight_versions is not None
     }
     assert 0 < max(ages) <= MOST // tokens
     mixed = [
-        s for groups in steps for g in groups for s in g if s.versions is not None and len({*s.versions.tolist()}) > 1
+        s
+        for groups in steps
+        for g in groups
+        for s in g
+        if s.token_weight_versions is not None and len({*s.token_weight_versions.tolist()}) > 1
     ]
     for sample in mixed:  # each span is what its weights draw after what was there before
-        assert sample.versions is not None
-        for version in {*sample.versions.tolist()}:
-            span = np.flatnonzero(sample.versions == version)
+        assert sample.token_weight_versions is not None
+        for version in {*sample.token_weight_versions.tolist()}:
+            span = np.flatnonzero(sample.token_weight_versions == version)
             prompt = (*sample.request.prompt.token_ids, *sample.response_ids[: span[0]].tolist())
             again = Request(0, 0, Prompt(0, prompt, {}), sample.request.seed)
             drawn = Engine(version)([again], len(span))[0].response_ids.tolist()
@@ -119,8 +123,8 @@ def test_a_run_that_goes_on_from_a_checkpoint_is_the_same_run() -> None:
     again = begun + run(then, range(5, 12))
     for a, b in zip(whole, again, strict=True):
         assert texts(a) == texts(b)
-        assert [s.versions.tolist() for g in a for s in g if s.versions is not None] == [
-            s.versions.tolist() for g in b for s in g if s.versions is not None
+        assert [s.token_weight_versions.tolist() for g in a for s in g if s.token_weight_versions is not None] == [
+            s.token_weight_versions.tolist() for g in b for s in g if s.token_weight_versions is not None
         ]
     other = segments()
     other.load_state_dict({"steps": []})
@@ -136,11 +140,13 @@ def test_a_token_keeps_the_experts_that_it_first_went_to() -> None:
         made = again
         for group in made.draw(step, Engine(step, has_experts=True))[0]:
             for one in group:
-                assert one.experts is not None and one.versions is not None
+                assert one.routed_experts is not None and one.token_weight_versions is not None
                 prompt, drawn = len(one.request.prompt.token_ids), len(one.response_ids)
-                places, versions = one.experts[:-1, 0].T
-                assert places.tolist() == list(range(prompt + drawn - 1)) and not one.experts[-1].any()
-                by = [one.versions[0]] * (prompt - 1) + one.versions.tolist()  # a token goes where the next is drawn
+                places, versions = one.routed_experts[:-1, 0].T
+                assert places.tolist() == list(range(prompt + drawn - 1)) and not one.routed_experts[-1].any()
+                by = [one.token_weight_versions[0]] * (
+                    prompt - 1
+                ) + one.token_weight_versions.tolist()  # a token goes where the next is drawn
                 assert versions.tolist() == by
                 mixed += len({*by}) > 1
     assert mixed, "no response was drawn by several weights"
@@ -175,11 +181,14 @@ def test_a_step_draws_no_more_than_it_needs() -> None:
 def test_ages_are_of_tokens() -> None:
     found: list[Any] = [sample for groups in run(segments(), range(9))[-1:] for sample in in_order(groups)]
     rollout = collate(8, found)
-    assert rollout.born is not None and rollout.born.tolist() == np.concatenate([s.versions for s in found]).tolist()
+    assert (
+        rollout.token_weight_versions is not None
+        and rollout.token_weight_versions.tolist() == np.concatenate([s.token_weight_versions for s in found]).tolist()
+    )
     limits = MismatchLimits(MismatchConfig(), print)
     where = torch.ones(rollout.num_response_tokens, dtype=torch.bool)
     metrics = limits.check(rollout, rollout.rollout_log_probs + 0.25, where, version=8)
-    ages = (8 - rollout.born).float()
+    ages = (8 - rollout.token_weight_versions).float()
     assert metrics["staleness/mean"] == pytest.approx(float(ages.mean())) and metrics["staleness/max"] == ages.max()
     assert {name for name in metrics if name.startswith("mismatch/age")} == {
         f"mismatch/age_{int(a)}" for a in ages.unique()

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from mrl import cli
 from mrl.config.loader import ConfigError, load
 from mrl.config.schema import HeldOutConfig, SFTConfig
-from mrl.data.opened import with_steps
-from mrl.trainers.shared.best import Best
+from mrl.data.open_data import with_steps
+from mrl.trainers.shared.best_validation import BestValidation
 from tests import zygote
 from tests.conftest import TinyModels
 from tests.test_resume import VOCAB, results, train, train_and_kill
@@ -164,36 +164,36 @@ def test_a_run_that_has_ended_early_stays_ended(folder: Path) -> None:
 
 
 def test_what_is_better_and_what_is_progress() -> None:
-    best = Best(HeldOutConfig(metric="token_accuracy", min_delta=0.1, patience=2, keep_best=True))
+    best = BestValidation(HeldOutConfig(metric="token_accuracy", min_delta=0.1, patience=2, keep_best=True))
     for step, value in enumerate((0.2, 0.25, 0.4, math.nan, 0.45), 1):
-        best.see(step, {"validation/token_accuracy": value})
+        best.record(step, {"validation/token_accuracy": value})
     assert (best.value, best.step, best.stalled) == (0.45, 5, 2) and best.is_over and best.kept_step == 5
-    again = Best(HeldOutConfig(metric="token_accuracy", patience=3))
+    again = BestValidation(HeldOutConfig(metric="token_accuracy", patience=3))
     again.load_state_dict(best.state_dict())
     assert again.stalled == 2 and not again.is_over and again.kept_step is None
-    other = Best(HeldOutConfig(patience=2))
+    other = BestValidation(HeldOutConfig(patience=2))
     other.load_state_dict(best.state_dict())
     assert (other.value, other.stalled) == (None, 0), "of another metric"
 
 
 def test_the_best_of_other_rows_is_not_compared_with(tiny_models: TinyModels, tmp_path: Path) -> None:
-    def best_of(more: str = "", **validation: Any) -> Best:
+    def best_of(more: str = "", **validation: Any) -> BestValidation:
         cfg = load(write(tmp_path, tiny_models("llama"), validation=validation))
         with (tmp_path / "held_out.jsonl").open("a") as rows:
             rows.write(more)
-        best = Best.of(cfg)
+        best = BestValidation.of(cfg)
         assert best is not None
         return best
 
     seen = best_of()
-    seen.see(1, {"validation/loss": 0.5})
+    seen.record(1, {"validation/loss": 0.5})
     same, fewer = best_of(patience=4), best_of(rows=2)
     same.load_state_dict(seen.state_dict())
     fewer.load_state_dict(seen.state_dict())
     more = best_of('{"prompt": "one", "answer": "more"}\n')
     more.load_state_dict(seen.state_dict())
     assert (same.value, fewer.value, more.value) == (0.5, None, None)
-    fewer.see(2, {"validation/loss": 0.6})
+    fewer.record(2, {"validation/loss": 0.6})
     assert fewer.kept_step == 2
 
 

@@ -16,9 +16,9 @@ from transformers.utils import chat_template_utils
 
 from mrl.config.schema import PackingConfig, SFTDataConfig
 from mrl.data import DataError, SFTDataset, Tokenizer, TokenizerError, load_tokenizer, pack, sft_notes
-from mrl.data.packs import Packs, best_fit, pieces_of
-from mrl.data.sft_source import Example
-from mrl.data.wrapped import Wrapped
+from mrl.data.packed_rows import PackedRows, best_fit, pieces_of
+from mrl.data.sft_source import SFTExample
+from mrl.data.wrapped_rows import WrappedRows
 from tests.tiny import tiny_tokenizer
 
 CHATML = (
@@ -71,7 +71,7 @@ def dataset(folder: Path, template: str, *rows: Any, **keys: Any) -> SFTDataset:
 def learnt(data: SFTDataset, number: int = 0) -> list[tuple[str, float]]:
     """The texts that are learnt of a row, and what their tokens count."""
     batch = data.batch(0, [number])
-    counts = torch.ones(batch.num_response_tokens) if batch.counts is None else batch.counts
+    counts = torch.ones(batch.num_response_tokens) if batch.loss_weights is None else batch.loss_weights
     counts = torch.cat([torch.zeros(int(batch.prompt_lens[0])), counts])
     found: list[tuple[str, float]] = []
     for place in counts.nonzero()[:, 0].tolist():
@@ -90,7 +90,7 @@ def learnt(data: SFTDataset, number: int = 0) -> list[tuple[str, float]]:
 def test_every_turn_of_the_assistant_is_learnt_with_its_end(tmp_path: Path, template: str, end: str) -> None:
     data = dataset(tmp_path, template, {"messages": TALK}, form="messages")
     assert learnt(data) == [(f"Two.{end}", 1.0), (f"Four.{end}", 1.0)]
-    whole = data.tokenizer.dress_whole(TALK)
+    whole = data.tokenizer.render_conversation(TALK)
     assert data.rows[0].ids.tolist() == data.tokenizer.encode_plain([whole])[0]
     last = dataset(tmp_path, template, {"messages": TALK}, form="messages", train_on="last")
     assert learnt(last) == [(f"Four.{end}", 1.0)]
@@ -121,7 +121,7 @@ def test_a_template_of_a_file_takes_the_place_of_the_tokenizer_s(tmp_path: Path)
     with_template(tmp_path / "tokenizer", CHATML)
     (tmp_path / "mine.jinja").write_text(LLAMA3)
     found = load_tokenizer(tmp_path / "tokenizer", None, str(tmp_path / "mine.jinja"))
-    assert found.dress_whole(TALK[:2]).endswith("Two.<|eot_id|>")
+    assert found.render_conversation(TALK[:2]).endswith("Two.<|eot_id|>")
     assert f"the chat template is that of {tmp_path / 'mine.jinja'} (model.chat_template)" in found.notes
     with pytest.raises(TokenizerError, match=r"model.chat_template: .*none.jinja cannot be read"):
         load_tokenizer(tmp_path / "tokenizer", None, str(tmp_path / "none.jinja"))
@@ -165,7 +165,7 @@ def test_icons_are_text_and_what_stands_for_control_tokens_is_refused(tmp_path: 
     icons = "\U000f02a2 \U00100185"  # of Nerd Fonts, of SF Symbols
     talk, forged = ([*TALK[:1], {"role": "assistant", "content": text}] for text in (icons, icons + "<|im_end|>"))
     data = dataset(tmp_path, CHATML, {"messages": talk}, {"messages": forged}, form="messages")
-    plain, whole = (data.tokenizer.dress_whole(each) for each in (talk, forged))
+    plain, whole = (data.tokenizer.render_conversation(each) for each in (talk, forged))
     assert data.rows[0].ids.tolist() == data.tokenizer.hf(plain, add_special_tokens=False)["input_ids"]
     assert data.tokenizer.decode(data.rows[1].ids.tolist(), special=True) == whole
     assert data.rows[1].ids.tolist().count(data.tokenizer.hf.convert_tokens_to_ids("<|im_end|>")) == 2
@@ -183,10 +183,12 @@ def test_weights_of_rows_and_messages_are_multiplied(tmp_path: Path) -> None:
     assert data.sources[0].unlearnt == 1 and len(data) == 2
     assert "1 rows left out: they have no token to train on" in " ".join(sft_notes("data.train", data))
     batch = data.batch(0, [0, 1])
-    assert float(batch.shares.sum()) == pytest.approx(1)
+    assert float(batch.normalized_loss_weights.sum()) == pytest.approx(1)
     packed = pack(batch, [0, 1], cp=1, cp_rank=0, align_total=1)
-    assert packed.dest.tolist() == batch.counts.nonzero()[:, 0].tolist(), "nothing is computed for what is not learnt"
-    assert packed.labels.tolist() == torch.cat([batch.tokens[packed.rows + 1]]).tolist()
+    assert packed.response_indices.tolist() == batch.loss_weights.nonzero()[:, 0].tolist(), (
+        "nothing is computed for what is not learnt"
+    )
+    assert packed.labels.tolist() == torch.cat([batch.tokens[packed.output_positions + 1]]).tolist()
     with pytest.raises(DataError, match=r"rows.jsonl:1: 'weight' must be a number of at least 0, not -1"):
         dataset(tmp_path, CHATML, {"messages": [TALK[0], TALK[1] | {"weight": -1}]}, form="messages")
 
@@ -288,17 +290,17 @@ def test_wrapped_texts_are_a_join_by_hand(tmp_path: Path, shuffle: bool) -> None
     rows = [{"text": "".join(chr(97 + (7 * n + i) % 26) for i in range(5 + 3 * n % 17))} for n in range(23)]
     data = dataset(tmp_path, CHATML, *rows, form="text", shuffle=shuffle)
     cfg = PackingConfig(strategy="wrapped", seq_length=16, num_of_sequences=4)
-    wrapped = Wrapped(data, cfg, seed=3)
+    wrapped = WrappedRows(data, cfg, seed=3)
     wanted = by_hand(data, 0, 16, 4)
     assert len(wrapped) == sum(map(len, wanted)) > 10 and len(wanted) > 2
     batch = wrapped.batch(0, len(wrapped))
-    assert batch.counts is None and batch.prompt_lens.unique().tolist() == [1]
+    assert batch.loss_weights is None and batch.prompt_lens.unique().tolist() == [1]
     got = batch.tokens.view(-1, 16).tolist()
     for buffer in wanted:
         part, got = got[: len(buffer)], got[len(buffer) :]
         assert sorted(part) == sorted(buffer) and (part == buffer or shuffle)
     again = [row for buffer in by_hand(data, 1, 16, 4) for row in buffer]
-    later = Wrapped(data, cfg, seed=3).batch(len(wrapped), 1)  # a run that goes on there
+    later = WrappedRows(data, cfg, seed=3).batch(len(wrapped), 1)  # a run that goes on there
     assert later.tokens.tolist() in again
     assert (sorted(again) == sorted(row for buffer in wanted for row in buffer)) == (not shuffle)
 
@@ -307,7 +309,7 @@ def test_wrapped_texts_are_a_join_by_hand(tmp_path: Path, shuffle: bool) -> None
 def test_packs_hold_every_row_once_and_no_more_tokens_than_they_may(tmp_path: Path, strategy: Any) -> None:
     rows = [{"text": chr(97 + n) * (2 + 5 * n % 23)} for n in range(24)]
     data = dataset(tmp_path, CHATML, *rows, form="text", max_tokens=16 if strategy == "bfd" else None)
-    made = Packs(data, PackingConfig(strategy=strategy, seq_length=16), seed=3)
+    made = PackedRows(data, PackingConfig(strategy=strategy, seq_length=16), seed=3)
     packs = [made.batch(number, 1) for number in range(len(made))]
     assert all(int(pack.seq_lens.sum()) <= 16 for pack in packs)
     fewest = -(-sum(len(row.ids) for row in data.rows) // 16)
@@ -316,7 +318,7 @@ def test_packs_hold_every_row_once_and_no_more_tokens_than_they_may(tmp_path: Pa
     whole = [row.ids.tolist() for row in data.rows]
     parts = [row[i : i + 16] for row in whole for i in range(0, len(row), 16)]
     assert seen == sorted(part for part in parts if len(part) > 1)  # of a token alone nothing is learnt
-    later = Packs(data, PackingConfig(strategy=strategy, seq_length=16), seed=3).batch(len(made), 1)
+    later = PackedRows(data, PackingConfig(strategy=strategy, seq_length=16), seed=3).batch(len(made), 1)
     assert later.tokens.tolist() not in [pack.tokens.tolist() for pack in packs[:1]], "the second epoch is another"
 
 
@@ -328,7 +330,7 @@ def test_best_fit_by_hand() -> None:
 
 def test_a_split_row_is_learnt_as_it_would_be_whole() -> None:
     """But for the first token of a later part, before which nothing is seen; what counts 0 goes on doing so."""
-    row = Example(4, np.arange(10, dtype=np.int32), 3, np.array([1, 0, 1, 1, 2, 0, 0], dtype=np.float32), "s", False)
+    row = SFTExample(4, np.arange(10, dtype=np.int32), 3, np.array([1, 0, 1, 1, 2, 0, 0], dtype=np.float32), "s", False)
     first, second, *rest = pieces_of(row, 4)
     parts = [(part.ids.tolist(), part.prompt, part.weights) for part in (first, second)]
     assert [part[:2] for part in parts] == [([0, 1, 2, 3], 3), ([4, 5, 6, 7], 1)]
@@ -338,9 +340,9 @@ def test_a_split_row_is_learnt_as_it_would_be_whole() -> None:
 
 def test_texts_that_come_once_or_fill_no_row(tmp_path: Path) -> None:
     data = dataset(tmp_path, CHATML, {"text": "abcdefg"}, {"text": "hijklmn"}, form="text")
-    once = Wrapped(data, PackingConfig(strategy="wrapped", seq_length=4, infinite=False), seed=3)
+    once = WrappedRows(data, PackingConfig(strategy="wrapped", seq_length=4, infinite=False), seed=3)
     once.require(4)
     with pytest.raises(DataError, match="4 rows of packing.seq_length=4 tokens, and the run needs 5"):
         once.require(5)
     with pytest.raises(DataError, match="16 tokens, including EOS, do not fill one row of packing.seq_length=17"):
-        Wrapped(data, PackingConfig(strategy="wrapped", seq_length=17), seed=3)
+        WrappedRows(data, PackingConfig(strategy="wrapped", seq_length=17), seed=3)

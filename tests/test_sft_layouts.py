@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from mrl.models.batch import Extras, ModelBatch
+from mrl.models.batch import ModelBatch, PassOptions
 from mrl.models.noise import embedding_noise
 from tests.tiny import make_tiny
 from tests.world import run_world
@@ -49,7 +49,7 @@ def test_each_loss_is_one_of_its_own(results: Results) -> None:
 def noise(tokens: list[int], samples: list[int], alpha: float = 1.0, seed: int = 5, h: int = 64) -> torch.Tensor:
     lens = torch.tensor(tokens)
     batch = ModelBatch(
-        extras=Extras(noise=alpha, seed=seed), samples=torch.tensor(samples), seq_lens=lens,
+        extras=PassOptions(noise=alpha, seed=seed), samples=torch.tensor(samples), seq_lens=lens,
         starts=torch.cat([lens.new_zeros(1), lens.cumsum(0)]), positions=torch.cat([torch.arange(n) for n in tokens]),
     )  # fmt: skip
     return embedding_noise(batch, torch.zeros(1, 1, h), (0, 1))[:, 0]

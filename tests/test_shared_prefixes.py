@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from mrl.config.schema import ParallelConfig, TrainConfig
 from mrl.core import Rollout
 from mrl.data.packing import pack
-from mrl.data.prefixes import common_prefixes, ways_to_cut
+from mrl.data.prefixes import common_prefixes, family_splits
 from mrl.families import ModelArch, load_arch
-from mrl.learner.micro_batches import Split
+from mrl.learner.micro_batches import MicroBatchPlanner
 from mrl.models.attention import packed_attention, transformer_engine_attention
 from mrl.models.attention_plan import AttentionPlan
-from mrl.models.batch import Extras, ModelBatch
+from mrl.models.batch import ModelBatch, PassOptions
 from tests.tiny import make_tiny
 
 CPU = torch.device("cpu")
@@ -41,14 +41,18 @@ def in_turns(rollout: Rollout, seed: int) -> Rollout:
     """The same, of whose responses an environment has said a part, perhaps all."""
     after = torch.cat([torch.arange(n) >= p for n, p in zip(rollout.seq_lens, rollout.prompt_lens, strict=True)])
     drawn = after & (torch.rand(after.numel(), generator=torch.Generator().manual_seed(seed)) < 0.4)
-    made = {**vars(rollout), "drawn": drawn, "rollout_log_probs": torch.zeros(int(drawn.sum()))}
+    made = {**vars(rollout), "action_mask": drawn, "rollout_log_probs": torch.zeros(int(drawn.sum()))}
     return Rollout(**made)
 
 
 def slow_common(rollout: Rollout, ids: list[int]) -> list[int]:
     """One token after the other."""
     sequences = [x.tolist() for x in rollout.tokens.split(rollout.seq_lens.tolist())]
-    drawn = None if rollout.drawn is None else [x.tolist() for x in rollout.drawn.split(rollout.seq_lens.tolist())]
+    drawn = (
+        None
+        if rollout.action_mask is None
+        else [x.tolist() for x in rollout.action_mask.split(rollout.seq_lens.tolist())]
+    )
     found = []
     for at, i in enumerate(ids):
         flags = [o >= rollout.prompt_lens[i] for o in range(len(sequences[i]))] if drawn is None else drawn[i]
@@ -82,23 +86,25 @@ def test_tokens_are_there_once_and_stand_for_all_that_were(rollout: Rollout, ord
     common = slow_common(rollout, ids)
     assert common_prefixes(rollout, ids).tolist() == common and sum(common) > 0
     plain, once = (pack(rollout, ids, 1, 0, unit, shares=shares) for shares in (False, True))
-    assert plain.spread is None and once.spread is not None
-    spread = once.spread
+    assert plain.shared_index is None and once.shared_index is not None
+    shared_index = once.shared_index
     there = int(rollout.seq_lens.sum()) - sum(common)
     assert once.tokens.numel() == -(-there // unit) * unit
-    whole = spread.numel()  # what is padded may be longer or shorter
+    whole = shared_index.numel()  # what is padded may be longer or shorter
     real = int(rollout.seq_lens.sum())
-    assert torch.equal(once.tokens[0][spread[:real]], plain.tokens[0][:real])
-    assert torch.equal(once.position_ids[0][spread[:real]], plain.position_ids[0][:real])
-    assert torch.equal(rollout.tokens[once.source[spread[:real]]], plain.tokens[0][:real])
+    assert torch.equal(once.tokens[0][shared_index[:real]], plain.tokens[0][:real])
+    assert torch.equal(once.position_ids[0][shared_index[:real]], plain.position_ids[0][:real])
+    assert torch.equal(rollout.tokens[once.source[shared_index[:real]]], plain.tokens[0][:real])
     assert once.cu_seqlens.tolist()[: len(ids) + 1] == plain.cu_seqlens.tolist()[: len(ids) + 1]
     assert int(once.cu_seqlens[-1]) == whole
-    assert torch.equal(spread[plain.rows], once.rows) and len(once.rows.unique()) == len(once.rows)
-    assert torch.equal(once.labels, plain.labels) and torch.equal(once.dest, plain.dest)
+    assert torch.equal(shared_index[plain.output_positions], once.output_positions) and len(
+        once.output_positions.unique()
+    ) == len(once.output_positions)
+    assert torch.equal(once.labels, plain.labels) and torch.equal(once.response_indices, plain.response_indices)
     before: dict[int, tuple[int, ...]] = {}  # all that a token stands for has come after the same ones
     for sequence, places in zip(
         plain.tokens[0][:real].split(rollout.seq_lens[ids].tolist()),
-        spread[:real].split(rollout.seq_lens[ids].tolist()),
+        shared_index[:real].split(rollout.seq_lens[ids].tolist()),
         strict=True,
     ):
         for offset, place in enumerate(places.tolist()):
@@ -110,7 +116,7 @@ def test_tokens_are_there_once_and_stand_for_all_that_were(rollout: Rollout, ord
 def test_what_saves_little_is_not_worth_it_and_what_is_cut_shares_nothing() -> None:
     few = groups_of((4, [40, 40]))
     assert slow_common(few, [0, 1]) == [0, 3] and common_prefixes(few, [0, 1]).tolist() == [0, 0]
-    assert pack(few, [0, 1], 1, 0, 1, shares=True).spread is None
+    assert pack(few, [0, 1], 1, 0, 1, shares=True).shared_index is None
     assert pack(few, [], 1, 0, 4, shares=True).tokens.tolist() == [[0, 0, 0, 0]]
 
 
@@ -123,19 +129,19 @@ def test_attention_of_shared_tokens_is_that_of_all(rollout: Rollout, window: int
     the last layer, where only rows ask, too."""
     ids = list(range(rollout.num_samples))
     plain, once = (pack(rollout, ids, 1, 0, 1, shares=shares) for shares in (False, True))
-    assert once.spread is not None
+    assert once.shared_index is not None
     g = torch.Generator().manual_seed(1)
     own = [torch.randn(once.tokens.numel(), heads, 16, generator=g, requires_grad=True) for heads in (4, 2, 2)]
-    weights = torch.randn(len(once.rows), 4, 16, generator=g)
-    plans = [AttentionPlan.make(b.cu_seqlens, 1, 0, CPU, b.spread) for b in (once, plain)]
+    weights = torch.randn(len(once.output_positions), 4, 16, generator=g)
+    plans = [AttentionPlan.make(b.cu_seqlens, 1, 0, CPU, b.shared_index) for b in (once, plain)]
     if some_ask:
-        plans = [plan.giving(batch.rows) for plan, batch in zip(plans, (once, plain), strict=True)]
+        plans = [plan.for_outputs(batch.output_positions) for plan, batch in zip(plans, (once, plain), strict=True)]
     results = [
         packed_attention(*own, plans[0], 0.25, window),
-        packed_attention(*(x[once.spread] for x in own), plans[1], 0.25, window),
+        packed_attention(*(x[once.shared_index] for x in own), plans[1], 0.25, window),
     ]
     if not some_ask:
-        results = [out[batch.rows] for out, batch in zip(results, (once, plain), strict=True)]
+        results = [out[batch.output_positions] for out, batch in zip(results, (once, plain), strict=True)]
     torch.testing.assert_close(results[0], results[1], atol=1e-6, rtol=0)
     grads = [torch.autograd.grad((out * weights).sum(), own) for out in results]
     for got, want in zip(*grads, strict=True):
@@ -147,16 +153,16 @@ def test_attention_of_shared_tokens_is_that_of_all(rollout: Rollout, window: int
 def test_what_is_not_finite_in_one_sequence_is_not_seen_in_others(prompt: int) -> None:
     rollout = groups_of((prompt, [9, 7, 8]), (prompt, [4, 6]))
     once = pack(rollout, range(5), 1, 0, 1, shares=True)
-    assert once.spread is not None
+    assert once.shared_index is not None
     q, k, v = (
         torch.randn(once.tokens.numel(), heads, 16, generator=torch.Generator().manual_seed(1)) for heads in (4, 2, 2)
     )
-    v[once.spread[prompt : prompt + 9]] = torch.nan  # the first one's response
-    out = packed_attention(q, k, v, AttentionPlan.make(once.cu_seqlens, 1, 0, CPU, once.spread), 0.25)
+    v[once.shared_index[prompt : prompt + 9]] = torch.nan  # the first one's response
+    out = packed_attention(q, k, v, AttentionPlan.make(once.cu_seqlens, 1, 0, CPU, once.shared_index), 0.25)
     of_first = torch.zeros(len(out), dtype=torch.bool)
-    of_first[once.spread[prompt - 1 : prompt + 9]] = True
+    of_first[once.shared_index[prompt - 1 : prompt + 9]] = True
     assert torch.equal(of_first | out.isfinite().flatten(1).all(1), torch.ones(len(out), dtype=torch.bool))
-    assert not out[once.spread[prompt]].isfinite().all()
+    assert not out[once.shared_index[prompt]].isfinite().all()
 
 
 class WholeSequences(torch.nn.Module):
@@ -178,18 +184,18 @@ def test_transformer_engine_is_shown_whole_sequences(rollout: Rollout, monkeypat
     monkeypatch.setitem(sys.modules, name, module)
     attention, g = transformer_engine_attention()(), torch.Generator().manual_seed(1)
     plain, once = (pack(rollout, range(rollout.num_samples), 1, 0, 4, shares=shares) for shares in (False, True))
-    assert once.spread is not None
+    assert once.shared_index is not None
     own = [torch.randn(once.tokens.numel(), 1, heads, 16, generator=g, requires_grad=True) for heads in (4, 2, 2)]
-    weights = torch.randn(len(once.rows), 1, 64, generator=g)
+    weights = torch.randn(len(once.output_positions), 1, 64, generator=g)
     mesh: Any = SimpleNamespace(cp=1, cp_rank=0)
     results = []
     for batch, inputs in (
         (once, own),
-        (plain, [F.pad(x[once.spread], (0,) * 6 + (0, 3))[: plain.tokens.numel()] for x in own]),
+        (plain, [F.pad(x[once.shared_index], (0,) * 6 + (0, 3))[: plain.tokens.numel()] for x in own]),
     ):
         out = attention(*inputs, None, packed_seq_params=ModelBatch.make(batch, mesh, 1.0, "log_probs"))
         assert out.shape == (batch.tokens.numel(), 1, 64)
-        results.append(out[batch.rows])
+        results.append(out[batch.output_positions])
     torch.testing.assert_close(results[0], results[1], atol=1e-6, rtol=0)
     grads = [torch.autograd.grad((out * weights).sum(), own) for out in results]
     for got, want in zip(*grads, strict=True):
@@ -197,9 +203,9 @@ def test_transformer_engine_is_shown_whole_sequences(rollout: Rollout, monkeypat
 
 
 def test_families_are_cut_into_equal_parts_of_half_as_many_each_time() -> None:
-    ways = ways_to_cut(torch.tensor([8, 1, 3]), torch.tensor([5, 9, 9]))
+    ways = family_splits(torch.tensor([8, 1, 3]), torch.tensor([5, 9, 9]))
     assert [way.tolist() for way in ways] == [[4, 4, 1, 3], [3, 3, 2, 1, 3], [2, 2, 2, 2, 1, 2, 1]]
-    assert list(ways_to_cut(torch.tensor([1, 1]), torch.tensor([9, 9]))) == []
+    assert list(family_splits(torch.tensor([1, 1]), torch.tensor([9, 9]))) == []
 
 
 @pytest.fixture(scope="module")
@@ -214,7 +220,7 @@ def planned(arch: ModelArch, rollout: Rollout, dp: int, tokens: int = 10_000, **
     found = []
     for rank in range(dp):
         mesh: Any = SimpleNamespace(dp=dp, dp_rank=rank, cp=1, cp_rank=0, pp=1, vpp=None, cfg=ParallelConfig())
-        split = Split(mesh, TrainConfig(max_tokens_per_microbatch=tokens), arch, "policy", shares=True)
+        split = MicroBatchPlanner(mesh, TrainConfig(max_tokens_per_microbatch=tokens), arch, "policy", shares=True)
         batches = split.micro_batches(rollout, range(rollout.num_samples), **more)
         found.append([batch.samples[batch.samples >= 0].tolist() for batch in batches])
     return found
@@ -237,7 +243,7 @@ def test_samples_that_begin_alike_meet_as_far_as_ranks_stay_busy(arch: ModelArch
 def test_what_is_random_by_sample_is_not_shared(arch: ModelArch) -> None:
     rollout = groups_of((60, [20] * 4))
     mesh: Any = SimpleNamespace(dp=1, dp_rank=0, cp=1, cp_rank=0, pp=1, vpp=None, cfg=ParallelConfig())
-    split = Split(mesh, TrainConfig(), arch, "policy", shares=True)
-    for extras, shares in ((Extras(), True), (Extras(noise=5.0), False), (Extras(drops=True), False)):
+    split = MicroBatchPlanner(mesh, TrainConfig(), arch, "policy", shares=True)
+    for extras, shares in ((PassOptions(), True), (PassOptions(noise=5.0), False), (PassOptions(drops=True), False)):
         (batch,) = split.micro_batches(rollout, range(4), 1, extras)
-        assert (batch.spread is not None) == shares
+        assert (batch.shared_index is not None) == shares

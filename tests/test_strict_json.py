@@ -14,7 +14,7 @@ from mrl import strict_json
 from mrl.agents.environments import OpenEnvError, _asked
 from mrl.config.json_rows import parse_row
 from mrl.config.schema import DataConfig, SourceConfig
-from mrl.data.columns import told
+from mrl.data.columns import read_template_variables
 from mrl.observe.files import append_jsonl, read_jsonl, write_jsonl
 
 REFUSED = {
@@ -58,7 +58,7 @@ def test_rows_of_the_data(text: str) -> None:
 
 def test_tools_of_a_row() -> None:
     with pytest.raises(ValueError, match="'tools' is text, but not JSON .1e999 is larger"):
-        told({"tools": '[{"maximum": 1e999}]'}, DataConfig(train=(SourceConfig(path="a.jsonl"),)))
+        read_template_variables({"tools": '[{"maximum": 1e999}]'}, DataConfig(train=(SourceConfig(path="a.jsonl"),)))
 
 
 def test_files_of_a_run(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from mrl.rollout import process
 from mrl.rollout.errors import EngineStartError
 from mrl.rollout.launch import Launch
 from mrl.rollout.process import EngineProcess
-from mrl.trainers.shared.pulse import LostRank
+from mrl.trainers.shared.heartbeat import LostRankError
 from mrl.trainers.shared.world import RankZeroError, World, _RankZero
 
 SLEEP = Launch([sys.executable, "-c", "import time; time.sleep(600)"], dict(os.environ))
@@ -176,21 +176,21 @@ def test_only_a_lost_peer_is_a_consequence(
 
 
 class Silent:
-    """A pulse whose other ranks have gone."""
+    """A heartbeat channel whose other ranks have gone."""
 
     @contextlib.contextmanager
-    def working(self, what: str) -> Iterator[None]:
+    def sent_while_working(self, what: str) -> Iterator[None]:
         yield
 
-    def tell(self, message: object) -> None:
-        raise LostRank("no sign of life from rank 1")
+    def send(self, message: object) -> None:
+        raise LostRankError("no sign of life from rank 1")
 
 
 def test_what_failed_on_rank_0_is_said_also_where_no_other_rank_is_left_to_hear_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world: Any = World.__new__(World)
-    world.is_main, world._pulse, world._rank_zero, world._control = True, Silent(), _RankZero(), None
+    world.is_main, world._heartbeat, world._rank_zero, world._control = True, Silent(), _RankZero(), None
 
     def fails(error: Exception) -> None:
         raise error
@@ -202,5 +202,5 @@ def test_what_failed_on_rank_0_is_said_also_where_no_other_rank_is_left_to_hear_
     with pytest.raises(RankZeroError, match="validation failed: OSError: the reward's file is gone"):
         world.from_main("validation", lambda: fails(OSError("the reward's file is gone")))
     for make in (lambda: fails(RuntimeError("gloo: Connection closed by peer")), lambda: None):
-        with pytest.raises(LostRank, match="no sign of life from rank 1"):
+        with pytest.raises(LostRankError, match="no sign of life from rank 1"):
             world.from_main("validation", make)

@@ -14,7 +14,7 @@ if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRE
     pytest.skip("needs triton and TRITON_INTERPRET=1: make test-triton", allow_module_level=True)
 
 from mrl.algo import advantages, stats  # noqa: E402
-from mrl.kernels import algo_triton, clipped_loss, triton_here  # noqa: E402
+from mrl.kernels import algo_triton, clipped_loss, triton_support  # noqa: E402
 
 COLUMNS = 16
 
@@ -26,7 +26,7 @@ def several_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def both(monkeypatch: pytest.MonkeyPatch, made: Any) -> tuple[Any, Any]:
     """By triton, and by torch in float64."""
-    monkeypatch.setattr(triton_here, "takes", lambda *x: all(y.dtype == torch.float32 for y in x))
+    monkeypatch.setattr(triton_support, "supports", lambda *x: all(y.dtype == torch.float32 for y in x))
     got = made(torch.float32)
     monkeypatch.undo()
     return got, made(torch.float64)

@@ -15,7 +15,7 @@ if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRE
 
 from mrl.algo import log_probs  # noqa: E402
 from mrl.kernels import head_rows, head_rows_triton  # noqa: E402
-from mrl.kernels.linear_logprob import Slopes, linear_distribution, linear_log_prob  # noqa: E402
+from mrl.kernels.linear_logprob import LossGradients, linear_distribution, linear_log_prob  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -62,8 +62,10 @@ def test_gradients_are_those_of_log_softmax(dtype: torch.dtype, with_entropy: bo
         if exact:
             found, entropy = log_probs.compute(leaves[0] @ leaves[1][:50].T, labels, 0.7)
         else:
-            slopes = None if with_entropy else Slopes(lambda log_probs, entropies, rows: (slope[rows], None))
-            found, entropy, _ = linear_log_prob(*leaves, labels, 0.7, 0, 50, chunk=3, slopes=slopes)
+            loss_gradients = (
+                None if with_entropy else LossGradients(lambda log_probs, entropies, rows: (slope[rows], None))
+            )
+            found, entropy, _ = linear_log_prob(*leaves, labels, 0.7, 0, 50, chunk=3, loss_gradients=loss_gradients)
         loss = (slope.to(found.dtype) * found).sum() + 0.3 * (entropy if with_entropy else entropy.detach()).sum()
         return torch.autograd.grad(loss, leaves)
 

@@ -64,9 +64,9 @@ def test_every_row_form_says_that_the_template_does_not_write_the_eos(
         notes = [*tokenizer.turn_notes(), *sft_notes("data.train", data)]
     assert any(f"ends the assistant's turns with {end!r}, and the EOS token is '</s>'" in note for note in notes)
     if form == "answers":  # mrl puts the EOS there
-        assert data.ends == {tokenizer.eos_id}
+        assert data.end_tokens == {tokenizer.eos_id}
     else:
-        assert data.ends == {tokenizer.hf.convert_tokens_to_ids(end)}
+        assert data.end_tokens == {tokenizer.hf.convert_tokens_to_ids(end)}
         assert any(f"the model learns to stop with {end!r}" in note for note in notes)
 
 
@@ -138,7 +138,7 @@ def test_glm_s_template_ends_a_turn_with_what_begins_the_next_one(tmp_path: Path
     assert learnt(data) == [(first, 1.0), (last.format("user"), 1.0)]
     assert learnt(data, 1) == [(first, 1.0), (last.format("observation"), 1.0)]
     names = ("<|user|>", "<|observation|>")
-    assert data.ends == {*tokenizer.hf.convert_tokens_to_ids([*names])}
+    assert data.end_tokens == {*tokenizer.hf.convert_tokens_to_ids([*names])}
     pair = PreferenceDataConfig.model_validate(sources(tmp_path, {"prompt": "1", "chosen": "a", "rejected": "b"}))
     [row] = PreferenceDataset(pair.train, pair, tokenizer, "pairs").rows
     ends = [tokenizer.decode(ids.tolist(), special=True)[-9:] for ids in row.responses]
@@ -154,5 +154,5 @@ def test_a_template_whose_turns_have_no_end_is_refused_with_the_way_out(tmp_path
     row = {"prompt": "1", "chosen": "<think></think>a", "rejected": "b"}  # tokens of its own, and none at its end
     pair = PreferenceDataConfig.model_validate(sources(tmp_path, row))
     data = PreferenceDataset(pair.train, pair, tokenizer, "pairs")
-    assert data.ends == set()
+    assert data.end_tokens == set()
     assert any("1 pairs without an end token" in note for note in preference_notes("data.train", data))

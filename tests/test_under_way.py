@@ -28,7 +28,7 @@ from mrl.rollout.errors import EngineError
 from mrl.rollout.samples import Expected, read_answer
 from mrl.trainers.rl.groups import Group
 from mrl.trainers.rl.under_way import UnderWay
-from mrl.trainers.shared.pulse import Activity
+from mrl.trainers.shared.heartbeat import Activity
 from tests.conftest import TinyModels
 from tests.test_resume import difference, results, samples, train
 from tests.train_tools import ROOT, Train, given, write_config
@@ -74,7 +74,7 @@ class Engines:
                             np.array([-1.0, -2.0]),
                             "stop",
                             str(self.version),
-                            versions=versions,
+                            token_weight_versions=versions,
                         )
                     ]
                 )
@@ -112,11 +112,11 @@ def test_groups_are_learnt_once_in_order_and_no_token_is_older_than_the_bound(ah
         found = run(made, engines, range(STEPS))
     assert numbers(found) == list(range(STEPS * WANTED))
     ages = [
-        step - int(sample.versions[0])
+        step - int(sample.token_weight_versions[0])
         for step, groups in enumerate(found)
         for group in groups
         for sample in group
-        if sample.versions is not None
+        if sample.token_weight_versions is not None
     ]
     assert max(ages) <= ahead and min(ages) >= 0
     assert all(age == 0 for age in ages) if ahead == 0 else max(ages) > 0
@@ -204,9 +204,9 @@ def test_spans_of_an_answer_are_looked_at() -> None:
 
     def read(*spans: tuple[str, int, int]) -> list[int]:
         content = json.dumps(answer(*spans)).encode()
-        sample = read_answer(request(0, 0), content, Expected(9, 3, versions={"3", "4"}))
-        assert sample.versions is not None
-        return sample.versions.tolist()
+        sample = read_answer(request(0, 0), content, Expected(9, 3, token_weight_versions={"3", "4"}))
+        assert sample.token_weight_versions is not None
+        return sample.token_weight_versions.tolist()
 
     assert read(("3", 0, 2), ("4", 2, 3)) == [3, 3, 4]
     for spans, message in [
@@ -252,9 +252,9 @@ def test_each_span_has_the_log_probs_of_the_weights_that_it_names(
     models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for path in weights]
     mixed = 0
     for sample in found:
-        assert sample.versions is not None
+        assert sample.token_weight_versions is not None
         gaps = [gap(model, sample) for model in models]
-        own = sample.versions % 2
+        own = sample.token_weight_versions % 2
         assert max(float(gaps[n][own == n].max()) for n in {*own.tolist()}) < 1e-4
         assert max(float(gaps[1 - n][own == n].max()) for n in {*own.tolist()}) > 1e-2
         mixed += len({*own.tolist()}) > 1
@@ -343,7 +343,7 @@ class Held(Train):
             assert self._process.poll() is None and time.monotonic() < end, self.terminal[-4000:]
             time.sleep(0.05)
 
-    def let_go(self, number: int) -> None:
+    def release_resources(self, number: int) -> None:
         Path(f"{self._calls}.{number}.go").touch()
 
 
@@ -392,7 +392,7 @@ def test_engines_that_are_killed_while_they_are_paused_and_in_a_push_cost_no_pro
         for number in range(len(calls)):
             run.wait_until_held(number)
             os.kill(run.pid_of("sglang.launch_server"), signal.SIGKILL)
-            run.let_go(number)
+            run.release_resources(number)
         assert run.wait(RUN_S) == 0, run.terminal[-6000:]
         assert run.left_running() == {}
     assert "starting it again (restart 2 of 3" in run.terminal and "Traceback" not in run.terminal, run.terminal
@@ -422,7 +422,9 @@ def test_an_engine_that_dies_is_for_the_main_thread_to_begin_anew(
         feed.put([request(0, member) for member in range(MEMBERS)])
         feed.end()
         engine.follow(feed, SamplingParams(), found.extend, MEMBERS)
-    assert [sample.versions.tolist() for sample in found if sample.versions is not None] == [[0, 0]] * MEMBERS
+    assert [sample.token_weight_versions.tolist() for sample in found if sample.token_weight_versions is not None] == [
+        [0, 0]
+    ] * MEMBERS
     assert len(notes) == 1 and "starting it again (restart 1 of 3" in notes[0]
 
 

@@ -18,10 +18,10 @@ from PIL import Image
 
 from mrl.config.schema import DataConfig
 from mrl.core import Prompt, Request, Sample
-from mrl.data import DataError, PromptDataset, collate, load_eyes, load_tokenizer
-from mrl.data.image_places import image_places
-from mrl.data.picture_store import PictureStore
-from mrl.data.pictures import Bounds, read_picture
+from mrl.data import DataError, PromptDataset, collate, load_image_processor, load_tokenizer
+from mrl.data.image_positions import image_positions
+from mrl.data.image_store import ImageStore
+from mrl.data.images import SizeBounds, read_image
 from mrl.rollout.errors import BadAnswer
 from mrl.rollout.samples import Expected, generate_body, read_answer
 from tests.tiny_vl import IMAGE, make_tiny_vl
@@ -63,7 +63,7 @@ def dataset(folder: Path, model: Path, *rows: dict[str, Any], **keys: Any) -> Pr
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps({"prompt": "what?", "answer": "3", **row}) + "\n" for row in rows))
     cfg = DataConfig(**{"train": str(file), "chat_template": True, "shuffle": False, **keys})
-    return PromptDataset(cfg.train, cfg, load_tokenizer(model), eyes=load_eyes(model, cfg))
+    return PromptDataset(cfg.train, cfg, load_tokenizer(model), image_processor=load_image_processor(model, cfg))
 
 
 def test_pictures_stand_where_the_prompt_says_and_take_a_token_for_each_feature(folder: Path, model: Path) -> None:
@@ -77,8 +77,12 @@ def test_pictures_stand_where_the_prompt_says_and_take_a_token_for_each_feature(
     assert two.text == f"user: see {spot} and {spot}.assistant:"
     assert first.text == f"system: suser: {spot}no placeassistant:"
     assert two.images is not None and [shape[:2] for shape in two.images] == [(4, 6), (10, 2)]
-    assert two.token_ids.count(IMAGE) == 6 + 5 and two.short_ids is not None and two.short_ids.count(IMAGE) == 2
-    assert none.images == () and none.pictures == () and none.short_ids == none.token_ids
+    assert (
+        two.token_ids.count(IMAGE) == 6 + 5
+        and two.unexpanded_token_ids is not None
+        and two.unexpanded_token_ids.count(IMAGE) == 2
+    )
+    assert none.images == () and none.pictures == () and none.unexpanded_token_ids == none.token_ids
     assert two.row["images"] == ["a.png", {"image": 1}], "pixels do not go to rewards and logs"
     assert "PNG" not in repr(two)
 
@@ -100,7 +104,7 @@ def test_pictures_of_parquet_stay_undecoded_until_they_are_sampled_for(folder: P
     made = {"problem": ["<image>how many?"] * 3, "images": [[picture()], [picture(40, 40)], [picture()]]}
     datasets.Dataset.from_dict(made, features=features).to_parquet(folder / "geo.parquet")
     cfg = DataConfig(train=str(folder / "geo.parquet"), prompt_key="problem", chat_template=True, shuffle=False)
-    data = PromptDataset(cfg.train, cfg, load_tokenizer(model), eyes=load_eyes(model, cfg))
+    data = PromptDataset(cfg.train, cfg, load_tokenizer(model), image_processor=load_image_processor(model, cfg))
     prompts = data.prompts_for_step(0, 3, 1)
     assert [prompt.token_ids.count(IMAGE) for prompt in prompts] == [6, 25, 6]
     assert prompts[0].row["images"] == [{"image": 0}]
@@ -109,34 +113,34 @@ def test_pictures_of_parquet_stay_undecoded_until_they_are_sampled_for(folder: P
 def test_the_trainer_decodes_what_the_engine_was_sent(folder: Path, model: Path) -> None:
     rows = [{"images": [url(stored(picture(31, 17)))]}, {"images": ["a.png"]}, {}]
     data = dataset(folder, model, *rows)
-    eyes = load_eyes(model, data.cfg)
-    assert eyes is not None
+    image_processor = load_image_processor(model, data.cfg)
+    assert image_processor is not None
     prompts = data.prompts_for_step(0, 3, 1)
     samples = [Sample(Request(i, i, prompt, 1), [7], [-1.0], "stop", "0") for i, prompt in enumerate(prompts)]
-    places = image_places(collate(0, samples), eyes.vision)
-    store = PictureStore(data.cfg.train, eyes)
-    sent = [eyes.pixels(Image.open(io.BytesIO(png))) for prompt in prompts for png in prompt.pictures]
+    places = image_positions(collate(0, samples), image_processor.vision)
+    store = ImageStore(data.cfg.train, image_processor)
+    sent = [image_processor.pixels(Image.open(io.BytesIO(png))) for prompt in prompts for png in prompt.pictures]
     assert torch.equal(store(places.images), torch.cat(sent))
     picture().save(folder / "a.png")
     with pytest.raises(DataError, match="rows.jsonl:2: image 0 decodes differently here than on rank 0"):
-        PictureStore(data.cfg.train, eyes)(places.images)
+        ImageStore(data.cfg.train, image_processor)(places.images)
 
 
 def test_a_picture_that_is_kept_is_the_one_that_was_sampled_for(folder: Path, model: Path) -> None:
     data = dataset(folder, model, {"images": ["a.png"]})
-    eyes = load_eyes(model, data.cfg)
-    assert eyes is not None
-    store = PictureStore(data.cfg.train, eyes)
+    image_processor = load_image_processor(model, data.cfg)
+    assert image_processor is not None
+    store = ImageStore(data.cfg.train, image_processor)
 
     def images(prompt: Prompt) -> torch.Tensor:
         samples = [Sample(Request(0, 0, prompt, 1), [7], [-1.0], "stop", "0")]
-        return image_places(collate(0, samples), eyes.vision).images
+        return image_positions(collate(0, samples), image_processor.vision).images
 
     [before] = data.prompts_for_step(0, 1, 1)
     store(images(before))
     picture().save(folder / "a.png")
     [after] = data.prompts_for_step(0, 1, 1)
-    assert torch.equal(store(images(after)), eyes.pixels(Image.open(io.BytesIO(after.pictures[0]))))
+    assert torch.equal(store(images(after)), image_processor.pixels(Image.open(io.BytesIO(after.pictures[0]))))
     picture().save(folder / "a.png")
     [unread] = data.prompts_for_step(0, 1, 1)
     picture().save(folder / "a.png")
@@ -164,7 +168,7 @@ def test_a_request_has_one_token_a_picture_and_an_answer_must_have_counted_all(f
 def test_sizes_are_those_of_transformers_and_fit_at_once() -> None:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-    bounds, sizes = Bounds(28, 784, 1003520), np.exp(RNG.uniform(0, 8, (3000, 2))).astype(int) + 1
+    bounds, sizes = SizeBounds(28, 784, 1003520), np.exp(RNG.uniform(0, 8, (3000, 2))).astype(int) + 1
     for width, height in sizes.tolist():
         if max(width, height) > 200 * min(width, height):
             continue
@@ -181,7 +185,7 @@ def test_pictures_are_turned_upright_and_what_is_transparent_is_white(folder: Pa
     (prompt,) = dataset(folder, model, {"images": [url(data)]}).prompts_for_step(0, 1, 1)
     assert prompt.images is not None and prompt.images[0][:2] == (6, 4)
     clear = stored(Image.new("RGBA", (8, 8), (0, 0, 0, 0)))
-    assert np.asarray(read_picture(clear, folder, Bounds(8, 64, 6400))).min() == 255
+    assert np.asarray(read_image(clear, folder, SizeBounds(8, 64, 6400))).min() == 255
 
 
 def half(kind: str) -> bytes:
@@ -279,11 +283,11 @@ def test_a_processor_of_another_form_is_refused(model: Path, tmp_path: Path) -> 
     file = other / "preprocessor_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"patch_size": 8}))
     with pytest.raises(DataError, match="preprocessor_config.json has .* config.json's vision tower"):
-        load_eyes(other, DataConfig(train="unused"))
+        load_image_processor(other, DataConfig(train="unused"))
     with pytest.raises(DataError, match="data.max_image_tokens=3: must be at least 10"):
         size = {"min_pixels": 640, "max_pixels": 6400, "patch_size": PATCH}
         file.write_text(json.dumps(json.loads(file.read_text()) | size))
-        load_eyes(other, DataConfig(train="unused", max_image_tokens=3))
+        load_image_processor(other, DataConfig(train="unused", max_image_tokens=3))
     file.unlink()
     with pytest.raises(DataError, match="its image processor cannot be loaded"):
-        load_eyes(other, DataConfig(train="unused"))
+        load_image_processor(other, DataConfig(train="unused"))

@@ -15,7 +15,7 @@ import pytest
 
 from mrl.config.schema import DataConfig, RolloutConfig, SyncConfig
 from mrl.core import Prompt, Request, Sample, SamplingParams
-from mrl.data import PromptDataset, load_eyes, load_tokenizer
+from mrl.data import PromptDataset, load_image_processor, load_tokenizer
 from mrl.rollout import Engine, RolloutError, sample_seed, start_engine
 from mrl.weights.sync.weight_sync import WeightSync
 from tests.served import Served, check_transport
@@ -76,7 +76,9 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Both]]:
 def prompts(root: Path, model: Path) -> list[Prompt]:
     """With one picture, none and two; one has transparent pixels, one is grey, all are resized."""
     cfg = DataConfig(train=str(root / "rows.jsonl"), chat_template=True, shuffle=False)
-    found = PromptDataset(cfg.train, cfg, load_tokenizer(model), eyes=load_eyes(model, cfg)).first(6)
+    found = PromptDataset(
+        cfg.train, cfg, load_tokenizer(model), image_processor=load_image_processor(model, cfg)
+    ).first(6)
     assert [len(prompt.pictures) for prompt in found] == [1, 0, 2, 1, 0, 2]
     return found
 
@@ -141,8 +143,10 @@ def test_a_request_with_other_tokens_than_pictures_is_an_error_of_every_engine(
     """As many image tokens as features: SGLang takes them for as many pictures, or draws from another prompt."""
     one: Engine = vars(both[family])[engine].engine
     prompts = both[family].prompts
-    prompt = next(each for each in prompts if each.pictures and len(each.token_ids) > len(each.short_ids or ()))
-    wrong = replace(prompt, short_ids=None)
+    prompt = next(
+        each for each in prompts if each.pictures and len(each.token_ids) > len(each.unexpanded_token_ids or ())
+    )
+    wrong = replace(prompt, unexpanded_token_ids=None)
     with pytest.raises(RolloutError) as refused:
         one.generate([Request(0, 0, wrong, 1)], SamplingParams(max_new_tokens=2))
     assert not any(base64.b64encode(picture[39:66]).decode() in str(refused.value) for picture in prompt.pictures)

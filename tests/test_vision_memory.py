@@ -13,9 +13,9 @@ import pytest
 
 from mrl.config.schema import DataConfig
 from mrl.core import Request, Sample
-from mrl.data import PromptDataset, collate, load_eyes, load_tokenizer, picture_store
-from mrl.data.image_places import image_places
-from mrl.data.picture_store import PictureStore
+from mrl.data import PromptDataset, collate, image_store, load_image_processor, load_tokenizer
+from mrl.data.image_positions import image_positions
+from mrl.data.image_store import ImageStore
 from tests.test_vision_data import dataset, picture, stored, url
 from tests.tiny_vl import make_tiny_vl
 
@@ -28,21 +28,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_memory_does_not_grow_with_pixels(tmp_path: Path, model: Path) -> None:
     rows = [{"images": [url(stored(picture(64, 64)))]} for _ in range(8)]
     data = dataset(tmp_path, model, *rows)
-    eyes = load_eyes(model, data.cfg)
-    assert eyes is not None
+    image_processor = load_image_processor(model, data.cfg)
+    assert image_processor is not None
     samples = [
         Sample(Request(i, i, p, 1), [7], [-1.0], "stop", "0") for i, p in enumerate(data.prompts_for_step(0, 8, 1))
     ]
-    images = image_places(collate(0, samples), eyes.vision).images
-    store = PictureStore(data.cfg.train, eyes)
+    images = image_positions(collate(0, samples), image_processor.vision).images
+    store = ImageStore(data.cfg.train, image_processor)
     one = store(images[:1]).nbytes
-    kept = picture_store.KEPT_BYTES
+    kept = image_store.KEPT_BYTES
     try:
-        picture_store.KEPT_BYTES = 3 * one
+        image_store.KEPT_BYTES = 3 * one
         store(images)
         assert store._bytes <= 3 * one and len(store._kept) == 3
     finally:
-        picture_store.KEPT_BYTES = kept
+        image_store.KEPT_BYTES = kept
 
 
 def held_and_peak(make: Callable[[], PromptDataset]) -> tuple[int, int]:
@@ -79,7 +79,7 @@ def test_memory_does_not_grow_with_the_pictures_of_the_rows(tmp_path: Path, mode
         return DataConfig(train=str(file), chat_template=True, max_prompt_tokens=512)
 
     def opened(cfg: DataConfig) -> PromptDataset:
-        return PromptDataset(cfg.train, cfg, tokenizer, eyes=load_eyes(model, cfg))
+        return PromptDataset(cfg.train, cfg, tokenizer, image_processor=load_image_processor(model, cfg))
 
     configs = [write(count) for count in (20, 220)]
     for cfg in configs:  # what is imported and kept for good; the library's own copy of a parquet file

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mrl.core import Rollout
-from mrl.data.image_places import image_places
+from mrl.data.image_positions import image_positions
 from mrl.data.packing import pack
 from mrl.families import FAMILIES, UnsupportedModel, load_arch
 from mrl.families.flops import ForwardFlops, num_parameters
@@ -90,7 +90,7 @@ def test_positions_are_those_of_transformers(models: dict[str, Path], family: st
         images=torch.tensor([[*g, 0] for each in grids for g in each]).reshape(-1, 3),
     )  # fmt: skip
     assert arch.vision is not None
-    found = image_places(rollout, arch.vision).position_ids.split(rollout.seq_lens.tolist(), 1)
+    found = image_positions(rollout, arch.vision).position_ids.split(rollout.seq_lens.tolist(), 1)
     for ids, own, got in zip(prompts, grids, found, strict=True):
         tokens = torch.tensor([[*ids, 7]])
         grid = torch.tensor([[1, *each] for each in own]) if own else None
@@ -116,8 +116,8 @@ def test_a_picture_is_seen_once_in_a_micro_batch_however_many_samples_have_it(mo
     )  # fmt: skip
     batch = pack(rollout, [0, 1, 2], 1, 0, 1, vision)
     assert batch.images.tolist() == [[1, 0, 4, 2, 5], [4, 0, 2, 4, 6]]
-    assert batch.image_at.tolist() == [2, 3, 9, 10, 16, 17]
-    assert batch.image_row.tolist() == [2, 3, 2, 3, 0, 1]
+    assert batch.image_positions.tolist() == [2, 3, 9, 10, 16, 17]
+    assert batch.image_feature_indices.tolist() == [2, 3, 2, 3, 0, 1]
 
 
 def test_image_tokens_that_are_no_picture_s_are_refused(models: dict[str, Path]) -> None:

@@ -295,8 +295,8 @@ def sample(prompt: Prompt, *response: int) -> Sample:
 
 def test_what_models_and_servers_of_text_alone_are_told_of_a_picture() -> None:
     """One image token; a response that says one is no picture."""
-    seen = Prompt(4, (5, START, IMAGE, IMAGE, END), {}, images=((2, 4, 7),), short_ids=(5, START, IMAGE, END),
-                  picture_row=9)  # fmt: skip
+    seen = Prompt(4, (5, START, IMAGE, IMAGE, END), {}, images=((2, 4, 7),),
+                  unexpanded_token_ids=(5, START, IMAGE, END), picture_row=9)  # fmt: skip
     one, plain = sample(seen, IMAGE, 8), sample(Prompt(0, (5, 6), {}), IMAGE)
     assert (
         ScoreRequest("", "", {}, sample=one).token_ids == [5, START, IMAGE, END, IMAGE, 8]

@@ -37,7 +37,7 @@ from mrl.plan.workload import models_of  # noqa: E402
 from mrl.rollout.load import Load, Meter  # noqa: E402
 from mrl.trainers import sft  # noqa: E402
 from mrl.trainers.rl.sample_metrics import load_metrics  # noqa: E402
-from mrl.trainers.shared import planned as beside  # noqa: E402
+from mrl.trainers.shared import run_plan as beside  # noqa: E402
 from tests import zygote  # noqa: E402
 from tests.conftest import TinyModels  # noqa: E402
 from tests.test_eval import sampling  # noqa: E402
@@ -109,7 +109,7 @@ def test_a_step_s_metrics_have_the_plan_of_what_it_did(ppo: Plan) -> None:
         stats.seconds = dict.fromkeys(phases, 1.0)
         lens = torch.tensor([100, 300])
         learnt: Any = SimpleNamespace(num_samples=2, prompt_lens=lens, response_lens=2 * lens)
-        return beside.Planned(ppo).metrics(stats, learnt)
+        return beside.RunPlan(ppo).metrics(stats, learnt)
 
     whole, warm_up = planned(actor=0.0, critic=0.0), planned(critic=0.0)
     assert {"plan/rollout_s", "plan/update_s", "plan/sync_s", "plan/offload_s"} < whole.keys()
@@ -223,7 +223,7 @@ def test_a_gpu_that_the_plan_does_not_know_and_a_float32_run_say_so(
         monkeypatch.setattr(platform, "gpu_names", lambda name=name: [name])
         cfg = sft_config(tmp_path, tiny_models("llama"), dtype=dtype)
         with Recorder(tmp_path, 1, live=False) as recorder:
-            assert beside.planned(cfg, tmp_path, recorder) is None
+            assert beside.plan_run(cfg, tmp_path, recorder) is None
         assert why in capsys.readouterr().out
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mrl.families import Experts, load_arch
+from mrl.families import ExpertArch, load_arch
 from mrl.families.table import weight_table
 from mrl.weights.agreement import MAX_LISTED, raise_together
 from mrl.weights.disk.hf_rows import parameter_rows
@@ -258,7 +258,7 @@ def test_packed_experts_are_those_that_transformers_unpacks(tiny_models: TinyMod
     table = weight_table(arch)
     with HFCheckpoint(tmp_path) as checkpoint:
         assert list(unused_tensors(checkpoint, arch, table, "policy")) == []
-        fewer = replace(arch, experts=Experts(3, 2))
+        fewer = replace(arch, experts=ExpertArch(3, 2))
         said = list(unused_tensors(checkpoint, fewer, weight_table(fewer), "policy"))
         assert any("gate_up_proj has more than the 3 slices" in each for each in said), said
         for name, row in table.items():

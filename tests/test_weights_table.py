@@ -12,8 +12,8 @@ import torch
 from tiny import FAMILIES, MOE_FAMILIES, make_tiny
 from torch import nn
 
-from mrl.families import Layer, ModelArch, load_arch
-from mrl.families.rows import Row
+from mrl.families import LayerArch, ModelArch, load_arch
+from mrl.families.rows import ParameterMapping
 from mrl.families.stacks import stored_name
 from mrl.families.table import weight_table
 from mrl.models.naming import global_name
@@ -34,7 +34,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
-def sources_of(checkpoint: HFCheckpoint, row: Row) -> list[Any]:
+def sources_of(checkpoint: HFCheckpoint, row: ParameterMapping) -> list[Any]:
     return [checkpoint.source(name, shape) for name, shape in zip(row.hf, row.shapes, strict=True)]
 
 
@@ -57,7 +57,7 @@ def test_every_tensor_of_the_file_survives_the_round_trip(models: dict[str, Path
 
 def small_arch() -> ModelArch:
     return ModelArch(
-        family="qwen2", vocab_size=5, hidden_size=3, layers=(Layer(4),), num_heads=4, num_kv_heads=2, head_dim=1,
+        family="qwen2", vocab_size=5, hidden_size=3, layers=(LayerArch(4),), num_heads=4, num_kv_heads=2, head_dim=1,
         norm_eps=1e-6, tied_embeddings=False, qkv_bias=True, qk_norm=False, max_positions=8, initializer_range=0.02,
         eos_token_ids=(),
     )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import AutoConfig, LlamaConfig
 
-from mrl.families import Decoder, Keys, Layer
+from mrl.families import Decoder, Keys, LayerArch
 from mrl.families.decoder import MAX_WIDTH
 from mrl.families.qwen3_moe import Qwen3Moe
 
@@ -19,10 +19,10 @@ class Toy(Decoder):
 class EverySecond(Qwen3Moe):
     """Qwen3-MoE with a dense MLP, of another width, in every second layer."""
 
-    def layers(self, keys: Keys, count: int) -> tuple[Layer, ...]:
+    def layers(self, keys: Keys, count: int) -> tuple[LayerArch, ...]:
         step = keys.size("decoder_sparse_step", count, 1)
         dense, experts = keys.size("intermediate_size", MAX_WIDTH), keys.size("moe_intermediate_size", MAX_WIDTH)
-        return tuple(Layer(dense) if (i + 1) % step else Layer(experts, experts=True) for i in range(count))
+        return tuple(LayerArch(dense) if (i + 1) % step else LayerArch(experts, experts=True) for i in range(count))
 
 
 TOYS: dict[str, Decoder] = {"toy": Toy(), "qwen3_moe": EverySecond()}

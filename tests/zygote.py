@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mrl.copies import Order, live
+from mrl.forks import ForkRequest, run_module
 from mrl.launcher.fork_server import ForkServer, serve
 
 ROOT = Path(__file__).parent.parent
@@ -57,7 +57,7 @@ class Zygote(ForkServer):
 
 @cache
 def _zygote() -> Zygote:
-    return Zygote("mrl.preload", {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
+    return Zygote("mrl.rank_imports", {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
 
 
 def start(command: Sequence[str], env: Mapping[str, str], cwd: Path, **more: Any) -> subprocess.Popen[Any]:
@@ -97,7 +97,7 @@ class Copy(subprocess.Popen[Any]):
     def _execute_child(self, command: Sequence[str], *more: Any) -> None:
         cwd, env, files = more[4], more[5], more[9:15]  # three pairs: the child's end of a pipe, then this one's
         ends = (files[0], files[3], files[5])
-        order = Order(command[2:], dict(env), str(Path(cwd).absolute()))
+        order = ForkRequest(command[2:], dict(env), str(Path(cwd).absolute()))
         child = self._zygote.make(order, tuple(usual if end == -1 else end for usual, end in enumerate(ends)))
         assert child is not None, "the zygote has ended"
         self.pid, self._child_created = child.pid, True
@@ -111,7 +111,7 @@ def main() -> None:
         environment, environment_end = _addresses()[2:]
         place = ctypes.string_at(environment, environment_end - environment).index(f"{MARK}=".encode())
         _show(environment + place + len(MARK) + 1, order.env[MARK].encode())
-    live(order)
+    run_module(order)
 
 
 def show_command(*command: str) -> None:

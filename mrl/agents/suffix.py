@@ -129,16 +129,16 @@ class Suffix:
 
     def _rendered(self, messages: list[Message], whole: bool, more: Mapping[str, Any] | None = None) -> list[int]:
         control = self._tokenizer.control
-        dress = self._tokenizer.dress_whole if whole else self._tokenizer.dress
-        return self._encoded(dress(control.hidden(messages), **control.hidden(dict(more or {}))), is_hidden=True)
+        dress = self._tokenizer.render_conversation if whole else self._tokenizer.render_prompt
+        return self._encoded(dress(control.escape(messages), **control.escape(dict(more or {}))), is_hidden=True)
 
     def _encoded(self, text: str, is_hidden: bool = False) -> list[int]:
         """Encodes text; names of control tokens in an environment's words become text."""
         control = self._tokenizer.control
-        hidden = text if is_hidden else control.hidden(text)
+        hidden = text if is_hidden else control.escape(text)
         ids = control.encode(hidden)
         if ids is None:
-            if hidden != control.shown(hidden):
+            if hidden != control.unescape(hidden):
                 raise AgentError("the environment's text contains a control token, which would be tokenized as such")
             [ids] = self._tokenizer.encode_plain([hidden])
         return ids

@@ -59,9 +59,9 @@ class TokenSequence:
         self.drawn += [True] * len(ids)
         self.log_probs += turn.log_probs.tolist()
         self.rewards += [0.0] * len(ids)
-        if turn.versions is not None:
-            self.versions.append(turn.versions)
-        self.experts = joined(self.experts, turn.experts)
+        if turn.token_weight_versions is not None:
+            self.versions.append(turn.token_weight_versions)
+        self.experts = joined(self.experts, turn.routed_experts)
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,9 @@ class Trajectory:
         assert self.next is not None
         prompt, sequence = self.request.prompt, self.next.sequence
         ids, known = (*sequence.all_ids, *self.next.said), 0 if sequence.experts is None else len(sequence.experts)
-        return replace(self.request, prompt=Prompt(prompt.index, ids, {}), seed=self._seed(ids), experts_from=known)
+        return replace(
+            self.request, prompt=Prompt(prompt.index, ids, {}), seed=self._seed(ids), routed_experts_start=known
+        )
 
     def _seed(self, ids: Sequence[int]) -> int:
         """Returns the seed; for a chat from the tokens before it, so that concurrent requests get the same answers in
@@ -228,13 +230,13 @@ class Trajectory:
             self.turns[-1].finish_reason,
             self.turns[-1].weight_version,
             response_text=texts[-1] or "",
-            drawn=np.array(drawn),
-            versions=np.concatenate(versions) if versions else None,
-            experts=np.concatenate(experts) if experts else None,
+            action_mask=np.array(drawn),
+            token_weight_versions=np.concatenate(versions) if versions else None,
+            routed_experts=np.concatenate(experts) if experts else None,
             messages=self.messages,
             environment=scores,
             sequence_lens=tuple(map(len, self.sequences)) if others else (),
-            rewards=rewards if by_turn else None,
+            token_rewards=rewards if by_turn else None,
         )
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from mrl.algo.registry import Registry, arguments
 from mrl.algo.scan import SuffixSums, discounted_suffix_sum
 from mrl.algo.stats import check_same_shape, whiten, whiten_
-from mrl.kernels import triton_here
+from mrl.kernels import triton_support
 from mrl.kernels.masked import bits, has_holes, keep, row_groups
 from mrl.kernels.native import algo as native
 from mrl.options.estimators import ESTIMATORS as OPTIONS
@@ -87,7 +87,7 @@ def compute(
 ) -> tuple[Tensor, Tensor]:
     """Returns (advantages [B, T], returns [B, T]); both may be one tensor. No gradient flows into them.
 
-    name: a registered estimator, or a function such as `mrl.algo.own` loads. The tensors are those of
+    name: a registered estimator, or a function such as `mrl.algo.custom` loads. The tensors are those of
     `AdvantageInputs`; response_mask [B, T] bool or 0/1. options: the estimator's own, with the defaults of
     mrl.options.estimators; options of other estimators are ignored.
     Raises ValueError for an unknown name, shapes that do not fit, or missing inputs; TypeError for an unknown option.
@@ -150,11 +150,11 @@ def _advantages(
     """Returns the unwhitened advantages, advantages + values (both 0 outside the mask), and the advantages'
     `moments` for `whiten_` where known.
     """
-    if mask.is_contiguous() and triton_here.takes(rewards, values):
+    if mask.is_contiguous() and triton_support.supports(rewards, values):
         from mrl.kernels import algo_triton
 
         return algo_triton.gae(rewards, values, mask, gamma, gamma * lam)
-    if mask.is_contiguous() and native.takes(rewards, values):
+    if mask.is_contiguous() and native.supports(rewards, values):
         if (made := native.gae(rewards, values, mask, gamma, gamma * lam)) is not None:
             return made
     elif not has_holes(mask):

@@ -150,7 +150,7 @@ class _Groups:
 def _on_tokens(advantage: Tensor, inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """Spreads advantages [B] over the valid tokens of each response; advantages and returns are one tensor."""
     column, mask = advantage.to(inputs.token_rewards.dtype), inputs.mask
-    if native.takes(column) and mask.is_contiguous():
+    if native.supports(column) and mask.is_contiguous():
         dense = native.on_tokens(column, mask)
         return dense, dense
     dense = torch.empty_like(inputs.token_rewards)

@@ -67,11 +67,11 @@ PolicyLoss = Callable[..., TokenLoss]  # f(PolicyInputs, its options)
 LOSSES: Registry[PolicyLoss] = Registry("policy loss")
 # f(loss with its options, inputs, weights, metric weights) -> (loss 0-d, the metrics of every loss [5]) as in
 # `compute`; None for unsupported inputs
-OnePass = Callable[[partial[TokenLoss], PolicyInputs, Tensor, Tensor], tuple[Tensor, Tensor] | None]
-ONE_PASS: dict[str, OnePass] = {}  # of losses without metrics of their own
-EVERY_LOSS = ("clipfrac", "ppo_kl", "clipfrac_lower", "approxkl", "ratio")  # metrics
-TAKEN = {  # names of metrics that an update has beside its loss's own
-    *EVERY_LOSS, "pg_loss", "entropy", "ref_kl", "off_policy_masked", "loss", "loss_zeroed", "epochs", "grad_norm",
+FusedLoss = Callable[[partial[TokenLoss], PolicyInputs, Tensor, Tensor], tuple[Tensor, Tensor] | None]
+FUSED_LOSSES: dict[str, FusedLoss] = {}  # of losses without metrics of their own
+COMMON_METRICS = ("clipfrac", "ppo_kl", "clipfrac_lower", "approxkl", "ratio")  # metrics
+RESERVED_METRICS = {  # names of metrics that an update has beside its loss's own
+    *COMMON_METRICS, "pg_loss", "entropy", "ref_kl", "off_policy_masked", "loss", "loss_zeroed", "epochs", "grad_norm",
     "lr", "skipped", "entropy_coef",
 }  # fmt: skip
 
@@ -83,7 +83,7 @@ def with_metrics(*names: str) -> Callable[[F], F]:
     """
     if wrong := [name for name in names if not (isinstance(name, str) and re.fullmatch(r"[\w./-]+", name))]:
         raise ValueError(f'{wrong[0]!r} is no name of a metric: with_metrics takes such as "gate"')
-    if taken := {*names} & TAKEN:
+    if taken := {*names} & RESERVED_METRICS:
         raise ValueError(f"every loss has a metric {', '.join(sorted(taken))}: choose another name")
 
     def declare(loss: F) -> F:
@@ -111,7 +111,7 @@ def is_local(loss: str | PolicyLoss) -> bool:
 def metrics_of(loss: str | PolicyLoss) -> tuple[str, ...]:
     """Returns the names of the metrics that `compute` gives for this loss. Raises ValueError for an unknown name."""
     function = LOSSES.get(loss) if isinstance(loss, str) else loss
-    return (*EVERY_LOSS, *vars(function).get("metrics", ()))
+    return (*COMMON_METRICS, *vars(function).get("metrics", ()))
 
 
 def compute(
@@ -128,8 +128,8 @@ def compute(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns (loss 0-d = sum(weights * token loss), metrics 0-d and detached).
 
-    name: a registered loss, or a function such as `mrl.algo.own` loads. All tensors have one shape, any shape (flat [R]
-    in training); gradient flows through `log_probs` only.
+    name: a registered loss, or a function such as `mrl.algo.custom` loads. All tensors have one shape, any shape (flat
+    [R] in training); gradient flows through `log_probs` only.
     sequences: the response of each token; gspo, geo_mean and vespo need it, and flat [n] tensors
     chosen: bool, the tokens that `mrl.algo.token_choice` picked; clip_cov and kl_cov need it
     options: the loss's own, with the defaults of mrl.options.losses
@@ -155,10 +155,10 @@ def compute(
         chosen=weights if chosen is None else chosen,
     )
     inputs = PolicyInputs(log_probs, old_log_probs.detach(), advantages.detach(), sequences, chosen)
-    if isinstance(name, str) and name in ONE_PASS:
-        made = ONE_PASS[name](loss, inputs, weights, metric_weights)
+    if isinstance(name, str) and name in FUSED_LOSSES:
+        made = FUSED_LOSSES[name](loss, inputs, weights, metric_weights)
         if made is not None:
-            return made[0], dict(zip(EVERY_LOSS, made[1].unbind()))
+            return made[0], dict(zip(COMMON_METRICS, made[1].unbind()))
     return _composed(loss, inputs, weights, metric_weights)
 
 
@@ -168,7 +168,7 @@ def _composed(
     """Computes any loss and its metrics operation by operation; results as in `compute`."""
     tokens = loss(inputs)
     metrics = _metrics(inputs.bounded_log_ratio.detach(), tokens, metric_weights)
-    own = metrics_of(loss.func)[len(EVERY_LOSS) :]
+    own = metrics_of(loss.func)[len(COMMON_METRICS) :]
     if tokens.metrics.keys() != {*own}:
         raise ValueError(f"the loss declares the metrics {[*own]} (with_metrics), and gives {[*tokens.metrics]}")
     return (weights * tokens.value).sum(), metrics

@@ -23,7 +23,7 @@ LEAST_LOSS = 1e-7  # nats a token: a response of probability 1 has infinite odds
 
 
 @dataclass(frozen=True)
-class Sums:
+class LogProbSums:
     """Summed log-probs of some responses, [P] each, at temperature 1.
 
     policy, reference: sums of the log-probs of a response's tokens; tokens: their number, 1 or more
@@ -49,15 +49,15 @@ class Sums:
 
 
 @dataclass(frozen=True)
-class Pairs:
+class PreferencePairs:
     """All pairs of a step.
 
     text [P]: summed log-probs of the text that `sft` trains on: the chosen response, or that and its prompt;
     text_tokens: 0-d, the number of those tokens over all pairs
     """
 
-    chosen: Sums
-    rejected: Sums
+    chosen: LogProbSums
+    rejected: LogProbSums
     text: Tensor
     text_tokens: Tensor
 
@@ -84,7 +84,9 @@ def reward(ratio: Tensor, f_divergence_type: str = "reverse_kl", f_alpha_diverge
     raise ValueError(f"unknown f-divergence {f_divergence_type!r}")
 
 
-def margin(t: Pairs, f_divergence_type: str, f_alpha_divergence_coef: float, per_token: bool = False) -> Tensor:
+def margin(
+    t: PreferencePairs, f_divergence_type: str, f_alpha_divergence_coef: float, per_token: bool = False
+) -> Tensor:
     """Returns the chosen response's reward minus the rejected one's, [P]. per_token: each is divided by its length."""
     chosen, rejected = (
         reward(side.ratio, f_divergence_type, f_alpha_divergence_coef) / (side.tokens if per_token else 1)
@@ -95,7 +97,7 @@ def margin(t: Pairs, f_divergence_type: str, f_alpha_divergence_coef: float, per
 
 @PAIR_LOSSES.register("sigmoid")
 def sigmoid(
-    t: Pairs, beta: float, label_smoothing: float, f_divergence_type: str, f_alpha_divergence_coef: float
+    t: PreferencePairs, beta: float, label_smoothing: float, f_divergence_type: str, f_alpha_divergence_coef: float
 ) -> Tensor:
     """[P]: -log sigmoid(beta d), smoothed as in cDPO."""
     return _smoothed(beta * margin(t, f_divergence_type, f_alpha_divergence_coef), label_smoothing)
@@ -103,7 +105,7 @@ def sigmoid(
 
 @PAIR_LOSSES.register("robust")
 def robust(
-    t: Pairs, beta: float, label_smoothing: float, f_divergence_type: str, f_alpha_divergence_coef: float
+    t: PreferencePairs, beta: float, label_smoothing: float, f_divergence_type: str, f_alpha_divergence_coef: float
 ) -> Tensor:
     """[P]: cDPO's loss made unbiased under a share `label_smoothing` of flipped pairs."""
     x = beta * margin(t, f_divergence_type, f_alpha_divergence_coef)
@@ -111,26 +113,26 @@ def robust(
 
 
 @PAIR_LOSSES.register("hinge")
-def hinge(t: Pairs, beta: float, f_divergence_type: str, f_alpha_divergence_coef: float) -> Tensor:
+def hinge(t: PreferencePairs, beta: float, f_divergence_type: str, f_alpha_divergence_coef: float) -> Tensor:
     """[P]: max(0, 1 - beta d)."""
     return (1 - beta * margin(t, f_divergence_type, f_alpha_divergence_coef)).relu()
 
 
 @PAIR_LOSSES.register("ipo")
-def ipo(t: Pairs, beta: float, f_divergence_type: str, f_alpha_divergence_coef: float) -> Tensor:
+def ipo(t: PreferencePairs, beta: float, f_divergence_type: str, f_alpha_divergence_coef: float) -> Tensor:
     """[P]: (d per token - 1 / (2 beta))^2."""
     return (margin(t, f_divergence_type, f_alpha_divergence_coef, per_token=True) - 1 / (2 * beta)).square()
 
 
 @PAIR_LOSSES.register("sigmoid_norm")
-def sigmoid_norm(t: Pairs, beta: float, f_divergence_type: str, f_alpha_divergence_coef: float) -> Tensor:
+def sigmoid_norm(t: PreferencePairs, beta: float, f_divergence_type: str, f_alpha_divergence_coef: float) -> Tensor:
     """[P]: -log sigmoid(beta d), with d per token."""
     return -logsigmoid(beta * margin(t, f_divergence_type, f_alpha_divergence_coef, per_token=True))
 
 
 @PAIR_LOSSES.register("exo_pair")
 def exo_pair(
-    t: Pairs, beta: float, label_smoothing: float, f_divergence_type: str, f_alpha_divergence_coef: float
+    t: PreferencePairs, beta: float, label_smoothing: float, f_divergence_type: str, f_alpha_divergence_coef: float
 ) -> Tensor:
     """[P]: KL(q || (1 - e, e)), q = (sigmoid(beta d), sigmoid(-beta d)), equation 16."""
     x = beta * margin(t, f_divergence_type, f_alpha_divergence_coef)
@@ -139,52 +141,52 @@ def exo_pair(
 
 
 @PAIR_LOSSES.register("nca_pair")
-def nca_pair(t: Pairs, beta: float) -> Tensor:
+def nca_pair(t: PreferencePairs, beta: float) -> Tensor:
     """[P]: -log s(x_c) - (log s(-x_c) + log s(-x_r)) / 2, with x = beta D and s the sigmoid."""
     chosen, rejected = beta * t.chosen.ratio, beta * t.rejected.ratio
     return -logsigmoid(chosen) - 0.5 * logsigmoid(-chosen) - 0.5 * logsigmoid(-rejected)
 
 
 @PAIR_LOSSES.register("bco_pair")
-def bco_pair(t: Pairs, beta: float) -> Tensor:
+def bco_pair(t: PreferencePairs, beta: float) -> Tensor:
     """[P]: -log sigmoid(beta D_c) - log sigmoid(-beta D_r)."""
     return -logsigmoid(beta * t.chosen.ratio) - logsigmoid(-beta * t.rejected.ratio)
 
 
 @PAIR_LOSSES.register("sppo_hard")
-def sppo_hard(t: Pairs, beta: float) -> Tensor:
+def sppo_hard(t: PreferencePairs, beta: float) -> Tensor:
     """[P]: squared distances of the log-ratios from +-1 / (2 beta)."""
     return (t.chosen.ratio - 0.5 / beta).square() + (t.rejected.ratio + 0.5 / beta).square()
 
 
 @PAIR_LOSSES.register("aot")
-def aot(t: Pairs, beta: float, label_smoothing: float) -> Tensor:
+def aot(t: PreferencePairs, beta: float, label_smoothing: float) -> Tensor:
     """[P], by rank: the policy's sorted margins minus the reference's sorted margins."""
     ours, theirs = t.chosen.policy - t.rejected.policy, t.chosen.reference - t.rejected.reference
     return _smoothed(beta * (ours.sort().values - theirs.sort().values), label_smoothing)
 
 
 @PAIR_LOSSES.register("aot_unpaired")
-def aot_unpaired(t: Pairs, beta: float, label_smoothing: float) -> Tensor:
+def aot_unpaired(t: PreferencePairs, beta: float, label_smoothing: float) -> Tensor:
     """[P], by rank: the sorted chosen log-ratios minus the sorted rejected ones."""
     return _smoothed(beta * (t.chosen.ratio.sort().values - t.rejected.ratio.sort().values), label_smoothing)
 
 
 @PAIR_LOSSES.register("apo_zero")
-def apo_zero(t: Pairs, beta: float) -> Tensor:
+def apo_zero(t: PreferencePairs, beta: float) -> Tensor:
     """[P], equation 7."""
     return (-beta * t.chosen.ratio).sigmoid() + (beta * t.rejected.ratio).sigmoid()
 
 
 @PAIR_LOSSES.register("apo_down")
-def apo_down(t: Pairs, beta: float) -> Tensor:
+def apo_down(t: PreferencePairs, beta: float) -> Tensor:
     """[P], equation 8."""
     return (beta * t.chosen.ratio).sigmoid() + (beta * (t.rejected.ratio - t.chosen.ratio)).sigmoid()
 
 
 @PAIR_LOSSES.register("discopop")
 def discopop(
-    t: Pairs, beta: float, discopop_tau: float, f_divergence_type: str, f_alpha_divergence_coef: float
+    t: PreferencePairs, beta: float, discopop_tau: float, f_divergence_type: str, f_alpha_divergence_coef: float
 ) -> Tensor:
     """[P]: logistic and exponential loss, mixed by sigmoid(x / tau), x = beta d."""
     x = beta * margin(t, f_divergence_type, f_alpha_divergence_coef)
@@ -193,13 +195,13 @@ def discopop(
 
 
 @PAIR_LOSSES.register("sft")
-def sft(t: Pairs) -> Tensor:
+def sft(t: PreferencePairs) -> Tensor:
     """[P]: scaled so that the mean is the texts' negative log-likelihood over all their tokens."""
     return -t.text * (t.text.numel() / t.text_tokens)
 
 
 @PAIR_LOSSES.register("simpo")
-def simpo(t: Pairs, beta: float, simpo_gamma: float, alpha: float, label_smoothing: float) -> Tensor:
+def simpo(t: PreferencePairs, beta: float, simpo_gamma: float, alpha: float, label_smoothing: float) -> Tensor:
     """[P]: -log sigmoid(beta (r_c - r_r) - gamma), r = (1 - p^-alpha) / alpha of the mean probability p per token, log
     p at alpha 0.
     """
@@ -211,12 +213,12 @@ def simpo(t: Pairs, beta: float, simpo_gamma: float, alpha: float, label_smoothi
 
 
 @PAIR_LOSSES.register("orpo")
-def orpo(t: Pairs, beta: float) -> Tensor:
+def orpo(t: PreferencePairs, beta: float) -> Tensor:
     """[P]: -beta log sigmoid of the log of the odds ratio."""
     return -beta * logsigmoid(log_odds_ratio(t))
 
 
-def log_odds_ratio(t: Pairs) -> Tensor:
+def log_odds_ratio(t: PreferencePairs) -> Tensor:
     """Returns log of odds(chosen) / odds(rejected), [P], with odds = p / (1 - p) of the mean probability per token."""
     chosen, rejected = (side.mean.clamp(max=-LEAST_LOSS) for side in (t.chosen, t.rejected))
     return (chosen - rejected) - (_log1mexp(chosen) - _log1mexp(rejected))

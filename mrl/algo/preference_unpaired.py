@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from mrl.algo.preference import Sums
+from mrl.algo.preference import LogProbSums
 from mrl.algo.registry import Registry
 
 
 @dataclass(frozen=True)
-class Labelled:
+class LabelledResponses:
     """All rows of a step.
 
     responses: their sums [B]; desirable [B] bool: their labels
     kl: used by kto, 0-d without gradient; shift: used by bco, in units of its rewards
     """
 
-    responses: Sums
+    responses: LogProbSums
     desirable: Tensor
     kl: Tensor
     shift: float = 0.0
@@ -40,29 +40,29 @@ def kl_estimate(ratios: Tensor) -> Tensor:
 
 
 @LABEL_LOSSES.register("kto")
-def kto(t: Labelled, beta: float, desirable_weight: float, undesirable_weight: float) -> Tensor:
+def kto(t: LabelledResponses, beta: float, desirable_weight: float, undesirable_weight: float) -> Tensor:
     """[B]: w (1 - sigmoid(+-beta (D - kl)))."""
     x = beta * (t.responses.ratio - t.kl)
     return torch.where(t.desirable, desirable_weight * (-x).sigmoid(), undesirable_weight * x.sigmoid())
 
 
 @LABEL_LOSSES.register("apo_zero_unpaired")
-def apo_zero_unpaired(t: Labelled, beta: float, desirable_weight: float, undesirable_weight: float) -> Tensor:
+def apo_zero_unpaired(t: LabelledResponses, beta: float, desirable_weight: float, undesirable_weight: float) -> Tensor:
     """[B]: `kto` with kl 0."""
     x = beta * t.responses.ratio
     return torch.where(t.desirable, desirable_weight * (-x).sigmoid(), undesirable_weight * x.sigmoid())
 
 
 @LABEL_LOSSES.register("bco")
-def bco(t: Labelled, beta: float) -> Tensor:
+def bco(t: LabelledResponses, beta: float) -> Tensor:
     """[B]: -log sigmoid(+-(beta D - shift))."""
     x = beta * t.responses.ratio - t.shift
     return -logsigmoid(torch.where(t.desirable, x, -x))
 
 
-def mean_reward(responses: Sums, desirable: Tensor, beta: float) -> float | None:
+def mean_reward(responses: LogProbSums, desirable: Tensor, beta: float) -> float | None:
     """Returns bco's shift from these rows alone: the mean of both labels' mean rewards; None if one label is missing.
-    Shapes as in `Labelled`.
+    Shapes as in `LabelledResponses`.
     """
     rewards = beta * responses.ratio.detach()
     if bool(desirable.all()) or not bool(desirable.any()):

@@ -54,7 +54,7 @@ class ScoreLists:
 
 
 @dataclass(frozen=True)
-class Labels:
+class LabelledScores:
     """scores [..., n]; targets [n]: scores, or 1 for a good step and 0 for a bad one."""
 
     scores: Tensor
@@ -97,12 +97,12 @@ def pairwise(t: ScoreLists, center_rewards_coefficient: float, label_smoothing: 
 
 
 @REWARD_LOSSES.register("regression")
-def regression(t: Labels) -> Tensor:
+def regression(t: LabelledScores) -> Tensor:
     """[..., n]: (score - target)^2."""
     return (t.scores - t.targets).square()
 
 
 @REWARD_LOSSES.register("process")
-def process(t: Labels) -> Tensor:
+def process(t: LabelledScores) -> Tensor:
     """[..., n]: binary cross-entropy of sigmoid(score) with the label."""
     return softplus(t.scores) - t.targets * t.scores

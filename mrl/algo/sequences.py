@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-def here(partial: Tensor) -> Tensor:
+def local_total(partial: Tensor) -> Tensor:
     """Returns `partial`: the total of responses that lie whole on one rank."""
     return partial
 
@@ -28,10 +28,12 @@ class Sequences:
     member: Tensor
     counted: Tensor
     lengths: Tensor
-    total: Callable[[Tensor], Tensor] = here
+    total: Callable[[Tensor], Tensor] = local_total
 
     @classmethod
-    def of_mask(cls, mask: Tensor, keep: Tensor | None = None, total: Callable[[Tensor], Tensor] = here) -> Sequences:
+    def of_mask(
+        cls, mask: Tensor, keep: Tensor | None = None, total: Callable[[Tensor], Tensor] = local_total
+    ) -> Sequences:
         """Builds the assignment for the tokens of a [B, T] mask, row by row. keep [B, T]: the tokens that count; all
         if None.
         """

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mrl.kernels import triton_here
+from mrl.kernels import triton_support
 from mrl.kernels.masked import bits, count, keep, row_groups
 from mrl.kernels.native import algo as native
 
@@ -57,7 +57,7 @@ def whiten_(inside: Tensor, mask: Tensor, shift_mean: bool = True, moments: Tens
 
     moments [3] float64: the count, sum and sum of squares inside the mask, if known.
     """
-    if moments is not None and mask.is_contiguous() and triton_here.takes(inside):
+    if moments is not None and mask.is_contiguous() and triton_support.supports(inside):
         from mrl.kernels import algo_triton
 
         algo_triton.whiten_(inside, mask, moments, EPS, shift_mean)
@@ -69,7 +69,7 @@ def whiten_(inside: Tensor, mask: Tensor, shift_mean: bool = True, moments: Tens
         around = _around(mean, inside, mask)
     var = torch.where(found > 1, around / (found + EPS) * found / (found - 1).clamp(min=1), 0)
     scale = torch.rsqrt(var + EPS).to(inside.dtype)
-    if native.takes(inside) and mask.is_contiguous():
+    if native.supports(inside) and mask.is_contiguous():
         native.whiten_(inside, mask, float(mean), float(scale), 0.0 if shift_mean else float(mean))
         return inside
     for rows in row_groups(inside):

@@ -67,24 +67,24 @@ def tokenizer_facts(model: Path) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Kind:
+class ExportKind:
     """Kind of an exported model.
 
-    architecture: the first of config.json, empty for adapters or without one; is_seeing_judge: a scoring model with
-    image input, for which transformers has no class
+    architecture: the first of config.json, empty for adapters or without one; is_vision_reward_model: a scoring model
+    with image input, for which transformers has no class
     """
 
     task: str  # task name of the hub
     is_adapter: bool = False
     architecture: str = ""
-    is_seeing_judge: bool = False
+    is_vision_reward_model: bool = False
 
 
-def kind_of(export: Path) -> Kind:
+def export_kind(export: Path) -> ExportKind:
     """Returns the kind of a Hugging Face directory, or of a PEFT adapter directory."""
     if adapter := _json(export / "adapter_config.json"):
         task = {"SEQ_CLS": CLASSIFIES, "TOKEN_CLS": CLASSIFIES_TOKENS}.get(str(adapter.get("task_type")), GENERATES)
-        return Kind(task, is_adapter=True)
+        return ExportKind(task, is_adapter=True)
     config = _json(export / "config.json")
     names = config.get("architectures")
     name = str(names[0]) if isinstance(names, list) and names else ""
@@ -95,7 +95,7 @@ def kind_of(export: Path) -> Kind:
     }
     task = next((task for end, task in ends.items() if name.endswith(end)), GENERATES)
     judges = task in (CLASSIFIES, CLASSIFIES_TOKENS) and "vision_config" in config
-    return Kind(task, architecture=name, is_seeing_judge=judges)
+    return ExportKind(task, architecture=name, is_vision_reward_model=judges)
 
 
 def _json(file: Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mrl.cards.base_model import GENERATES, BaseModel, Kind, base_model, kind_of, tokenizer_facts
+from mrl.cards.base_model import GENERATES, BaseModel, ExportKind, base_model, export_kind, tokenizer_facts
 from mrl.cards.portable import last_part, portable
 from mrl.observe.files import read_data_notes
 from mrl.observe.method import method_of
@@ -24,7 +24,7 @@ ALSO = ("actor/loss", "actor/entropy", "kl/ref", "response/mean_tokens", "mismat
 
 
 @dataclass(frozen=True)
-class Measured:
+class MetricSummary:
     """A metric over the run; best: None if neither higher nor lower is better."""
 
     name: str
@@ -35,7 +35,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """Data source in public form; sources with the same name differ in their digests."""
 
     name: str
@@ -44,7 +44,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Origin:
+class WeightsOrigin:
     """Weights of a run. state: has a checkpoint's `config` and `data_contents`; part: name of the model"""
 
     run_dir: Path
@@ -73,7 +73,7 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class Facts:
+class CardFacts:
     """Facts for a card. step: of the weights; config: in public form
 
     notes: rows left out or cut, one sentence each
@@ -84,19 +84,21 @@ class Facts:
     step: int
     config: dict[str, Any]
     rows: list[Row]
-    data: tuple[Source, ...] = ()
+    data: tuple[DataSource, ...] = ()
     notes: tuple[str, ...] = ()
     base: BaseModel | None = None
     base_digest: str = ""
     digest: str = ""
     files: int = 1
-    kind: Kind = field(default_factory=lambda: Kind(GENERATES))
+    kind: ExportKind = field(default_factory=lambda: ExportKind(GENERATES))
     tokenizer: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     commit: str = ""
 
     @classmethod
-    def of(cls, origin: Origin, export: Path, digests: Mapping[str, str], base_digests: Mapping[str, str]) -> Facts:
+    def of(
+        cls, origin: WeightsOrigin, export: Path, digests: Mapping[str, str], base_digests: Mapping[str, str]
+    ) -> CardFacts:
         """Collects the facts of the weights in `export`. digests, base_digests: of the weight files there and of the
         base.
 
@@ -111,13 +113,13 @@ class Facts:
             step=origin.step,
             config=portable({key: value for key, value in origin.config.items() if value is not None}),
             rows=[row for row in read_metrics(origin.run_dir) if row["step"] <= origin.step],
-            data=tuple(Source(last_part(path), of["bytes"], of["digest"]) for path, of in found.items()),
+            data=tuple(DataSource(last_part(path), of["bytes"], of["digest"]) for path, of in found.items()),
             notes=tuple(notes),
             base=base_model(origin.base) if origin.base else None,
             base_digest=whole_digest(base_digests),
             digest=whole_digest(digests),
             files=len(digests),
-            kind=kind_of(export),
+            kind=export_kind(export),
             tokenizer=tokenizer_facts(export),
             versions=versions("mrl", *PARTS),
             commit=commit() or "",
@@ -127,16 +129,16 @@ class Facts:
     def method(self) -> str:
         return method_of(self.config)
 
-    def measured(self) -> list[Measured]:
+    def measured(self) -> list[MetricSummary]:
         """Returns first, last and best value of the main metrics, in the order of the table."""
         names = dict.fromkeys(name for row in self.rows for name in row)
         wanted = [*HIGHER, *LOWER, *(n for n in names if n.startswith("validation/") and n not in HIGHER + LOWER)]
         return [self._measured(name) for name in (*wanted, *ALSO) if name in names]
 
-    def _measured(self, name: str) -> Measured:
+    def _measured(self, name: str) -> MetricSummary:
         points = [(row[name], int(row["step"])) for row in self.rows if name in row]
         best = max(points) if name in HIGHER else min(points) if name in LOWER else (None, None)
-        return Measured(name, points[0][0], points[-1][0], *best)
+        return MetricSummary(name, points[0][0], points[-1][0], *best)
 
     def total(self, prefix: str) -> float:
         """Sums the metrics with this prefix over the run's steps."""

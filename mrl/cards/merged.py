@@ -7,7 +7,7 @@ from typing import Any
 
 from huggingface_hub import ModelCardData
 
-from mrl.cards.base_model import base_model, kind_of, tokenizer_facts
+from mrl.cards.base_model import base_model, export_kind, tokenizer_facts
 from mrl.cards.portable import last_part
 from mrl.cards.text import table, usage
 from mrl.cards.write import CARD, sealed, without_card
@@ -29,7 +29,7 @@ def merged_card(base: Path, adapter: Path, export: Path, target: Path, layers: i
 
 
 def _text(base: Path, adapter: Path, export: Path, target: Path, layers: int, rounding: float) -> str:
-    origin, kind, name = base_model(base), kind_of(export), last_part(str(adapter.resolve()))
+    origin, kind, name = base_model(base), export_kind(export), last_part(str(adapter.resolve()))
     terms: dict[str, Any] = dict(origin.license)
     data = ModelCardData(
         base_model=origin.name,

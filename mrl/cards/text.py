@@ -8,8 +8,8 @@ from typing import Any
 import yaml
 from huggingface_hub import EvalResult, ModelCardData
 
-from mrl.cards.base_model import CLASSIFIES, CLASSIFIES_TOKENS, GENERATES, SEES, Kind
-from mrl.cards.facts import Facts, Measured
+from mrl.cards.base_model import CLASSIFIES, CLASSIFIES_TOKENS, GENERATES, SEES, ExportKind
+from mrl.cards.facts import CardFacts, MetricSummary
 from mrl.directories import size_text
 from mrl.observe.progress import clock
 from mrl.observe.report import FIRST_CURVE
@@ -23,7 +23,7 @@ AUTO_CLASSES = {
 HIDDEN_IN_TEXT = str.maketrans({"|": "\\|", "\n": " "})
 
 
-def render(facts: Facts, *, has_curve: bool) -> str:
+def render(facts: CardFacts, *, has_curve: bool) -> str:
     """Returns the whole README.md except its seal. has_curve: FIRST_CURVE lies beside it."""
     measured = facts.measured()
     parts = [
@@ -42,7 +42,7 @@ def render(facts: Facts, *, has_curve: bool) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _front(facts: Facts, measured: list[Measured]) -> str:
+def _front(facts: CardFacts, measured: list[MetricSummary]) -> str:
     """Front matter with the hub's metadata."""
     counts = ("validation/scored", "validation/of")
     held_out = [m for m in measured if m.name.startswith("validation/") and not m.name.startswith(counts)]
@@ -71,7 +71,7 @@ def _front(facts: Facts, measured: list[Measured]) -> str:
     return data.to_yaml().strip()
 
 
-def _sentence(facts: Facts) -> str:
+def _sentence(facts: CardFacts) -> str:
     start = f"`{facts.base.name}`" if facts.base else "random weights"
     sources = ", ".join(f"`{name}`" for name in _names(facts))
     judge = _inner(facts.config, "reward", "function")
@@ -81,7 +81,7 @@ def _sentence(facts: Facts) -> str:
     return f"{words[0].upper()}{words[1:]}."
 
 
-def _results(facts: Facts, measured: list[Measured], has_curve: bool) -> Iterator[str]:
+def _results(facts: CardFacts, measured: list[MetricSummary], has_curve: bool) -> Iterator[str]:
     if not measured:
         return
     yield "## Results\n"
@@ -93,18 +93,18 @@ def _results(facts: Facts, measured: list[Measured], has_curve: bool) -> Iterato
         yield f"| `{m.name}` | {m.first:.4g} | {best} | {m.last:.4g} |"
 
 
-def _data(facts: Facts) -> list[tuple[str, ...]]:
+def _data(facts: CardFacts) -> list[tuple[str, ...]]:
     return [(f"`{of.name}`", size_text(of.bytes), f"blake2b {of.digest}") for of in facts.data]
 
 
-def _names(facts: Facts, part: str = "") -> list[str]:
+def _names(facts: CardFacts, part: str = "") -> list[str]:
     """Names of the data sources that contain `part`; names on the hub have a slash."""
     return list(dict.fromkeys(of.name for of in facts.data if part in of.name))
 
 
-def usage(kind: Kind) -> Iterator[str]:
+def usage(kind: ExportKind) -> Iterator[str]:
     """Yields code that loads the model with transformers and SGLang."""
-    if kind.is_seeing_judge:
+    if kind.is_vision_reward_model:
         yield "## Use\n\n```python\nfrom transformers import AutoModel, AutoProcessor"
         yield '\nbody = AutoModel.from_pretrained(PATH, dtype="auto")'
         yield "processor = AutoProcessor.from_pretrained(PATH)\n```\n"
@@ -130,7 +130,7 @@ def usage(kind: Kind) -> Iterator[str]:
         yield "\nThe score is the one at the last token of the text."
 
 
-def _weights(facts: Facts) -> dict[str, str]:
+def _weights(facts: CardFacts) -> dict[str, str]:
     found = {"architecture": f"`{facts.kind.architecture}`"} if facts.kind.architecture else {}
     how = "" if facts.files == 1 else " (of the output of `sha256sum *.safetensors`)"
     found |= {"SHA-256": f"`{facts.digest}`{how}"} if facts.digest else {}
@@ -140,7 +140,7 @@ def _weights(facts: Facts) -> dict[str, str]:
     return found | facts.tokenizer
 
 
-def _making(facts: Facts) -> dict[str, str]:
+def _making(facts: CardFacts) -> dict[str, str]:
     layout = _inner(facts.config, "actor", "parallel") or {}
     split = [f"{name} {layout[name]}" for name in ("tensor", "pipeline", "context", "expert") if layout.get(name)]
     ranks = f"{facts.ranks} ranks: " if facts.ranks else ""
@@ -154,7 +154,7 @@ def _making(facts: Facts) -> dict[str, str]:
     return made
 
 
-def _limits(facts: Facts) -> Iterator[str]:
+def _limits(facts: CardFacts) -> Iterator[str]:
     """Yields known limits of the result, as far as the run recorded them."""
     steps, skipped = _inner(facts.config, "run", "steps"), facts.total("actor/skipped")
     found = []
@@ -171,7 +171,7 @@ def _limits(facts: Facts) -> Iterator[str]:
         yield from (f"- {line}" for line in found)
 
 
-def _config(facts: Facts) -> str:
+def _config(facts: CardFacts) -> str:
     text = yaml.safe_dump(facts.config, sort_keys=False, allow_unicode=True)
     fence = "```" if "```" not in text else "~~~~"
     return f"<details><summary>Configuration</summary>\n\n{fence}yaml\n{text}{fence}\n\n</details>"

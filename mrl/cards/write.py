@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from mrl.cards.facts import Facts, Origin
+from mrl.cards.facts import CardFacts, WeightsOrigin
 from mrl.cards.text import render
 from mrl.observe.report import FIRST_CURVE, first_curve
 
@@ -16,7 +16,7 @@ CARD = "README.md"
 _SEAL = re.compile(r"\n<!-- written by mrl, sha256 ([0-9a-f]{64}) -->\n\Z")
 
 
-def write_card(facts: Facts, export: Path, earlier: Path | None = None) -> str:
+def write_card(facts: CardFacts, export: Path, earlier: Path | None = None) -> str:
     """Writes README.md and its picture into `export`; returns a note, empty without one.
 
     earlier: the directory that `export` will replace; an edited card there is kept
@@ -40,13 +40,15 @@ def without_card(export: Path, target: Path, error: Exception) -> str:
     return f"{target} has no {CARD}: {type(error).__name__}: {error}"
 
 
-def card_of(origin: Origin, export: Path, earlier: Path, digests: Mapping[str, str], base: Mapping[str, str]) -> str:
+def write_run_card(
+    origin: WeightsOrigin, export: Path, earlier: Path, digests: Mapping[str, str], base: Mapping[str, str]
+) -> str:
     """Writes the card of a run's weights like `write_card`; an error becomes the note and is never raised.
 
     digests, base: SHA-256 of the weight files in `export` and of the run's base model
     """
     try:
-        return write_card(Facts.of(origin, export, digests, base), export, earlier)
+        return write_card(CardFacts.of(origin, export, digests, base), export, earlier)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return without_card(export, earlier, error)
 

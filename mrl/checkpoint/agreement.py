@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mrl.files import file_error
-from mrl.parallel import Agreement, rank, world_size
-from mrl.parallel.agreement import by_reason
+from mrl.parallel import CollectiveErrorCheck, rank, world_size
+from mrl.parallel.error_check import by_reason
 from mrl.weights.errors import WeightError
 
 Report = dict[int, str]  # reason by rank: torch may have gathered several ranks' reasons
@@ -18,7 +18,7 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read; raised on every rank, with each rank's reason."""
 
 
-class CheckpointAgreement(Agreement[Report]):
+class CheckpointAgreement(CollectiveErrorCheck[Report]):
     """Error check that raises CheckpointError. A thread that runs beside the training needs its own group."""
 
     caught = (Exception, CheckpointException)  # torch's CheckpointException is not an Exception
@@ -28,12 +28,12 @@ class CheckpointAgreement(Agreement[Report]):
             return {number: describe(reason) for number, (reason, _) in error.failures.items()}
         return {rank(): describe(error)}
 
-    def verdict(self, what: str, reports: Mapping[int, Report]) -> CheckpointError:
+    def combined_error(self, what: str, reports: Mapping[int, Report]) -> CheckpointError:
         reasons = {number: reason for report in reports.values() for number, reason in report.items()}
         alike = len(reasons) == world_size() and len(set(reasons.values())) == 1
         return CheckpointError(f"{what} failed: {reasons[0] if alike else by_reason(reasons)}")
 
-    def lost(self, what: str, error: RuntimeError, cause: BaseException | None) -> None:
+    def peer_lost(self, what: str, error: RuntimeError, cause: BaseException | None) -> None:
         mine = f" (here: {describe(cause)})" if cause else ""
         raise CheckpointError(f"{what}: another rank did not respond: {error}{mine}") from (cause or error)
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from mrl import platform
 from mrl.checkpoint.optimizer_shards import optimizer_shards, weight_shards
 from mrl.learner import Learner
-from mrl.learner.optimizer import prime, round_again
+from mrl.learner.optimizer import create_optimizer_state, requantize_weights
 from mrl.learner.policy_copy import PolicyCopy
 from mrl.weights.model.state import fill, sharded_adapters
 
@@ -28,7 +28,7 @@ def state_to_save(learner: Learner) -> tuple[dict[str, Any], dict[str, int]]:
 
     Offloaded tensors are returned from host memory. Call it inside the learner's mesh.
     """
-    prime(learner.optimizer)
+    create_optimizer_state(learner.optimizer)
     models = _models(learner, _metadata(learner))
     shards = optimizer_shards(learner.optimizer, models, learner.memory.read)
     updates = learner.schedule.num_steps  # the schedule skips skipped updates too
@@ -43,7 +43,7 @@ class StateToLoad:
         self.learner = learner
         metadata = _metadata(learner)
         learner.memory.require("all", "loading a checkpoint")
-        prime(learner.optimizer)
+        create_optimizer_state(learner.optimizer)
         self.models = _models(learner, metadata)
         whole = learner.optimizer.sharded_state_dict(self.models, is_loading=True, metadata=metadata)
         self._parts: list[dict[str, Any]] = list(whole.values()) if 0 in whole else [whole]
@@ -67,7 +67,7 @@ class StateToLoad:
         platform.separate_step_tensors(optimizer)
         self.learner.schedule.num_steps = loaded[SCHEDULE_UPDATES]
         self.learner.schedule.step(0)
-        round_again(optimizer, self.learner.chunks)
+        requantize_weights(optimizer, self.learner.chunks)
 
 
 def copy_shards(copy: PolicyCopy) -> dict[str, Any]:

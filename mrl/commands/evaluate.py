@@ -72,14 +72,14 @@ def _wrong(samples: int, recipes: list[str], known: tuple[str, ...]) -> str | No
 def _report(args: argparse.Namespace, cfg: Config, recipes: list[str]) -> int:
     from mrl.data import DataError, TokenizerError
     from mrl.observe import UnreadableFile
-    from mrl.precision import NoSamples, lines, measure, picture, samples_of
+    from mrl.precision import NoSamplesError, lines, measure, picture, samples_of
 
     run_dir = Path(cfg.run.root) / cfg.run.name
     own = run_dir / "hf"
     weights = str(args.weights or (own if own.is_dir() else cfg.model.path))
     try:
         samples = samples_of(cfg, weights, args.samples)
-    except (NoSamples, DataError, TokenizerError, UnreadableFile) as error:
+    except (NoSamplesError, DataError, TokenizerError, UnreadableFile) as error:
         print(f"mrl: {error}", file=sys.stderr)
         return 1
     count, tokens = samples.rollout.num_samples, samples.rollout.num_response_tokens

@@ -15,7 +15,7 @@ from mrl.files import write_atomically
 
 if TYPE_CHECKING:
     from mrl.data import PreferenceDataset
-    from mrl.scoring import Judged, Report
+    from mrl.scoring import AccuracyReport, ScoredRow
 
 NAME = "eval reward"
 COMPARED_ROWS, MOST_DIFFERENCE = 32, 1e-3
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"mrl: {problem}", file=sys.stderr)
         return CONFIG_ERROR
     from mrl.data import DataError, TokenizerError, preference_notes
-    from mrl.scoring import judge, lines, report
+    from mrl.scoring import lines, report, score_rows
     from mrl.scoring.measure import read
     from mrl.weights.errors import WeightError
 
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         data = read(str(args.model), str(args.data), args.subset_key, chat, args.max_tokens)
         for line in preference_notes(str(args.data), data):
             print(line)
-        judged = judge(str(args.model), data, args.tokens_at_once, _progress)
+        judged = score_rows(str(args.model), data, args.tokens_at_once, _progress)
     except (DataError, TokenizerError, WeightError) as error:
         print(f"mrl: {error}", file=sys.stderr)
         return 1
@@ -94,12 +94,12 @@ def _progress(done: int, rows: int) -> None:
         print(f"\r{done}/{rows} rows", end="\n" if done == rows else "", file=sys.stderr, flush=True)
 
 
-def _written(file: Path, found: Report, judged: list[Judged], data: PreferenceDataset) -> bool:
+def _written(file: Path, found: AccuracyReport, judged: list[ScoredRow], data: PreferenceDataset) -> bool:
     rows = [
         {"row": data.where(row), "scores": one.scores, "right": one.is_right}
         for row, one in zip(data.rows, judged, strict=True)
     ]
-    left_out = sum(source.left_out for source in data.sources)
+    left_out = sum(source.num_dropped for source in data.sources)
     content = strict_json.finite(asdict(found) | {"left_out": left_out, "scored": rows})
     try:
         write_atomically(file, strict_json.dumps(content, indent=1) + "\n")
@@ -109,11 +109,11 @@ def _written(file: Path, found: Report, judged: list[Judged], data: PreferenceDa
     return True
 
 
-def _compared(model: str, data: PreferenceDataset, judged: list[Judged]) -> bool:
-    from mrl.scoring import theirs
+def _compared(model: str, data: PreferenceDataset, judged: list[ScoredRow]) -> bool:
+    from mrl.scoring import score_with_transformers
 
     count = min(COMPARED_ROWS, len(data))
     ours = [score for one in judged[:count] for score in one.scores]
-    gap = max(abs(a - b) for a, b in zip(ours, theirs(model, data, count).tolist(), strict=True))
+    gap = max(abs(a - b) for a, b in zip(ours, score_with_transformers(model, data, count).tolist(), strict=True))
     print(f"transformers: the scores of {count} rows differ by at most {gap:.2g}")
     return gap <= MOST_DIFFERENCE * max(1.0, *map(abs, ours))

@@ -69,7 +69,7 @@ def _found(args: argparse.Namespace, cfg: Config, weights: str, run_dir: Path) -
     """Returns the measurements, or the problem as text."""
     from mrl.config.schema import RewardModelTrainerConfig
     from mrl.data import DataError, TokenizerError
-    from mrl.evaluation import agreed, answered, held_out, unanswerable
+    from mrl.evaluation import evaluate_answers, held_out, reward_model_agreement, why_unanswerable
     from mrl.reward.errors import RewardError
     from mrl.rollout import EngineError, EngineStartError, RolloutError
     from mrl.rollout.errors import EngineUnavailable
@@ -80,15 +80,15 @@ def _found(args: argparse.Namespace, cfg: Config, weights: str, run_dir: Path) -
         if (of := cfg.imitated()) is not None:
             return {"metrics": held_out(cfg, of, weights, args.rows)}
         if isinstance(cfg, RewardModelTrainerConfig):
-            return agreed(cfg, weights, args.rows)
+            return reward_model_agreement(cfg, weights, args.rows)
         if not cfg.is_sampling:
             return f"trainer {cfg.trainer} has nothing to evaluate: no target responses, no reward and no reward model"
-        if (why := unanswerable(cfg, weights)) is not None:
+        if (why := why_unanswerable(cfg, weights)) is not None:
             return why
         logs = (args.out or run_dir) / "eval_logs"
         logs.mkdir(parents=True, exist_ok=True)
         rows = args.rows or sys.maxsize
-        return answered(cfg, weights, logs, rows, args.per_prompt, temperature, args.right_from)
+        return evaluate_answers(cfg, weights, logs, rows, args.per_prompt, temperature, args.right_from)
     except (EngineError, EngineStartError, EngineUnavailable, RolloutError) as error:
         return str(error)
     except (DataError, TokenizerError, RewardError, WeightError) as error:

@@ -240,7 +240,7 @@ def _options(args: argparse.Namespace) -> ConvertOptions:
 
 def _describe(source: Path, part: str, target: Path) -> Describe | None:
     """Returns the writer of a card for a run's checkpoint (step_N); None for other sources, which have no run."""
-    from mrl.cards import Origin, card_of
+    from mrl.cards import WeightsOrigin, write_run_card
     from mrl.foreign import read_json
     from mrl.weights.disk.digest import file_digests
     from mrl.weights.disk.megatron_dirs import RUN_STATE
@@ -250,10 +250,10 @@ def _describe(source: Path, part: str, target: Path) -> Describe | None:
     state = read_json(source / RUN_STATE)
     if "config" not in state:
         return None
-    origin = Origin(source.resolve().parents[1], state, state["step"], part)
+    origin = WeightsOrigin(source.resolve().parents[1], state, state["step"], part)
 
     def describe(export: Path, digests: dict[str, str]) -> None:
-        if note := card_of(origin, export, target, digests, file_digests(origin.base_files())):
+        if note := write_run_card(origin, export, target, digests, file_digests(origin.base_files())):
             print(f"mrl: {note}", file=sys.stderr)
 
     return describe

@@ -2,10 +2,10 @@
 
 from mrl.data.balance import plan_micro_batches
 from mrl.data.collate import collate
-from mrl.data.columns import conversation, told
+from mrl.data.columns import conversation, read_template_variables
 from mrl.data.dataset import PromptDataset, data_notes
 from mrl.data.errors import DataError
-from mrl.data.image_prompts import load_eyes
+from mrl.data.image_prompts import load_image_processor
 from mrl.data.packing import pack, sequence_align
 from mrl.data.preference import PreferenceDataset, preference_notes
 from mrl.data.sft import SFTDataset, sft_notes
@@ -21,12 +21,12 @@ __all__ = [
     "collate",
     "conversation",
     "data_notes",
-    "load_eyes",
+    "load_image_processor",
     "load_tokenizer",
     "pack",
     "plan_micro_batches",
     "preference_notes",
     "sequence_align",
     "sft_notes",
-    "told",
+    "read_template_variables",
 ]

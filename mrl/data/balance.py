@@ -60,8 +60,8 @@ def costs_of(forward: ForwardFlops, seq_lens: Tensor, outputs: Tensor) -> Tensor
         outputs: number of these tokens whose log-prob or value is computed, [n] int64.
     """
     lens = seq_lens.double()
-    whole = forward.a_token * lens + forward.a_pair * lens * (lens + 1) / 2 + forward.an_output * outputs
-    return (whole * 64 / forward.a_token).ceil().long()
+    whole = forward.per_token * lens + forward.per_pair * lens * (lens + 1) / 2 + forward.per_output * outputs
+    return (whole * 64 / forward.per_token).ceil().long()
 
 
 def _bins(sizes: list[int], costs: list[int], step: int, max_tokens: int) -> Bins:

@@ -7,11 +7,11 @@ from typing import Any
 
 from mrl import strict_json
 from mrl.config.schema import DataConfig, PreferenceDataConfig, SFTDataConfig
-from mrl.data.image_prompts import with_places
-from mrl.data.rows import Row, reached
+from mrl.data.image_prompts import split_at_images
+from mrl.data.rows import Row, value_at
 from mrl.data.tokenizer import CLOCK
 
-GIVEN_BY_US = {
+RESERVED_TEMPLATE_VARIABLES = {
     "messages", "conversation", "tools", "tokenize", "add_generation_prompt", "continue_final_message", CLOCK
 }  # fmt: skip
 WEIGHT = "weight"  # of a message, and the usual name of a row's
@@ -36,10 +36,10 @@ def conversation(value: Any, row: Row, cfg: DataConfig, pictures: int | None = N
         if messages and messages[0].get("role") == "system":
             raise ValueError(f"{cfg.system_key!r} is a system message, and the prompt begins with one too: {other}")
         messages = [{"role": "system", "content": text}, *messages]
-    return with_places(messages, pictures)
+    return split_at_images(messages, pictures)
 
 
-def told(row: Row, cfg: DataConfig) -> Row:
+def read_template_variables(row: Row, cfg: DataConfig) -> Row:
     """Returns the variables of the chat template besides the messages: `tools`, and the row's own variables.
 
     Raises:
@@ -62,12 +62,12 @@ def told(row: Row, cfg: DataConfig) -> Row:
             f"{cfg.chat_template_kwargs_key!r} must be an object, not {kind}: "
             + other.format("chat_template_kwargs_key")
         )
-    if more and (own := sorted(GIVEN_BY_US & more.keys())):
+    if more and (own := sorted(RESERVED_TEMPLATE_VARIABLES & more.keys())):
         raise ValueError(f"{cfg.chat_template_kwargs_key!r} has {', '.join(own)}, which mrl sets itself: remove it")
     return ({"tools": without_nulls(tools)} if tools else {}) | {k: v for k, v in (more or {}).items() if v is not None}
 
 
-def unused(row: Row, cfg: DataConfig, sees_pictures: bool, margins: bool = False) -> Iterator[tuple[str, str]]:
+def unused_columns(row: Row, cfg: DataConfig, sees_pictures: bool, margins: bool = False) -> Iterator[tuple[str, str]]:
     """Yields (column, why) for each column that mrl knows and that has a value here, but has no effect in this run."""
     weighs, is_text = isinstance(cfg, SFTDataConfig), isinstance(cfg, SFTDataConfig) and cfg.form == "text"
     if not cfg.chat_template or is_text:
@@ -75,7 +75,7 @@ def unused(row: Row, cfg: DataConfig, sees_pictures: bool, margins: bool = False
         for key in (cfg.system_key, cfg.tools_key, cfg.chat_template_kwargs_key):
             if key is not None and row.get(key):
                 yield key, why
-    if not sees_pictures and reached(row, cfg.images_key):
+    if not sees_pictures and value_at(row, cfg.images_key):
         yield cfg.images_key, "this model with this trainer reads no images"
     if row.get(WEIGHT) is not None and not (isinstance(cfg, SFTDataConfig) and cfg.weight_key is not None):
         yield WEIGHT, f"set data.weight_key: {WEIGHT} to use it" if weighs else "only trainer: sft uses row weights"
@@ -89,8 +89,8 @@ def _weighs_messages(value: Any) -> bool:
     return isinstance(value, list) and any(isinstance(each, dict) and each.get(WEIGHT) is not None for each in value)
 
 
-def unused_notes(place: str, counts: dict[tuple[str, str], int]) -> Iterator[str]:
-    """Yields one sentence a column. place: name of the rows; counts: number of rows by the pairs that `unused`
+def unused_column_notes(place: str, counts: dict[tuple[str, str], int]) -> Iterator[str]:
+    """Yields one sentence a column. place: name of the rows; counts: number of rows by the pairs that `unused_columns`
     yields.
     """
     for (column, why), count in sorted(counts.items()):

@@ -34,7 +34,7 @@ class ControlTokens:
         self._of_tokens = self._in_rows + count  # for the tokens themselves
         last = self._of_tokens + count - 1
         self._reserved = re.compile(f"[{chr(self._in_rows)}-{chr(last)}]" if count else r"(?!)")
-        self._shown = {self._in_rows + place: name for place, name in enumerate(self._names)}
+        self._names_of_private = {self._in_rows + place: name for place, name in enumerate(self._names)}
 
     def first_in(self, value: Any) -> str | None:
         """Returns the first name in a text, or in the texts of a conversation; None if there is none."""
@@ -49,33 +49,33 @@ class ControlTokens:
         found = self._reserved.search(text)
         return found[0] if found else None
 
-    def hidden(self, value: Any) -> Any:
+    def escape(self, value: Any) -> Any:
         """Returns the value with a private character in place of every name."""
         if isinstance(value, str):
             return self._pattern.sub(lambda name: chr(self._in_rows + self._place[name[0]]), value)
         if isinstance(value, dict):
-            return {key: self.hidden(part) for key, part in value.items()}
-        return [self.hidden(part) for part in value] if isinstance(value, list) else value
+            return {key: self.escape(part) for key, part in value.items()}
+        return [self.escape(part) for part in value] if isinstance(value, list) else value
 
-    def shown(self, text: str) -> str:
-        """Inverts `hidden`."""
-        return text.translate(self._shown)
+    def unescape(self, text: str) -> str:
+        """Inverts `escape`."""
+        return text.translate(self._names_of_private)
 
     def encode(self, hidden: str) -> list[int] | None:
         """Returns the ids of a text: hidden names as text, other names as their tokens, and no further special tokens.
 
         Returns None if this tokenizer cannot distinguish the two.
         """
-        found = self.encode_marked(hidden, [])
+        found = self.encode_with_spans(hidden, [])
         return found and found[0]
 
-    def encode_marked(
+    def encode_with_spans(
         self, hidden: str, places: Sequence[int]
     ) -> tuple[list[int], list[tuple[int, int]], list[int]] | None:
         """Returns `encode`'s ids, the characters [begin, end) of each id, and `places` in the same count of
         characters.
         """
-        if not self._hf.is_fast or self.reserved_in(self.shown(hidden)):
+        if not self._hf.is_fast or self.reserved_in(self.unescape(hidden)):
             return None
         wanted = [self._hf.convert_tokens_to_ids(name) for name in self._pattern.findall(hidden)]
         backend, original = self._renamed
@@ -88,7 +88,7 @@ class ControlTokens:
 
     def _private(self, hidden: str) -> str:
         """Returns the text as the renamed tokenizer reads it."""
-        return self.shown(self._pattern.sub(lambda name: chr(self._of_tokens + self._place[name[0]]), hidden))
+        return self.unescape(self._pattern.sub(lambda name: chr(self._of_tokens + self._place[name[0]]), hidden))
 
     @cached_property
     def _renamed(self) -> tuple[Backend, dict[int | None, int]]:

@@ -11,18 +11,18 @@ import torch
 
 from mrl.config.schema import DataConfig, SourceConfig
 from mrl.core import Prompt, Rollout
-from mrl.data.columns import unused_notes
+from mrl.data.columns import unused_column_notes
 from mrl.data.encoded_rows import EncodedSource
 from mrl.data.encoder import Encoder
 from mrl.data.errors import DataError, raise_for
 from mrl.data.mixture import Mixture
-from mrl.data.order import Order
+from mrl.data.row_sampler import RowSampler
 from mrl.data.rows import RowCheck, RowReader
 from mrl.data.source import PromptSource
 from mrl.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from mrl.data.eyes import Eyes
+    from mrl.data.image_processor import ImageProcessor
 
 
 class PromptDataset:
@@ -34,7 +34,7 @@ class PromptDataset:
 
     Args:
         sources: sources of a configuration, or the path of the only one.
-        eyes: image processor of a vision-language model.
+        image_processor: image processor of a vision-language model.
         rows_before: rows of other data sets, whose images are numbered before these.
 
     Raises DataError for malformed rows, missing keys, empty prompts, and a source without usable rows; with
@@ -48,14 +48,14 @@ class PromptDataset:
         tokenizer: Tokenizer,
         require_answer: bool = False,
         check: RowCheck | None = None,
-        eyes: Eyes | None = None,
+        image_processor: ImageProcessor | None = None,
         rows_before: int = 0,
     ) -> None:
         if isinstance(sources, str | Path):
             sources = (SourceConfig(path=str(sources)),)
         self.cfg = cfg
-        self.tokenizer, self.eyes = tokenizer, eyes
-        self._encoder, self._rows_before = Encoder(cfg, tokenizer, eyes), rows_before
+        self.tokenizer, self.image_processor = tokenizer, image_processor
+        self._encoder, self._rows_before = Encoder(cfg, tokenizer, image_processor), rows_before
         self._reader = RowReader(cfg, require_answer, check)
         self.sources: list[PromptSource] = []
         for source in sources:
@@ -64,7 +64,7 @@ class PromptDataset:
             if not self.sources[-1]:
                 limit = f"data.max_prompt_tokens={cfg.max_prompt_tokens}"
                 raise DataError(f"{source.path}: all {self.sources[-1].dropped} prompts have more than {limit} tokens")
-        self._order = Order(sources, [len(source) for source in self.sources], cfg.shuffle)
+        self._order = RowSampler(sources, [len(source) for source in self.sources], cfg.shuffle)
 
     def __len__(self) -> int:
         return sum(map(len, self.sources))
@@ -75,7 +75,7 @@ class PromptDataset:
         return self._order.mixture
 
     def prompts_for_step(self, step: int, n: int, seed: int) -> list[Prompt]:
-        """Returns the n prompts of step `step` (from 0), in the order of `Order.of_step`. Raises ValueError for a
+        """Returns the n prompts of step `step` (from 0), in the order of `RowSampler.of_step`. Raises ValueError for a
         negative step.
         """
         return [self._prompt(source, place) for source, place in self._order.of_step(step, n, seed)]
@@ -100,7 +100,7 @@ class PromptDataset:
         problems = [(self.where(p), what) for p in prompts if (what := self._reader.answer_problem(p.row))]
         raise_for(problems)
         plain = self._encoder.answers([p.row[self.cfg.answer_key] for p in prompts])
-        return [self.tokenizer.ended(ids) for ids in plain]
+        return [self.tokenizer.with_eos(ids) for ids in plain]
 
     def sft_rollout(self, step: int, n: int, seed: int) -> Rollout:
         """Returns a step of supervised fine-tuning: n prompts, each with its answer + EOS as the response.
@@ -147,7 +147,7 @@ def end_notes(key: str, ends: Collection[int], tokenizer: Tokenizer) -> Iterator
 
 def row_notes(place: str, source: PromptSource | EncodedSource[Any], is_chat: bool) -> Iterator[str]:
     """Yields notes on columns without effect and on control tokens in rows. place: name of the rows"""
-    yield from unused_notes(place, source.unused)
+    yield from unused_column_notes(place, source.unused_columns)
     if as_text := source.as_text:
         yield f"{place}: {_hold(as_text)}: tokenized as text, not as control tokens"
     if as_control := source.as_control:

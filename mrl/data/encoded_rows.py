@@ -9,7 +9,7 @@ from mrl.config.schema import SourceConfig
 from mrl.data.encoder import Encoder
 from mrl.data.errors import DataError, raise_for
 from mrl.data.mixture import Mixture
-from mrl.data.order import Order
+from mrl.data.row_sampler import RowSampler
 from mrl.data.sources import OpenSource
 from mrl.data.tokenizer import TokenizerError
 
@@ -29,7 +29,7 @@ class EncodedSource(OpenSource, Generic[Row]):
     """One source of tokenised rows.
 
     kept: its usable rows, tokenised
-    as_text, as_control: for each row with control tokens, the first one's name; see `Encoder.dressed`
+    as_text, as_control: for each row with control tokens, the first one's name; see `Encoder.render`
     """
 
     def __init__(self, source: SourceConfig, encoder: Encoder, first_index: int) -> None:
@@ -95,7 +95,7 @@ class EncodedRows(Generic[Source, Row]):
             if not found:
                 raise DataError(f"{source.path}: none of its {len(found.rows)} rows can be used: {why_none(found)}")
         sizes = [len(source) for source in self.sources]
-        self._order, self._first = Order(sources, sizes, shuffle), [sum(sizes[:i]) for i in range(len(sizes))]
+        self._order, self._first = RowSampler(sources, sizes, shuffle), [sum(sizes[:i]) for i in range(len(sizes))]
         self.rows: list[Row] = [row for source in self.sources for row in source.kept]
 
     def __len__(self) -> int:
@@ -107,7 +107,7 @@ class EncodedRows(Generic[Source, Row]):
         return self._order.mixture
 
     def of_step(self, step: int, n: int, seed: int) -> list[int]:
-        """Returns the numbers of the n rows of step `step` (from 0), in the order of `Order.of_step`."""
+        """Returns the numbers of the n rows of step `step` (from 0), in the order of `RowSampler.of_step`."""
         return [self._first[source] + place for source, place in self._order.of_step(step, n, seed)]
 
     def first(self, n: int | None) -> list[int]:

@@ -9,25 +9,25 @@ from mrl.config.schema import DataConfig
 from mrl.families import load_arch
 
 if TYPE_CHECKING:
-    from mrl.data.eyes import Eyes
+    from mrl.data.image_processor import ImageProcessor
 
-PLACE = "<image>"  # placeholder of an image in a prompt
-SPELLED = "<|vision_start|><|image_pad|><|vision_end|>"  # an image in a prompt without chat template
+IMAGE_PLACEHOLDER = "<image>"  # placeholder of an image in a prompt
+IMAGE_TEXT = "<|vision_start|><|image_pad|><|vision_end|>"  # an image in a prompt without chat template
 
 
-def load_eyes(path: str | Path, cfg: DataConfig) -> Eyes | None:
-    """Returns the image processor of the model at `path`; None for a text-only model. Raises DataError as `Eyes`
-    does.
+def load_image_processor(path: str | Path, cfg: DataConfig) -> ImageProcessor | None:
+    """Returns the image processor of the model at `path`; None for a text-only model. Raises DataError as
+    `ImageProcessor` does.
     """
     vision = load_arch(path).vision
     if vision is None:
         return None
-    from mrl.data.eyes import Eyes
+    from mrl.data.image_processor import ImageProcessor
 
-    return Eyes(path, vision, cfg)
+    return ImageProcessor(path, vision, cfg)
 
 
-def with_places(messages: list[dict[str, Any]], pictures: int | None) -> list[dict[str, Any]]:
+def split_at_images(messages: list[dict[str, Any]], pictures: int | None) -> list[dict[str, Any]]:
     """Returns messages whose text is split at each `<image>`: {"type": "image"} there, {"type": "text"} between.
 
     Images without a placeholder come first in the user's first message. pictures: number of images; None for a
@@ -45,14 +45,14 @@ def with_places(messages: list[dict[str, Any]], pictures: int | None) -> list[di
     return split
 
 
-def spelled(text: str, pictures: int | None) -> str:
+def with_image_text(text: str, pictures: int | None) -> str:
     """Returns text without chat template, with images in place of each `<image>`, or at its beginning. pictures: as in
-    `with_places`. Raises ValueError if the number of placeholders is not the number of images.
+    `split_at_images`. Raises ValueError if the number of placeholders is not the number of images.
     """
     if pictures is None:
         return text
-    placed = _are_placed(text.count(PLACE), pictures)
-    return text.replace(PLACE, SPELLED) if placed else SPELLED * pictures + text
+    placed = _are_placed(text.count(IMAGE_PLACEHOLDER), pictures)
+    return text.replace(IMAGE_PLACEHOLDER, IMAGE_TEXT) if placed else IMAGE_TEXT * pictures + text
 
 
 def _are_placed(places: int, pictures: int) -> bool:
@@ -60,14 +60,16 @@ def _are_placed(places: int, pictures: int) -> bool:
     number.
     """
     if places != pictures and places:
-        raise ValueError(f"the prompt has {places} image placeholders ({PLACE}), and the row {pictures} images")
+        raise ValueError(
+            f"the prompt has {places} image placeholders ({IMAGE_PLACEHOLDER}), and the row {pictures} images"
+        )
     return places == pictures
 
 
 def _parts(content: Any) -> list[dict[str, Any]] | None:
     if not isinstance(content, str):
         return content
-    texts = content.split(PLACE)
+    texts = content.split(IMAGE_PLACEHOLDER)
     found: list[dict[str, Any]] = []
     for number, text in enumerate(texts):
         found += [{"type": "image"}] * (number > 0) + [{"type": "text", "text": text}] * bool(text)

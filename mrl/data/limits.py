@@ -13,7 +13,7 @@ from typing import NoReturn
 
 
 @contextmanager
-def bounded(seconds: float, nbytes: int) -> Iterator[None]:
+def resource_limits(seconds: float, nbytes: int) -> Iterator[None]:
     """Raises TimeoutError in a body that exceeds `seconds` of processor time, MemoryError in one that allocates more
     than `nbytes`. Works in the main thread only: other threads have no limits.
     """

@@ -34,7 +34,7 @@ class Mixture:
         """Share of each source among all prompts, [S]."""
         return self._places / self._places.sum()
 
-    def draws(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def rows_at(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns (source, epoch of that source, place in that epoch), [n] each, for the run's places, int64 [n]."""
         block, at = np.divmod(places, len(self._source))
         source = self._source[at]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mrl.core import PackedBatch, Rollout
 from mrl.data.errors import DataError
-from mrl.data.image_places import image_places
+from mrl.data.image_positions import image_positions
 from mrl.data.prefixes import common_prefixes
 from mrl.families import VisionArch
 from mrl.units import starts
@@ -77,7 +77,7 @@ def pack(
         padded, common, seq_lens, start, ids = (torch.cat([x, x.new_tensor([value])]) for x, value in added)
     sequence, offset = _local_positions(padded, cp, cp_rank)
     own = offset >= common[sequence]
-    spread = _owners(own, padded[sequence - 1]) if bool(common.any()) else None
+    shared_index = _owners(own, padded[sequence - 1]) if bool(common.any()) else None
     sequence, offset = sequence[own], offset[own]
     source = start[sequence] + offset
     real = offset < seq_lens[sequence]
@@ -88,15 +88,15 @@ def pack(
     plain = PackedBatch(
         tokens=tokens[None],
         position_ids=offset[None],
-        rows=rows,
+        output_positions=rows,
         labels=rollout.tokens[source[rows] + 1],
-        dest=dest,
+        response_indices=dest,
         cu_seqlens=torch.cat([padded.new_zeros(1), padded.cumsum(0)]).to(torch.int32),
         max_seqlen=int(padded.max()),
         source=source.where(real, -1),
         samples=ids,
         seq_lens=seq_lens,
-        spread=spread,
+        shared_index=shared_index,
     )
     return plain if vision is None else _with_images(plain, rollout.pick(ids[ids >= 0]), vision, sequence, offset)
 
@@ -106,18 +106,18 @@ def _rows(rollout: Rollout, local: Tensor, sample: Tensor, offset: Tensor) -> tu
 
     local, sample, offset [m]: positions whose next token belongs to the same sample, that sample, their places in it
     """
-    if rollout.drawn is None:
+    if rollout.action_mask is None:
         number = offset + 1 - rollout.prompt_lens[sample]
         predicts = number >= 0
         dest = (starts(rollout.response_lens)[sample] + number)[predicts]
     else:
         source = starts(rollout.seq_lens)[sample] + offset
-        predicts = rollout.drawn[source + 1]
-        dest = rollout.drawn.cumsum(0)[source[predicts]]
+        predicts = rollout.action_mask[source + 1]
+        dest = rollout.action_mask.cumsum(0)[source[predicts]]
     rows = local[predicts]
-    if rollout.counts is None:
+    if rollout.loss_weights is None:
         return rows, dest
-    counted = rollout.counts[dest] > 0
+    counted = rollout.loss_weights[dest] > 0
     return rows[counted], dest[counted]
 
 
@@ -125,13 +125,15 @@ def _with_images(
     plain: PackedBatch, part: Rollout, vision: VisionArch, sequence: Tensor, offset: Tensor
 ) -> PackedBatch:
     """Adds the images. part: the samples of the batch. sequence, offset: as `_local_positions` returns them."""
-    places = image_places(part, vision)
+    places = image_positions(part, vision)
     real = offset < plain.seq_lens[sequence]
     source = (starts(plain.seq_lens)[sequence] + offset)[real]
     position_ids, feature = offset.new_zeros(3, offset.numel()), torch.full_like(offset, -1)
     position_ids[:, real], feature[real] = places.position_ids[:, source], places.feature[source]
     at = (feature >= 0).nonzero()[:, 0]
-    return replace(plain, position_ids=position_ids, images=places.images, image_at=at, image_row=feature[at])
+    return replace(
+        plain, position_ids=position_ids, images=places.images, image_positions=at, image_feature_indices=feature[at]
+    )
 
 
 def _owners(own: Tensor, back: Tensor) -> Tensor:

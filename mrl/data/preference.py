@@ -16,13 +16,13 @@ from mrl.data.dataset import end_notes, row_notes
 from mrl.data.encoded_rows import EncodedRows
 from mrl.data.encoder import Encoder
 from mrl.data.errors import DataError
-from mrl.data.image_places import UNKNOWN
+from mrl.data.image_positions import UNKNOWN
 from mrl.data.preference_rows import PreferenceReader
 from mrl.data.preference_source import Preference, PreferenceSource
 from mrl.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from mrl.data.eyes import Eyes
+    from mrl.data.image_processor import ImageProcessor
 
 
 class PreferenceDataset(EncodedRows[PreferenceSource, Preference]):
@@ -35,8 +35,8 @@ class PreferenceDataset(EncodedRows[PreferenceSource, Preference]):
             steps.
         margins: every row has one, as `Preference.margin`.
         cuts: truncate responses at `data.max_tokens`; otherwise rows that do not fit are dropped.
-        eyes: image processor of a vision-language model.
-        first_index: index of the first row, in the numbering of a PictureStore over several sets.
+        image_processor: image processor of a vision-language model.
+        first_index: index of the first row, in the numbering of an ImageStore over several sets.
 
     Raises DataError for malformed rows, and for a source without usable rows.
     """
@@ -49,11 +49,11 @@ class PreferenceDataset(EncodedRows[PreferenceSource, Preference]):
         form: Form,
         margins: bool = False,
         cuts: bool = True,
-        eyes: Eyes | None = None,
+        image_processor: ImageProcessor | None = None,
         first_index: int = 0,
     ) -> None:
-        self.cfg, self.tokenizer, self.form, self.eyes = cfg, tokenizer, form, eyes
-        encoder, reader = Encoder(cfg, tokenizer, eyes), PreferenceReader(cfg, form, margins)
+        self.cfg, self.tokenizer, self.form, self.image_processor = cfg, tokenizer, form, image_processor
+        encoder, reader = Encoder(cfg, tokenizer, image_processor), PreferenceReader(cfg, form, margins)
         super().__init__(
             sources,
             lambda source, first: PreferenceSource(source, encoder, reader, first, cuts),
@@ -63,9 +63,9 @@ class PreferenceDataset(EncodedRows[PreferenceSource, Preference]):
         )
 
     @property
-    def ends(self) -> set[int]:
+    def end_tokens(self) -> set[int]:
         """End tokens that the model learns to stop with."""
-        return {token for source in self.sources for token in source.ends}
+        return {token for source in self.sources for token in source.end_tokens}
 
     @property
     def per_row(self) -> int:
@@ -86,19 +86,22 @@ class PreferenceDataset(EncodedRows[PreferenceSource, Preference]):
             group=torch.arange(len(rows)).repeat_interleave(sizes),
             scores=torch.tensor([score for row in rows for score in (row.scores if not row.steps else (0.0,))]),
             rows=torch.tensor([row.index for row in rows]).repeat_interleave(sizes),
-            image_counts=None if self.eyes is None else counts,
-            images=None if self.eyes is None else torch.tensor(shapes, dtype=torch.int64).reshape(-1, 3),
+            image_counts=None if self.image_processor is None else counts,
+            images=None if self.image_processor is None else torch.tensor(shapes, dtype=torch.int64).reshape(-1, 3),
         )
 
     def pictures(self, row: Preference) -> list[bytes]:
         """Returns the images of a row as the model sees them, as PNG. Raises DataError for an image that cannot be
         decoded.
         """
-        if self.eyes is None:
+        if self.image_processor is None:
             return []
         source = next(each for each in reversed(self.sources) if each.first_index <= row.index)
         try:
-            return [each.png for each in self.eyes.pictures(source.rows[row.index - source.first_index], source.root)]
+            return [
+                each.png
+                for each in self.image_processor.pictures(source.rows[row.index - source.first_index], source.root)
+            ]
         except ValueError as error:
             raise DataError(f"{source.where(row.index)}: {error}") from error
 
@@ -118,7 +121,7 @@ def with_prompts(batch: Rollout) -> Rollout:
     return replace(batch, prompt_lens=prompt_lens, rollout_log_probs=log_probs)
 
 
-def mismatched(batch: Rollout, most_tokens: int) -> Rollout:
+def mismatched_pairs(batch: Rollout, most_tokens: int) -> Rollout:
     """Returns every prompt of the batch with the next response to another row's prompt, wrapping around at the end;
     prompt and response together are cut to `most_tokens`.
     """
@@ -145,7 +148,7 @@ def preference_notes(key: str, data: PreferenceDataset) -> Iterator[str]:
     """Yields one sentence for each correction, dropped row or truncation. key: configuration key of the sources"""
     cfg = data.cfg
     yield from [*data.tokenizer.notes, *(data.tokenizer.turn_notes() if cfg.chat_template else [])]
-    yield from end_notes(key, data.ends, data.tokenizer)
+    yield from end_notes(key, data.end_tokens, data.tokenizer)
     for source in data.sources:
         place = key if len(data.sources) == 1 else f"{key}, {source.source.path}"
         for count, what in (

@@ -9,13 +9,13 @@ from typing import Any
 
 from mrl.config.schema import Form, PreferenceDataConfig
 from mrl.data.columns import without_nulls
-from mrl.data.rows import Row, content_problem, missing
+from mrl.data.rows import Row, content_problem, missing_key_problem
 
-Pick = tuple[tuple[int, float], ...]  # places among a row's responses, and their scores
+Comparison = tuple[tuple[int, float], ...]  # places among a row's responses, and their scores
 
 
 @dataclass(frozen=True)
-class Given:
+class ScoredResponses:
     """Responses of a row, text or messages, by name and in the row's order; scores: higher is better; a label is 1 or
     0.
     """
@@ -24,16 +24,16 @@ class Given:
     scores: tuple[float, ...]
 
 
-def given(row: Row, cfg: PreferenceDataConfig, form: Form) -> Given:
+def read_responses(row: Row, cfg: PreferenceDataConfig, form: Form) -> ScoredResponses:
     """Returns the responses of a row that has the required keys. Raises ValueError, which says why they are
     unusable.
     """
-    needed = cfg.needed(form, present(row), margins=False)
+    needed = cfg.needed(form, present_keys(row), margins=False)
     if "score_key" in needed:
         score = row[needed["score_key"]]
         if not is_number(score):
             raise ValueError(f"{needed['score_key']!r} must be a finite number, not {score!r}")
-        found = Given({cfg.completion_key: row[cfg.completion_key]}, (float(score),))
+        found = ScoredResponses({cfg.completion_key: row[cfg.completion_key]}, (float(score),))
     elif "labels_key" in needed:
         return _of_steps(row[cfg.completions_key], row[needed["labels_key"]], cfg.completions_key, needed["labels_key"])
     elif "completions_key" in needed:
@@ -42,7 +42,7 @@ def given(row: Row, cfg: PreferenceDataConfig, form: Form) -> Given:
         label = row[cfg.label_key]
         if not isinstance(label, bool | int | float) or label not in (0, 1):
             raise ValueError(f"{cfg.label_key!r} must be true or false, not {label!r}")
-        found = Given({cfg.completion_key: row[cfg.completion_key]}, (float(label),))
+        found = ScoredResponses({cfg.completion_key: row[cfg.completion_key]}, (float(label),))
     else:
         found = _of_halves(row[cfg.chosen_key], row[cfg.rejected_key], cfg, form)
     for name, response in found.responses.items():
@@ -51,7 +51,7 @@ def given(row: Row, cfg: PreferenceDataConfig, form: Form) -> Given:
     return found
 
 
-def _of_steps(steps: Any, labels: Any, key: str, labels_key: str) -> Given:
+def _of_steps(steps: Any, labels: Any, key: str, labels_key: str) -> ScoredResponses:
     if not isinstance(steps, list) or not steps or not all(isinstance(step, str) and step for step in steps):
         raise ValueError(f"{key!r} must be a list of steps, each a string")
     if not isinstance(labels, list) or len(labels) != len(steps):
@@ -59,35 +59,35 @@ def _of_steps(steps: Any, labels: Any, key: str, labels_key: str) -> Given:
     for label in labels:
         if not isinstance(label, bool | int) or label not in (0, 1):
             raise ValueError(f"{labels_key!r} must be true or false, not {label!r}")
-    return Given({f"{key}[{i}]": step for i, step in enumerate(steps)}, tuple(map(float, labels)))
+    return ScoredResponses({f"{key}[{i}]": step for i, step in enumerate(steps)}, tuple(map(float, labels)))
 
 
-def _of_halves(chosen: Any, rejected: Any, cfg: PreferenceDataConfig, form: Form) -> Given:
+def _of_halves(chosen: Any, rejected: Any, cfg: PreferenceDataConfig, form: Form) -> ScoredResponses:
     """Returns a chosen and a rejected response; for lists, several texts may be rejected, as in RewardBench 2."""
     texts = isinstance(rejected, list) and bool(rejected) and all(isinstance(text, str) for text in rejected)
     if form != "lists" or not texts:
-        return Given({cfg.chosen_key: chosen, cfg.rejected_key: rejected}, (1.0, 0.0))
+        return ScoredResponses({cfg.chosen_key: chosen, cfg.rejected_key: rejected}, (1.0, 0.0))
     if isinstance(chosen, list) and len(chosen) == 1:
         chosen = chosen[0]
     worse = {f"{cfg.rejected_key}[{i}]": text for i, text in enumerate(rejected)}
-    return Given({cfg.chosen_key: chosen, **worse}, (float(len(rejected)), *len(rejected) * (0.0,)))
+    return ScoredResponses({cfg.chosen_key: chosen, **worse}, (float(len(rejected)), *len(rejected) * (0.0,)))
 
 
-def _of_list(items: Any, key: str) -> Given:
+def _of_list(items: Any, key: str) -> ScoredResponses:
     """Returns ranked responses. A response's score is the number of worse ones: the lowest rank is the best."""
     if not isinstance(items, list) or len(items) < 2:
         raise ValueError(f"{key!r} must be a list of two or more completions with their ranks")
     for i, item in enumerate(items):
-        if not isinstance(item, dict) or not {"rank", "completion"} <= present(item):
+        if not isinstance(item, dict) or not {"rank", "completion"} <= present_keys(item):
             raise ValueError(f"{key}[{i}] must have 'rank' and 'completion'")
         if not is_number(item["rank"]):
             raise ValueError(f"{key}[{i}].rank must be a number, not {item['rank']!r}")
     ranks = [item["rank"] for item in items]
     scores = tuple(float(sum(rank < other for other in ranks)) for rank in ranks)
-    return Given({f"{key}[{i}].completion": item["completion"] for i, item in enumerate(items)}, scores)
+    return ScoredResponses({f"{key}[{i}].completion": item["completion"] for i, item in enumerate(items)}, scores)
 
 
-def picks(scores: tuple[float, ...], form: Form, all_pairs: bool) -> tuple[list[Pick], int]:
+def comparisons_of(scores: tuple[float, ...], form: Form, all_pairs: bool) -> tuple[list[Comparison], int]:
     """Returns (comparisons, best response first; number of comparisons dropped because their responses have equal
     rank).
     """
@@ -105,7 +105,7 @@ def picks(scores: tuple[float, ...], form: Form, all_pairs: bool) -> tuple[list[
     return [((a, 1.0), (b, 0.0)) for a, b in apart], len(pairs) - len(apart)
 
 
-def split(prompt: Any, responses: dict[str, Any]) -> tuple[list[Row], list[list[Row]]]:
+def split_responses(prompt: Any, responses: dict[str, Any]) -> tuple[list[Row], list[list[Row]]]:
     """Splits a conversation into (messages of the prompt, messages of each response). prompt: None if the responses
     begin with it; responses may also repeat a given prompt. Raises ValueError for responses that do not continue a
     prompt.
@@ -138,7 +138,7 @@ def as_messages(value: Any, role: str) -> list[Row]:
 def margin(row: Row, key: str) -> float:
     """Returns the row's margin. Raises ValueError if it is missing or not a finite number."""
     if row.get(key) is None:
-        raise ValueError(missing(row, key, "data.margin_key"))
+        raise ValueError(missing_key_problem(row, key, "data.margin_key"))
     if not is_number(row[key]):
         raise ValueError(f"{key!r} must be a finite number, not {row[key]!r}")
     return float(row[key])
@@ -149,7 +149,7 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def present(row: Row) -> set[str]:
+def present_keys(row: Row) -> set[str]:
     """Returns the keys with a value: tables have all keys in every row."""
     return {key for key, value in row.items() if value is not None}
 

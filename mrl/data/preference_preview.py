@@ -9,8 +9,8 @@ import numpy as np
 
 from mrl.config.schema import PreferencesConfig
 from mrl.data.histogram import histogram, shortened_text
-from mrl.data.opened import open_preferences
-from mrl.data.picture_preview import all_pictures, on_sheet, one_picture
+from mrl.data.image_preview import image_line, image_summary, write_contact_sheet
+from mrl.data.open_data import open_preferences
 from mrl.data.preference import PreferenceDataset, noun, preference_notes
 from mrl.data.preference_source import Preference
 
@@ -30,23 +30,27 @@ def preview_preferences(cfg: PreferencesConfig, samples: int, sheet: Path | None
         head = f"{'epochs':>8}" if drawn is not None else ""
         yield f"  {'share':>6} {'rows':>9} {'left out':>9} {'truncated':>9} {'merged':>9} {head}  source"
         for source, share in zip(data.sources, data.mixture.shares.tolist(), strict=True):
-            counts = f"{share:6.1%} {len(source.rows):9} {source.left_out:9} {source.cut:9} {source.merged:9}"
+            counts = f"{share:6.1%} {len(source.rows):9} {source.num_dropped:9} {source.cut:9} {source.merged:9}"
             epochs = f"{drawn * share / len(source):8.2f}" if drawn is not None else ""
             yield f"  {counts} {epochs}  {source.name}"
         yield from _lengths(data)
-        if data.eyes is not None:
+        if data.image_processor is not None:
             grids = [grid for row in data.rows for grid in row.grids]
             tokens = sum(len(row.prompt) + sum(map(len, row.responses)) for row in data.rows)
-            yield all_pictures(grids, tokens, data.eyes)
+            yield image_summary(grids, tokens, data.image_processor)
     data = sets["data.train"]
-    eyes = data.eyes
+    image_processor = data.image_processor
     shown = data.of_step(0, samples, cfg.run.seed)
     yield f"\nthe run's first {len(shown)} {noun(data.form)}"
     for number in shown:
         yield from _row(data, data.rows[number])
-        yield from (one_picture(grid, eyes) for grid in data.rows[number].grids if eyes is not None)
+        yield from (
+            image_line(grid, image_processor) for grid in data.rows[number].grids if image_processor is not None
+        )
     if sheet is not None:
-        yield on_sheet({data.rows[number].index: data.pictures(data.rows[number]) for number in shown}, sheet)
+        yield write_contact_sheet(
+            {data.rows[number].index: data.pictures(data.rows[number]) for number in shown}, sheet
+        )
 
 
 def _lengths(data: PreferenceDataset) -> Iterator[str]:
@@ -76,8 +80,8 @@ def _row(data: PreferenceDataset, row: Preference) -> Iterator[str]:
     margin = f", margin {row.margin:g}" if row.margin is not None else ""
     yield f"\n--- {data.where(row)}: {len(row.prompt)} tokens{source}{margin}"
     prompt = row.prompt.tolist()
-    if data.eyes is not None:
-        prompt = data.eyes.shortened(prompt, row.grids)
+    if data.image_processor is not None:
+        prompt = data.image_processor.collapse_image_tokens(prompt, row.grids)
     yield shortened_text(data.tokenizer.decode(prompt, special=True))
     for name, ids, is_cut in zip(_names(data, row), row.responses, row.cut, strict=True):
         yield f"--> {name}: {len(ids)} tokens{', truncated' if is_cut else ''}"

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mrl.config.schema import SourceConfig
-from mrl.data.columns import unused
+from mrl.data.columns import unused_columns
 from mrl.data.encoded_rows import EncodedSource
 from mrl.data.encoder import Encoder
-from mrl.data.preference_forms import Pick
-from mrl.data.preference_rows import Compared, PreferenceReader
+from mrl.data.preference_forms import Comparison
+from mrl.data.preference_rows import PreferenceReader, RenderedPreferenceRow
 
 if TYPE_CHECKING:
-    from mrl.data.eyes import Grid
+    from mrl.data.image_processor import Grid
 
 
 @dataclass(frozen=True)
@@ -66,17 +66,17 @@ class PreferenceSource(EncodedSource[Preference]):
         super().__init__(source, encoder, first_index)
         self.long_prompt = self.long_response = self.same = self.tied = 0
         self.cut_prompt = self.cut = self.merged = self.most_merged = self.endless = 0
-        self.ends: set[int] = set()
+        self.end_tokens: set[int] = set()
         self._reader, self._cfg, self._cuts = reader, reader.cfg, cuts
         self._keep(self._encoded())
 
     @property
-    def left_out(self) -> int:
+    def num_dropped(self) -> int:
         return self.long_prompt + self.long_response + self.same + self.tied
 
     def _encoded(self) -> Iterator[Preference]:
         in_steps = self._reader.form == "steps"
-        for found in self._parts(self._compared):
+        for found in self._parts(self._rendered_row):
             parts = {i: ([row.prompt] if row.prompt else []) + [*row.wholes] for i, row in found.items()}
             texts = [each for of_row in parts.values() for each in of_row]
             ids = iter(self._encoder.ids(texts) if not in_steps else self._step_by_step([*found.values()]))
@@ -95,25 +95,25 @@ class PreferenceSource(EncodedSource[Preference]):
                     continue
                 yield from self._fitting(i, row, prompt, [self._ended(each) for each in wholes])
 
-    def _compared(self, i: int) -> Compared:
-        found, eyes = self._reader.read(self.rows, i, self.source.name), self._encoder.eyes
-        self.unused.update(unused(found, self._cfg, eyes is not None, self._reader.margins))
-        row = self._reader.dressed(found, self._encoder)
-        return row if eyes is None else replace(row, grids=eyes.grids(self.rows[i], self.root))
+    def _rendered_row(self, i: int) -> RenderedPreferenceRow:
+        found, image_processor = self._reader.read(self.rows, i, self.source.name), self._encoder.image_processor
+        self.unused_columns.update(unused_columns(found, self._cfg, image_processor is not None, self._reader.margins))
+        row = self._reader.render(found, self._encoder)
+        return row if image_processor is None else replace(row, grids=image_processor.grids(self.rows[i], self.root))
 
     def _with_pictures(
-        self, row: Compared, prompt: list[int] | None, wholes: list[list[int]]
+        self, row: RenderedPreferenceRow, prompt: list[int] | None, wholes: list[list[int]]
     ) -> tuple[list[int] | None, list[list[int]]]:
         """Expands the image tokens; steps have no prompt of their own. Raises ValueError if they do not match the row's
         images.
         """
-        eyes = self._encoder.eyes
-        if eyes is None:
+        image_processor = self._encoder.image_processor
+        if image_processor is None:
             return prompt, wholes
         shown = () if self._reader.form == "steps" else row.grids
         return (
-            None if prompt is None else eyes.expanded(prompt, row.grids),
-            [eyes.expanded(ids, shown) for ids in wholes],
+            None if prompt is None else image_processor.expand_image_tokens(prompt, row.grids),
+            [image_processor.expand_image_tokens(ids, shown) for ids in wholes],
         )
 
     def _ended(self, ids: list[int]) -> list[int]:
@@ -121,15 +121,15 @@ class PreferenceSource(EncodedSource[Preference]):
         Without truncation, white space behind the EOS of its last turn is removed, since sampled answers end with
         EOS.
         """
-        eos, follows = self._encoder.tokenizer.eos_id, self._encoder.tokenizer.next_turn
+        eos, follows = self._encoder.tokenizer.eos_id, self._encoder.tokenizer.next_turn_token
         if self._cfg.chat_template and follows is not None:
             return [*ids, follows]
         if self._cfg.chat_template and not self._cuts and eos in ids:
             end = len(ids) - ids[::-1].index(eos)
             return ids if self._encoder.tokenizer.decode(ids[end:], special=True).strip() else ids[:end]
-        return ids if self._cfg.chat_template else self._encoder.tokenizer.ended(ids)
+        return ids if self._cfg.chat_template else self._encoder.tokenizer.with_eos(ids)
 
-    def _step_by_step(self, rows: list[Compared]) -> Iterator[list[int]]:
+    def _step_by_step(self, rows: list[RenderedPreferenceRow]) -> Iterator[list[int]]:
         """Yields the prompt's ids of each row, then those of its steps, which are tokenised separately."""
         prompts = iter(self._encoder.ids([row.prompt for row in rows if row.prompt]))
         steps = iter(self._encoder.answers([each.text for row in rows for each in row.wholes]))
@@ -137,7 +137,9 @@ class PreferenceSource(EncodedSource[Preference]):
             yield next(prompts)
             yield from (next(steps) for _ in row.wholes)
 
-    def _solution(self, i: int, row: Compared, prompt: list[int], steps: list[list[int]]) -> Preference | None:
+    def _solution(
+        self, i: int, row: RenderedPreferenceRow, prompt: list[int], steps: list[list[int]]
+    ) -> Preference | None:
         """Returns the solution in steps; None for a row that is dropped (and counted) or unusable."""
         cfg, ids = self._cfg, [token for step in steps for token in step]
         problem = self._refused(prompt) if prompt and all(steps) else "the prompt or a step has no tokens"
@@ -152,7 +154,7 @@ class PreferenceSource(EncodedSource[Preference]):
             self.cut_prompt += len(start) < len(prompt)
             ends = tuple(int(end) for end in np.cumsum([len(step) for step in steps]))
             parts = [np.asarray(part, dtype=np.int32) for part in (start, ids)]
-            scores = tuple(score for _, score in row.picks[0])
+            scores = tuple(score for _, score in row.comparisons[0])
             index = self.first_index + i
             return Preference(index, parts[0], (parts[1],), scores, None, row.source, (False,), ends, row.grids)
         return None
@@ -170,7 +172,7 @@ class PreferenceSource(EncodedSource[Preference]):
         return self._encoder.cut(prompt) if is_cut else prompt
 
     def _fitting(
-        self, i: int, row: Compared, prompt: list[int] | None, wholes: list[list[int]]
+        self, i: int, row: RenderedPreferenceRow, prompt: list[int] | None, wholes: list[list[int]]
     ) -> Iterator[Preference]:
         """Yields the comparisons of a row, within the limits.
 
@@ -191,22 +193,29 @@ class PreferenceSource(EncodedSource[Preference]):
             return
         ids = self._shortened(ids)
         if len(ids) > cfg.max_prompt_tokens or len(ids) >= cfg.max_tokens:
-            self.long_prompt += len(row.picks)
+            self.long_prompt += len(row.comparisons)
             return
         merged = 0 if prompt is None else len(prompt) - shared
-        for pick in row.picks:
-            kept = self._kept(self.first_index + i, row, ids, [wholes[place][shared:] for place, _ in pick], pick)
+        for comparison in row.comparisons:
+            kept = self._kept(
+                self.first_index + i, row, ids, [wholes[place][shared:] for place, _ in comparison], comparison
+            )
             if kept is not None:
                 self.cut_prompt, self.cut = self.cut_prompt + (len(ids) < shared), self.cut + kept.is_cut
                 self.merged, self.most_merged = self.merged + (merged > 0), max(self.most_merged, merged)
                 yield kept
 
     def _images(self, ids: list[int]) -> int:
-        assert self._encoder.eyes is not None
-        return ids.count(self._encoder.eyes.vision.image_token)
+        assert self._encoder.image_processor is not None
+        return ids.count(self._encoder.image_processor.vision.image_token)
 
     def _kept(
-        self, index: int, row: Compared, prompt: list[int], responses: list[list[int]], pick: Pick
+        self,
+        index: int,
+        row: RenderedPreferenceRow,
+        prompt: list[int],
+        responses: list[list[int]],
+        comparison: Comparison,
     ) -> Preference | None:
         """Returns one comparison; None if it is dropped, which is counted."""
         room = self._cfg.max_tokens - len(prompt)
@@ -216,13 +225,13 @@ class PreferenceSource(EncodedSource[Preference]):
             return None
         parts = [np.asarray(ids[:room], dtype=np.int32) for ids in responses]
         if not cut[0]:
-            end = self._encoder.tokenizer.end_of(responses[0])
+            end = self._encoder.tokenizer.end_token_of(responses[0])
             self.endless += end is None
-            self.ends.update(() if end is None else (end,))
+            self.end_tokens.update(() if end is None else (end,))
         if len({part.tobytes() for part in parts}) < len(parts):
             self.same += 1
             return None
-        scores = tuple(score for _, score in pick)
+        scores = tuple(score for _, score in comparison)
         start = np.asarray(prompt, dtype=np.int32)
         return Preference(index, start, tuple(parts), scores, row.margin, row.source, cut, grids=row.grids)
 

@@ -17,12 +17,12 @@ WORTH = 16  # sharing pays off if at least one token in so many is shared
 
 
 def common_prefixes(rollout: Rollout, samples: Sequence[int]) -> Tensor:
-    """Returns the number of each sample's first tokens, among `ahead_of_outputs`, that the sample before it shares, [n]
-    int64. It is 0 for the first sample, and for all if sharing would cost more than it saves.
+    """Returns the number of each sample's first tokens, among `tokens_before_outputs`, that the sample before it
+    shares, [n] int64. It is 0 for the first sample, and for all if sharing would cost more than it saves.
     """
     ids = torch.as_tensor(samples, dtype=torch.int64)
     lens, start = rollout.seq_lens[ids], starts(rollout.seq_lens)[ids]
-    most = torch.minimum(ahead_of_outputs(rollout, ids), lens.roll(1))
+    most = torch.minimum(tokens_before_outputs(rollout, ids), lens.roll(1))
     most[:1] = 0
     of = torch.repeat_interleave(torch.arange(len(ids)), most)
     offset = torch.arange(of.numel()) - starts(most)[of]
@@ -31,20 +31,20 @@ def common_prefixes(rollout: Rollout, samples: Sequence[int]) -> Tensor:
     return common if int(common.sum()) * WORTH >= int(lens.sum()) else torch.zeros_like(common)
 
 
-def ahead_of_outputs(rollout: Rollout, samples: Tensor) -> Tensor:
+def tokens_before_outputs(rollout: Rollout, samples: Tensor) -> Tensor:
     """Returns the number of tokens of each of the samples [n] before the first that predicts a response token, [n]
     int64. Only these tokens can be shared.
     """
-    if rollout.drawn is None:
+    if rollout.action_mask is None:
         return (rollout.prompt_lens[samples] - 1).clamp(min=0)
     lens = rollout.seq_lens[samples]
-    drawn = rollout.drawn[TOKEN.places(rollout, samples)].nonzero()[:, 0]
+    drawn = rollout.action_mask[TOKEN.places(rollout, samples)].nonzero()[:, 0]
     of = torch.repeat_interleave(torch.arange(len(lens)), lens)[drawn]
     first = lens.scatter_reduce(0, of, drawn - starts(lens)[of], "amin")
     return (first - 1).clamp(min=0)
 
 
-def ways_to_cut(families: Tensor, most: Tensor) -> Iterator[Tensor]:
+def family_splits(families: Tensor, most: Tensor) -> Iterator[Tensor]:
     """Yields group sizes [m] of consecutive samples: each group is a whole family or an equal part of one, from wholes
     down to pairs, half as large each time.
 

@@ -12,8 +12,8 @@ from mrl.config.schema import Config, PreferencesConfig, RLConfig, SFTConfig
 from mrl.core import Prompt
 from mrl.data.dataset import PromptDataset, data_notes
 from mrl.data.histogram import histogram, shortened_text
-from mrl.data.opened import open_prompts
-from mrl.data.picture_preview import all_pictures, on_sheet, one_picture
+from mrl.data.image_preview import image_line, image_summary, write_contact_sheet
+from mrl.data.open_data import open_prompts
 from mrl.data.preference_preview import preview_preferences
 from mrl.data.rows import RowCheck
 from mrl.data.sft_preview import preview_sft
@@ -48,16 +48,20 @@ def preview(cfg: Config, samples: int, check: RowCheck | None = None, sheet: Pat
         yield f"\n{key}: {len(data)} prompts{first}"
         yield from _sources(data, drawn)
         yield from histogram(_lengths(data, with_answers), "prompt, answer and EOS" if with_answers else "prompt")
-        if data.eyes is not None:
+        if data.image_processor is not None:
             grids = [grid for source in data.sources for grid in source.grids]
-            yield all_pictures(grids, sum(int(source.token_counts.sum()) for source in data.sources), data.eyes)
-    shown, eyes = train.prompts_for_step(0, samples, cfg.run.seed), train.eyes
+            yield image_summary(
+                grids, sum(int(source.token_counts.sum()) for source in data.sources), data.image_processor
+            )
+    shown, image_processor = train.prompts_for_step(0, samples, cfg.run.seed), train.image_processor
     yield f"\nthe run's first {len(shown)} prompts"
     for prompt in shown:
         yield from _sample(prompt, train, not uses["data"].is_sampled)
-        yield from (one_picture(shape[:2], eyes) for shape in prompt.images or () if eyes is not None)
+        yield from (
+            image_line(shape[:2], image_processor) for shape in prompt.images or () if image_processor is not None
+        )
     if sheet is not None:
-        yield on_sheet({prompt.index: prompt.pictures for prompt in shown}, sheet)
+        yield write_contact_sheet({prompt.index: prompt.pictures for prompt in shown}, sheet)
 
 
 def _sources(data: PromptDataset, drawn: int | None) -> Iterator[str]:
@@ -87,7 +91,7 @@ def _sample(prompt: Prompt, data: PromptDataset, with_answer: bool) -> Iterator[
     name = prompt.row.get(data.cfg.data_source_key)
     source = f", {data.cfg.data_source_key} {name}" if name is not None else ""
     yield f"\n--- {data.where(prompt)}: {len(prompt.token_ids)} tokens{source}"
-    yield shortened_text(data.tokenizer.decode(prompt.told_ids, special=True))
+    yield shortened_text(data.tokenizer.decode(prompt.text_token_ids, special=True))
     answer = prompt.row.get(data.cfg.answer_key)
     if with_answer:
         [ids] = data.answers([prompt])

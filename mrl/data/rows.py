@@ -54,32 +54,32 @@ class RowReader:
         return row
 
     def complete(self, row: Row, source_name: str | None) -> Row:
-        """Returns the row completed as by `completed`, without image bytes."""
-        found = completed(row, self.cfg, source_name)
+        """Returns the row completed as by `complete_row`, without image bytes."""
+        found = complete_row(row, self.cfg, source_name)
         return _without_pixels(found, self.cfg.images_key)
 
     def answer_problem(self, row: Row) -> str | None:
         """Returns the reason why the row has no answer to train on; None if it has one."""
         key = self.cfg.answer_key
         if key not in row:
-            return missing(row, key, "data.answer_key")
+            return missing_key_problem(row, key, "data.answer_key")
         return None if isinstance(row[key], str) else f"{key!r} must be text, not {type(row[key]).__name__}"
 
 
-def completed(row: Row, cfg: DataConfig, source_name: str | None) -> Row:
+def complete_row(row: Row, cfg: DataConfig, source_name: str | None) -> Row:
     """Returns the row with values that a dotted key reaches, and the name of its source. Images stay where they are."""
     found = dict(row)
     for setting, key in cfg:
         if not setting.endswith("_key") or key is None or setting == "images_key":
             continue
-        if key not in found and (value := reached(row, key)) is not None:
+        if key not in found and (value := value_at(row, key)) is not None:
             found[key] = value
     if source_name is not None and found.get(cfg.data_source_key) is None:
         found[cfg.data_source_key] = source_name
     return found
 
 
-def named(row: Row, key: str) -> Row:
+def with_data_source(row: Row, key: str) -> Row:
     """Returns the row with its data source, under `key`, as text. Raises ValueError if it is neither text nor a
     number.
     """
@@ -91,14 +91,14 @@ def named(row: Row, key: str) -> Row:
     return {**row, key: str(kind)}
 
 
-def reached(row: Row, key: str) -> Any:
+def value_at(row: Row, key: str) -> Any:
     """Returns the value under `key`, or under a dotted key's path if the row lacks the key itself; None if there is
     none.
     """
     first, _, rest = key.partition(".")
     if key in row or not rest:
         return row.get(key)
-    return reached(inner, rest) if isinstance(inner := row.get(first), dict) else None
+    return value_at(inner, rest) if isinstance(inner := row.get(first), dict) else None
 
 
 def _without_pixels(row: Row, key: str) -> Row:
@@ -118,14 +118,14 @@ def _is_stored(value: Any) -> bool:
     return isinstance(value, bytes) or (isinstance(value, str) and value.startswith("data:"))
 
 
-def missing(row: Row, key: str, setting: str) -> str:
+def missing_key_problem(row: Row, key: str, setting: str) -> str:
     """Returns the message for a row without the key that `setting` names."""
     return f"no key {key!r} ({setting}); the row has: {', '.join(map(repr, row)) or 'nothing'}"
 
 
 def _prompt_problem(row: Row, key: str, chat: bool) -> str | None:
     if key not in row:
-        return missing(row, key, "data.prompt_key")
+        return missing_key_problem(row, key, "data.prompt_key")
     return content_problem(row[key], key, chat)
 
 

@@ -13,11 +13,11 @@ from mrl.data.dataset import end_notes, row_notes
 from mrl.data.encoded_rows import EncodedRows
 from mrl.data.encoder import Encoder
 from mrl.data.sft_rows import SFTReader
-from mrl.data.sft_source import Example, SFTSource
+from mrl.data.sft_source import SFTExample, SFTSource
 from mrl.data.tokenizer import Tokenizer
 
 
-class SFTDataset(EncodedRows[SFTSource, Example]):
+class SFTDataset(EncodedRows[SFTSource, SFTExample]):
     """Data set for supervised fine-tuning. Raises DataError for malformed rows, and for a source without usable
     rows.
     """
@@ -33,15 +33,15 @@ class SFTDataset(EncodedRows[SFTSource, Example]):
         )
 
     @property
-    def ends(self) -> set[int]:
+    def end_tokens(self) -> set[int]:
         """End tokens that the model learns to stop with."""
-        return {token for source in self.sources for token in source.ends}
+        return {token for source in self.sources for token in source.end_tokens}
 
     def batch(self, step: int, numbers: Sequence[int]) -> Rollout:
         """Returns these rows as samples, as `batch_of`."""
         return self.batch_of(step, [self.rows[number] for number in numbers])
 
-    def batch_of(self, step: int, rows: Sequence[Example]) -> Rollout:
+    def batch_of(self, step: int, rows: Sequence[SFTExample]) -> Rollout:
         """Returns rows, or parts of them, as samples; untrained response tokens have weight 0."""
         counts = None
         if any(row.weights is not None for row in rows):
@@ -53,7 +53,7 @@ class SFTDataset(EncodedRows[SFTSource, Example]):
             [row.ids[: row.prompt] for row in rows],
             [row.ids[row.prompt :] for row in rows],
             rows=torch.tensor([row.index for row in rows]),
-            counts=counts,
+            loss_weights=counts,
         )
 
     def batches(self, numbers: Sequence[int], rows_at_once: int) -> Iterator[tuple[list[str | None], Rollout]]:
@@ -66,7 +66,7 @@ class SFTDataset(EncodedRows[SFTSource, Example]):
 def sft_notes(key: str, data: SFTDataset) -> Iterator[str]:
     """Yields one sentence for each kind of dropped or truncated rows. key: configuration key of the sources"""
     cfg = data.cfg
-    yield from end_notes(key, data.ends, data.tokenizer)
+    yield from end_notes(key, data.end_tokens, data.tokenizer)
     for source in data.sources:
         place = key if len(data.sources) == 1 else f"{key}, {source.source.path}"
         limits = f"data.max_prompt_tokens={cfg.max_prompt_tokens}" + (

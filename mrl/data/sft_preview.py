@@ -8,11 +8,11 @@ import numpy as np
 
 from mrl.config.schema import SFTConfig
 from mrl.data.histogram import histogram, shortened_text
-from mrl.data.opened import open_sft
-from mrl.data.packs import Packs
+from mrl.data.open_data import open_sft
+from mrl.data.packed_rows import PackedRows
 from mrl.data.sft import SFTDataset
-from mrl.data.sft_source import Example
-from mrl.data.wrapped import Wrapped
+from mrl.data.sft_source import SFTExample
+from mrl.data.wrapped_rows import WrappedRows
 
 
 def preview_sft(cfg: SFTConfig, samples: int) -> Iterator[str]:
@@ -33,11 +33,13 @@ def preview_sft(cfg: SFTConfig, samples: int) -> Iterator[str]:
         yield from _sources(data, epochs if data is train else None)
         what = "prompt, answer and EOS" if form == "answers" else noun
         yield from histogram(np.array([len(row.ids) for row in data.rows]), what)
-        learnt = rows.packed.rows() if data is train and isinstance(rows.packed, Packs) else data.rows
-        if not (data is train and isinstance(rows.packed, Wrapped)):
-            yield from histogram(np.array([row.learnt for row in learnt]), "trained tokens of a row")
+        num_trained_tokens = rows.packed.rows() if data is train and isinstance(rows.packed, PackedRows) else data.rows
+        if not (data is train and isinstance(rows.packed, WrappedRows)):
+            yield from histogram(
+                np.array([row.num_trained_tokens for row in num_trained_tokens]), "trained tokens of a row"
+            )
     yield f"\n{cfg.run.steps} steps of {cfg.batch.samples_per_step} {rows.unit}, {epochs:.2f} epochs"
-    if isinstance(rows.packed, Wrapped):
+    if isinstance(rows.packed, WrappedRows):
         shown = list(map(rows.packed.row, range(samples)))
         yield f"\nthe run's first {len(shown)} rows; all tokens but the first are trained"
         for ids in shown:
@@ -58,12 +60,12 @@ def _sources(data: SFTDataset, epochs: float | None) -> Iterator[str]:
     yield f"  {'share':>6} {'rows':>9} {'left out':>9} {'truncated':>9} {'longest':>9} {head}  source"
     for source, share in zip(data.sources, data.mixture.shares.tolist(), strict=True):
         cut = source.cut + source.cut_prompt
-        counts = f"{share:6.1%} {len(source.rows):9} {source.left_out:9} {cut:9} {source.longest:9}"
+        counts = f"{share:6.1%} {len(source.rows):9} {source.num_dropped:9} {cut:9} {source.longest:9}"
         own = f"{epochs * len(data) * share / len(source):8.2f}" if epochs is not None else ""
         yield f"  {counts} {own}  {source.name}"
 
 
-def _row(data: SFTDataset, row: Example) -> Iterator[str]:
+def _row(data: SFTDataset, row: SFTExample) -> Iterator[str]:
     """Yields the row's parts in order; trained parts are marked."""
     source = f", {data.cfg.data_source_key} {row.source}" if row.source is not None else ""
     yield f"\n--- {data.where(row)}: {len(row.ids)} tokens{source}{', truncated' if row.is_cut else ''}"
@@ -74,7 +76,7 @@ def _row(data: SFTDataset, row: Example) -> Iterator[str]:
         count = float(counts[first])
         if count:
             weight, last = f", weight {count:g}" if count != 1 else "", int(row.ids[after - 1])
-            end = f", including {data.tokenizer.hf.convert_ids_to_tokens(last)!r}" if last in data.ends else ""
+            end = f", including {data.tokenizer.hf.convert_ids_to_tokens(last)!r}" if last in data.end_tokens else ""
             eos = ", including EOS" if last == data.tokenizer.eos_id else end
             yield f"--> {after - first} tokens{eos}{weight}"
         yield shortened_text(data.tokenizer.decode(row.ids[first:after].tolist(), special=not count))

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from mrl.config.schema import SourceConfig
-from mrl.data.columns import unused
+from mrl.data.columns import unused_columns
 from mrl.data.encoded_rows import EncodedSource
 from mrl.data.encoder import Encoder
-from mrl.data.sft_rows import Imitated, SFTReader, encoded
-from mrl.data.turns import Turns
+from mrl.data.sft_rows import RenderedSFTRow, SFTReader, encoded
+from mrl.data.turns import AssistantTurns
 
 
 @dataclass(frozen=True)
-class Example:
+class SFTExample:
     """One usable row.
 
     index: its row number; ids int32: all its tokens; prompt: number of tokens before the first trainable one; weights
@@ -30,38 +30,38 @@ class Example:
     weights: np.ndarray | None
     source: str | None
     is_cut: bool
-    is_headless: bool = False
+    starts_mid_row: bool = False
 
     @property
-    def learnt(self) -> int:
+    def num_trained_tokens(self) -> int:
         """Number of trained tokens."""
         return len(self.ids) - self.prompt if self.weights is None else int((self.weights > 0).sum())
 
 
-class SFTSource(EncodedSource[Example]):
+class SFTSource(EncodedSource[SFTExample]):
     """Rows of one source. Dropped and truncated rows are counted:
 
     long_prompt: dropped, their prompt is over `data.max_prompt_tokens` or fills `data.max_tokens`
     unlearnt: dropped, no token is trained, if only after the cut
     cut_prompt, cut: kept with a shorter prompt, or without their end
     longest: tokens of the longest row, before truncation
-    ends: end tokens that the model learns to stop with
+    end_tokens: end tokens that the model learns to stop with
     Raises DataError that names every malformed row.
     """
 
     def __init__(self, source: SourceConfig, encoder: Encoder, reader: SFTReader, first_index: int) -> None:
         super().__init__(source, encoder, first_index)
         self.long_prompt = self.unlearnt = self.cut_prompt = self.cut = self.longest = 0
-        self.ends: set[int] = set()
-        self._reader, self._cfg, self._turns = reader, reader.cfg, Turns(encoder, reader.cfg)
+        self.end_tokens: set[int] = set()
+        self._reader, self._cfg, self._turns = reader, reader.cfg, AssistantTurns(encoder, reader.cfg)
         self._keep(self._encoded())
 
     @property
-    def left_out(self) -> int:
+    def num_dropped(self) -> int:
         return self.long_prompt + self.unlearnt
 
-    def _encoded(self) -> Iterator[Example]:
-        for found in self._parts(self._imitated):
+    def _encoded(self) -> Iterator[SFTExample]:
+        for found in self._parts(self._rendered_row):
             ids = encoded(self._encoder, list(found.values()))
             for (i, row), (prompt, rest) in zip(found.items(), ids, strict=True):
                 if (example := self._example(i, row, prompt, rest)) is not None:
@@ -71,12 +71,12 @@ class SFTSource(EncodedSource[Example]):
                     self.as_control += filter(None, [said.as_control])
                     yield example
 
-    def _imitated(self, i: int) -> Imitated:
+    def _rendered_row(self, i: int) -> RenderedSFTRow:
         row = self._reader.read(self.rows, i, self.source.name)
-        self.unused.update(unused(row, self._cfg, sees_pictures=False))
-        return self._reader.dressed(row, self._turns)
+        self.unused_columns.update(unused_columns(row, self._cfg, sees_pictures=False))
+        return self._reader.render(row, self._turns)
 
-    def _example(self, i: int, row: Imitated, prompt: list[int] | None, rest: list[int]) -> Example | None:
+    def _example(self, i: int, row: RenderedSFTRow, prompt: list[int] | None, rest: list[int]) -> SFTExample | None:
         """Returns the example; None for a row that is dropped or unusable."""
         self.longest = max(self.longest, len(prompt or ()) + len(rest))
         kept = self._fitting(i, prompt) if prompt is not None else []
@@ -96,10 +96,10 @@ class SFTSource(EncodedSource[Example]):
         self.cut_prompt += prompt is not None and len(kept) < len(prompt)
         self.cut += (is_cut := len(ids) > limit)
         spans = row.conversation.spans if row.conversation is not None else [(0, len(ids))]
-        self.ends.update(int(ids[after - 1]) for _, after in spans if after <= limit)
-        return Example(self.first_index + i, ids[:limit], first, weights, row.source, is_cut)
+        self.end_tokens.update(int(ids[after - 1]) for _, after in spans if after <= limit)
+        return SFTExample(self.first_index + i, ids[:limit], first, weights, row.source, is_cut)
 
-    def _counts(self, row: Imitated, prompt: int, total: int) -> np.ndarray:
+    def _counts(self, row: RenderedSFTRow, prompt: int, total: int) -> np.ndarray:
         """Returns the loss weight of each token, [total] float32."""
         if not self._cfg.completion_only or row.text is not None:
             return np.full(total, row.weight, dtype=np.float32)

@@ -10,15 +10,15 @@ import numpy as np
 
 from mrl.config.schema import SourceConfig
 from mrl.core import Prompt
-from mrl.data.columns import unused
-from mrl.data.encoder import Dressed, Encoder
+from mrl.data.columns import unused_columns
+from mrl.data.encoder import Encoder, RenderedPrompt
 from mrl.data.errors import DataError, raise_for
 from mrl.data.rows import RowReader
 from mrl.data.sources import OpenSource
 from mrl.data.tokenizer import TokenizerError
 
 if TYPE_CHECKING:
-    from mrl.data.eyes import Eyes, Grid
+    from mrl.data.image_processor import Grid, ImageProcessor
 
 BATCH_ROWS = 1024  # tokenised at once
 
@@ -29,7 +29,7 @@ class PromptSource(OpenSource):
     first_index: index of its row 0 in the data set
     dropped, cut: prompts over `data.max_prompt_tokens` that were dropped, or truncated
     longest: tokens of the longest prompt, before truncation
-    as_text, as_control: for each row with control tokens, the first one's name; see `Encoder.dressed`
+    as_text, as_control: for each row with control tokens, the first one's name; see `Encoder.render`
     Raises DataError that names every malformed row.
     """
 
@@ -73,19 +73,19 @@ class PromptSource(OpenSource):
 
     def prompt(self, place: int) -> Prompt:
         """Returns the usable prompt at `place`, with its row read again."""
-        i, end, eyes = int(self._kept[place]), int(self._ends[place]), self._encoder.eyes
+        i, end, image_processor = int(self._kept[place]), int(self._ends[place]), self._encoder.image_processor
         ids = self._tokens[self._ends[place - 1] if place else 0 : end].tolist()
         row = self._reader.complete(self.rows[i], self.source.name)
         text = self._encoder.text(row)
         if i in self._cut_rows:
             text = self._encoder.tokenizer.decode(ids, special=True)
         prompt = Prompt(self.first_index + i, tuple(ids), row, text)
-        return prompt if eyes is None else self._with_pictures(prompt, i, eyes)
+        return prompt if image_processor is None else self._with_pictures(prompt, i, image_processor)
 
-    def _with_pictures(self, prompt: Prompt, i: int, eyes: Eyes) -> Prompt:
+    def _with_pictures(self, prompt: Prompt, i: int, image_processor: ImageProcessor) -> Prompt:
         """Adds the images. Raises DataError for images that cannot be decoded, or have changed."""
         try:
-            found = eyes.pictures(self.rows[i], self.root)
+            found = image_processor.pictures(self.rows[i], self.root)
         except ValueError as error:
             raise DataError(f"{self.rows.where(i)}: {error}") from error
         if tuple(each.grid for each in found) != self._grids.get(i, ()):
@@ -94,7 +94,9 @@ class PromptSource(OpenSource):
             prompt,
             pictures=tuple(each.png for each in found),
             images=tuple((*each.grid, each.digest) for each in found),
-            short_ids=tuple(eyes.shortened(list(prompt.token_ids), tuple(each.grid for each in found))),
+            unexpanded_token_ids=tuple(
+                image_processor.collapse_image_tokens(list(prompt.token_ids), tuple(each.grid for each in found))
+            ),
         )
 
     def _encoded(self) -> Iterator[tuple[int, list[int]]]:
@@ -108,14 +110,18 @@ class PromptSource(OpenSource):
                     self.as_control += filter(None, [prompts[i].as_control])
                     yield i, fitting
 
-    def _prompts(self, rows: range) -> Iterator[tuple[int, Dressed]]:
+    def _prompts(self, rows: range) -> Iterator[tuple[int, RenderedPrompt]]:
         for i in rows:
             try:
                 row = self._reader.read(self.rows, i, self.source.name)
-                self.unused.update(unused(row, self._encoder.cfg, self._encoder.eyes is not None))
-                if self._encoder.eyes is not None and (grids := self._encoder.eyes.grids(self.rows[i], self.root)):
+                self.unused_columns.update(
+                    unused_columns(row, self._encoder.cfg, self._encoder.image_processor is not None)
+                )
+                if self._encoder.image_processor is not None and (
+                    grids := self._encoder.image_processor.grids(self.rows[i], self.root)
+                ):
                     self._grids[i] = grids
-                yield i, self._encoder.dressed(row, self._reader.require_answer)
+                yield i, self._encoder.render(row, self._reader.require_answer)
             except TokenizerError as error:  # every other row would fail alike
                 raise TokenizerError(f"{self.rows.where(i)}: {error}") from None
             except ValueError as error:
@@ -123,10 +129,10 @@ class PromptSource(OpenSource):
 
     def _fit(self, i: int, ids: list[int]) -> list[int] | None:
         """Returns the ids within `data.max_prompt_tokens`; None for a prompt that is dropped."""
-        cfg, eyes, problem = self._encoder.cfg, self._encoder.eyes, None
-        if eyes is not None:
+        cfg, image_processor, problem = self._encoder.cfg, self._encoder.image_processor, None
+        if image_processor is not None:
             try:
-                ids = eyes.expanded(ids, self._grids.get(i, ()))
+                ids = image_processor.expand_image_tokens(ids, self._grids.get(i, ()))
             except ValueError as error:
                 self._problems.append((self.rows.where(i), str(error)))
                 return None

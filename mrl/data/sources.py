@@ -33,13 +33,13 @@ class OpenSource:
     """One source of a data set: its rows on disk.
 
     first_index: index of its first row in the data set
-    unused: number of rows in which a column has no effect, by (column, why) as in `columns.unused`
+    unused_columns: number of rows in which a column has no effect, by (column, why) as in `columns.unused_columns`
     Raises DataError for a path that holds no data of a known kind.
     """
 
     def __init__(self, source: SourceConfig, first_index: int) -> None:
         self.source, self.first_index = source, first_index
-        self.unused: Counter[tuple[str, str]] = Counter()
+        self.unused_columns: Counter[tuple[str, str]] = Counter()
         self.rows = open_rows(source)
         self.root = root_of(source)
 

@@ -16,7 +16,7 @@ from mrl.config import tokenizer_files
 from mrl.config.problems import printable, shortened
 from mrl.core import Ids
 from mrl.data.control_tokens import ControlTokens
-from mrl.data.limits import bounded
+from mrl.data.limits import resource_limits
 from mrl.foreign import check_links, read_json
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Tokenizer:
         """Returns ids without any special token added: for answers, and for text that a chat template has rendered."""
         return self._ids(texts, special=False)
 
-    def ended(self, ids: list[int]) -> list[int]:
+    def with_eos(self, ids: list[int]) -> list[int]:
         """Returns the ids with one EOS at their end."""
         return ids if ids[-1:] == [self.eos_id] else [*ids, self.eos_id]
 
@@ -90,28 +90,32 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self.hf.chat_template)
 
-    def dress(self, messages: list[dict[str, Any]], **more: Any) -> str:
+    def render_prompt(self, messages: list[dict[str, Any]], **more: Any) -> str:
         """Renders a conversation with the chat template, up to the start of the assistant's next answer. more: further
         variables of the template, such as `tools`.
 
         Raises ValueError for a conversation that the template refuses or fails on, TokenizerError if the template does
         not terminate.
         """
-        return self._dress(messages, add_generation_prompt=True, **more)
+        return self._render(messages, add_generation_prompt=True, **more)
 
-    def dress_whole(self, messages: list[dict[str, Any]], **more: Any) -> str:
+    def render_conversation(self, messages: list[dict[str, Any]], **more: Any) -> str:
         """Renders a conversation up to the assistant's last answer, which ends as the template ends a turn. Raises as
-        `dress`.
+        `render_prompt`.
         """
-        return self._dress(messages, add_generation_prompt=False, **more)
+        return self._render(messages, add_generation_prompt=False, **more)
 
     @property
-    def marks_turns(self) -> bool:
+    def has_generation_marks(self) -> bool:
         """True if the chat template marks the parts of a conversation that the assistant generates."""
         return bool(_GENERATION.search(str(self.hf.chat_template)))
 
-    def dress_marked(self, messages: list[dict[str, Any]], **more: Any) -> tuple[str, list[tuple[int, int]]]:
-        """Returns `dress_whole`, and the character spans [begin, end) that the template marks. Raises as `dress`."""
+    def render_marked_conversation(
+        self, messages: list[dict[str, Any]], **more: Any
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Returns `render_conversation`, and the character spans [begin, end) that the template marks. Raises as
+        `render_prompt`.
+        """
         from transformers.utils.chat_template_utils import render_jinja_template
 
         template = self.hf.get_chat_template()
@@ -129,14 +133,16 @@ class Tokenizer:
 
         return self._refusing(render)
 
-    def encode_marked(self, hidden: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[tuple[int, int]]]:
+    def encode_with_spans(
+        self, hidden: str, spans: Sequence[tuple[int, int]]
+    ) -> tuple[list[int], list[tuple[int, int]]]:
         """Returns the ids of a conversation, and the token spans of its character spans. A token that lies over the
         first character of a span is part of the span.
 
-        hidden: the text with control tokens in its messages as `ControlTokens.hidden` returns them
+        hidden: the text with control tokens in its messages as `ControlTokens.escape` returns them
         Raises ValueError if this tokenizer has no character offsets of its tokens.
         """
-        found = self.control.encode_marked(hidden, [place for span in spans for place in span])
+        found = self.control.encode_with_spans(hidden, [place for span in spans for place in span])
         if found is None:
             raise ValueError("the tokenizer has no character offsets of its tokens, or does not mark control tokens")
         ids, offsets, places = found
@@ -158,26 +164,26 @@ class Tokenizer:
         ]
 
     @cached_property
-    def ends(self) -> frozenset[int]:
+    def end_tokens(self) -> frozenset[int]:
         """Tokens that may end a turn: EOS, and all added tokens of the vocabulary."""
         return frozenset({self.eos_id, *self.hf.added_tokens_decoder})
 
-    def end_of(self, ids: Sequence[int]) -> int | None:
+    def end_token_of(self, ids: Sequence[int]) -> int | None:
         """Returns the token that ends a turn, followed by white space at most; None if there is none."""
-        place = next((i for i in reversed(range(len(ids))) if ids[i] in self.ends), None)
+        place = next((i for i in reversed(range(len(ids))) if ids[i] in self.end_tokens), None)
         if place is None or self.decode(ids[place + 1 :], special=True).strip():
             return None
         return int(ids[place])
 
     @cached_property
-    def next_turn(self) -> int | None:
+    def next_turn_token(self) -> int | None:
         """Token that begins the user's next turn, in a chat template that ends the assistant's turns with nothing else,
         as GLM's does; None for other templates.
         """
         if not self.has_chat_template or self._after_a_turn():
             return None
         ids = self._after_a_turn({"role": "user", "content": "x"})
-        return ids[0] if ids and ids[0] in self.ends else None
+        return ids[0] if ids and ids[0] in self.end_tokens else None
 
     def _after_a_turn(self, *more: dict[str, Any]) -> list[int]:
         """Returns the ids that the chat template writes after the assistant's words; none if the template refuses the
@@ -185,13 +191,13 @@ class Tokenizer:
         """
         messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _MARK}]
         try:
-            text = self.dress_whole([*messages, *more])
+            text = self.render_conversation([*messages, *more])
         except ValueError:
             return []
         [ids] = self.encode_plain([text.rpartition(_MARK)[2].strip()])
         return ids
 
-    def _dress(self, messages: list[dict[str, Any]], **options: Any) -> str:
+    def _render(self, messages: list[dict[str, Any]], **options: Any) -> str:
         def render() -> tuple[str, int]:
             text: str = self.hf.apply_chat_template(messages, tokenize=False, **{CLOCK: TODAY.strftime}, **options)
             return text, len(text.encode())
@@ -208,7 +214,7 @@ class Tokenizer:
     def _refusing(self, render: Callable[[], T]) -> T:
         """Runs `render`, which applies the chat template, within time and memory limits."""
         try:
-            with bounded(TEMPLATE_S, TEMPLATE_BYTES):
+            with resource_limits(TEMPLATE_S, TEMPLATE_BYTES):
                 return render()
         except TimeoutError:
             where = f"the chat template of {self.hf.name_or_path}"

@@ -24,7 +24,7 @@ LAST_ONLY = "set data.train_on: last to train on the last turn only"
 class Conversation:
     """Token ids of a conversation; spans: token spans of the assistant's turns; weights: loss weight of each span.
 
-    as_text, as_control: as in `Dressed`
+    as_text, as_control: as in `RenderedPrompt`
     """
 
     ids: list[int]
@@ -34,35 +34,35 @@ class Conversation:
     as_control: str | None = None
 
 
-class Turns:
+class AssistantTurns:
     """Turns of conversations that the data section selects for training."""
 
     def __init__(self, encoder: Encoder, cfg: SFTDataConfig) -> None:
         self.encoder, self._cfg, self._tokenizer = encoder, cfg, encoder.tokenizer
 
-    def conversation(self, messages: list[Row], weights: Sequence[float], more: Row) -> Conversation:
+    def conversation(self, messages: list[Row], weights: Sequence[float], template_variables: Row) -> Conversation:
         """Encodes a conversation.
 
         Args:
             weights: of each message; 0: not trained.
-            more: further variables of the chat template.
+            template_variables: further variables of the chat template.
 
         Raises ValueError for a conversation that the chat template refuses, or whose turns cannot be located.
         """
         messages = messages_of(messages)
         control = self._tokenizer.control
-        name = control.first_in([messages, more])
-        said = messages if name is None else control.hidden(messages)
-        whole = self._tokenizer.dress_whole(messages, **more)
+        name = control.first_in([messages, template_variables])
+        said = messages if name is None else control.escape(messages)
+        whole = self._tokenizer.render_conversation(messages, **template_variables)
         if reserved := control.reserved_in(whole):
             raise ValueError(f"it contains the character U+{ord(reserved):X}, which mrl reserves for control tokens")
-        more = more if name is None else control.hidden(more)
-        text = whole if name is None else self._tokenizer.dress_whole(said, **more)
-        if name is not None and control.shown(text) != whole:
+        template_variables = template_variables if name is None else control.escape(template_variables)
+        text = whole if name is None else self._tokenizer.render_conversation(said, **template_variables)
+        if name is not None and control.unescape(text) != whole:
             raise ValueError(f"the chat template searches messages for {name!r}: its turns cannot be located")
         learnt = self._learnt(messages, weights)
-        spans = self._spans(said, text, learnt, more) if learnt else []
-        ids, places = self._tokenizer.encode_marked(text, spans)
+        spans = self._spans(said, text, learnt, template_variables) if learnt else []
+        ids, places = self._tokenizer.encode_with_spans(text, spans)
         ended = [self._ended(ids, place) for place in places]
         return Conversation(ids, ended, [weights[i] for i in learnt], as_text=name)
 
@@ -72,29 +72,32 @@ class Turns:
         last = turns[-1:] if self._cfg.train_on == "last" else turns
         return [i for i in last if weights[i] > 0]
 
-    def _spans(self, messages: list[Row], text: str, learnt: list[int], more: Row) -> list[Span]:
+    def _spans(self, messages: list[Row], text: str, learnt: list[int], template_variables: Row) -> list[Span]:
         """Returns character spans of these messages in the whole text."""
-        if not self._tokenizer.marks_turns:
-            return [self._difference(messages, text, i, more) for i in learnt]
+        if not self._tokenizer.has_generation_marks:
+            return [self._difference(messages, text, i, template_variables) for i in learnt]
         for i in learnt:
-            self._after(messages, text, i, more)
-        marked, spans = self._tokenizer.dress_marked(messages, **more)
+            self._after(messages, text, i, template_variables)
+        marked, spans = self._tokenizer.render_marked_conversation(messages, **template_variables)
         turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
         if marked != text or len(spans) != len(turns):
             counts = f"{len(spans)} parts of a conversation with {len(turns)} assistant turns"
             raise ValueError(f"the chat template marks {counts} with {{% generation %}}")
         return [spans[turns.index(i)] for i in learnt]
 
-    def _difference(self, messages: list[Row], text: str, i: int, more: Row) -> Span:
+    def _difference(self, messages: list[Row], text: str, i: int, template_variables: Row) -> Span:
         """Returns the span that message i adds to the conversation before it, for a template without marks."""
-        before, after = self._tokenizer.dress(messages[:i], **more), self._after(messages, text, i, more)
+        before, after = (
+            self._tokenizer.render_prompt(messages[:i], **template_variables),
+            self._after(messages, text, i, template_variables),
+        )
         if not text.startswith(before) or len(before) > after:
             raise ValueError("the chat template formats a finished turn differently from its generation prompt")
         return len(before), after
 
-    def _after(self, messages: list[Row], text: str, i: int, more: Row) -> int:
+    def _after(self, messages: list[Row], text: str, i: int, template_variables: Row) -> int:
         """Returns the number of characters of the whole text up to the end of message i."""
-        beginning = self._tokenizer.dress_whole(messages[: i + 1], **more)
+        beginning = self._tokenizer.render_conversation(messages[: i + 1], **template_variables)
         if not text.startswith(beginning):
             raise ValueError(f"the chat template formats earlier turns differently once later ones follow: {LAST_ONLY}")
         return len(beginning)
@@ -104,12 +107,12 @@ class Turns:
         template such as GLM's ends a turn with the token that begins the next one, which is added to the last turn.
         """
         first, after = span
-        if not self._tokenizer.marks_turns and (follows := self._tokenizer.next_turn) is not None:
+        if not self._tokenizer.has_generation_marks and (follows := self._tokenizer.next_turn_token) is not None:
             if after == len(ids):
                 ids.append(follows)
-            if ids[after] in self._tokenizer.ends:
+            if ids[after] in self._tokenizer.end_tokens:
                 return first, after + 1
-        ends = [place for place in range(first, after) if ids[place] in self._tokenizer.ends]
+        ends = [place for place in range(first, after) if ids[place] in self._tokenizer.end_tokens]
         if ends and not self._tokenizer.decode(ids[ends[-1] + 1 : after], special=True).strip():
             return first, ends[-1] + 1
         shown = self._tokenizer.decode(ids[max(first, after - 3) : after], special=True)

@@ -18,26 +18,26 @@ from mrl.config.sections.diffusion import DiffusionLossConfig, DiffusionModelCon
 from mrl.config.trainers.diffusion import DDPOConfig
 from mrl.core import StepStats
 from mrl.diffusion import adapters, advantages, nets
-from mrl.diffusion.conditions import PromptRow, Told
-from mrl.diffusion.images import Grids, save_grid
+from mrl.diffusion.conditioning import ConditioningInputs, PromptRow
+from mrl.diffusion.images import ImageGrids, save_grid
 from mrl.diffusion.pipeline import Pipeline
 from mrl.diffusion.prompts import PromptRows
-from mrl.diffusion.rewards import ImageRewards, Together, parts_of
+from mrl.diffusion.rewards import ImageRewards, SamplingErrorCheck, parts_of
 from mrl.diffusion.run import DiffusionRun, begin
 from mrl.diffusion.sample import Trajectories, draw, share
 from mrl.diffusion.update import Policy, Predict, chosen_steps, make_update
 from mrl.observe.report import BY_PROMPT
 from mrl.reward.score_requests import Outcome
-from mrl.trainers.shared.run import started
+from mrl.trainers.shared.run import set_up_run
 from mrl.trainers.shared.updates import named, over_updates
 
-TOGETHER = Together()
+ERROR_CHECK = SamplingErrorCheck()
 NAME_CHARS = 60  # characters of a prompt in its metric's name
 SHUFFLE, ORDER = 1, 2  # random streams: order of images in updates, of steps in an image
 
 
 @dataclass
-class Work:
+class DDPOState:
     """Objects that a step works with."""
 
     cfg: DDPOConfig
@@ -46,11 +46,11 @@ class Work:
     rewards: ImageRewards
     policy: Policy
     stats: advantages.PromptStats
-    grids: Grids
+    grids: ImageGrids
 
 
 @dataclass(frozen=True)
-class Sampled:
+class StepSamples:
     """Samples of a step. outcomes, prompts: of all images of the step"""
 
     mine: Trajectories
@@ -60,24 +60,24 @@ class Sampled:
 
 def main(cfg: DDPOConfig) -> None:
     """Trains to `run.steps`, resuming from the run directory's last checkpoint. Called on every rank."""
-    with started(cfg) as start:
-        data = TOGETHER.together("reading data.train", lambda: PromptRows(cfg.data, cfg.run.seed))
+    with set_up_run(cfg) as start:
+        data = ERROR_CHECK.together("reading data.train", lambda: PromptRows(cfg.data, cfg.run.seed))
         stats = advantages.PromptStats(cfg.advantage.buffer_size, cfg.advantage.min_count)
-        rewards = TOGETHER.together("loading reward.function", lambda: ImageRewards(cfg.reward))
+        rewards = ERROR_CHECK.together("loading reward.function", lambda: ImageRewards(cfg.reward))
         start.stack.callback(rewards.close)
         run = begin(start, cfg, cfg.sampler, {"prompt_stats": stats})
-        grids = TOGETHER.together("reading data.train", lambda: Grids(cfg, data))
-        work = Work(cfg, run, data, rewards, _policy(cfg, run), stats, grids)
+        grids = ERROR_CHECK.together("reading data.train", lambda: ImageGrids(cfg, data))
+        state = DDPOState(cfg, run, data, rewards, _policy(cfg, run), stats, grids)
         start.is_set_up()
         if run.start_step == 0:
-            _show(work, 0)
+            _show(state, 0)
         for step in run.steps():
-            train_step(work, step)
+            train_step(state, step)
         run.finish()
 
 
 def _policy(cfg: DDPOConfig, run: DiffusionRun) -> Policy:
-    reference = TOGETHER.together(
+    reference = ERROR_CHECK.together(
         "loading the reference", lambda: reference_of(cfg.model, cfg.actor, cfg.loss, run.pipeline)
     )
     policy = Policy.of(run.pipeline, cfg.sampler, cfg.loss, cfg.actor.micro_batch, reference)
@@ -101,87 +101,87 @@ def reference_of(
         return None
     if pipeline.lora is None:
         first = nets.build(model, train, frozen=True)
-        return lambda x, times, told, guidance: pipeline.predict(x, times, told, guidance, first)
+        return lambda x, times, conditioning, guidance: pipeline.predict(x, times, conditioning, guidance, first)
 
-    def without(x: Tensor, times: Tensor, told: Told, guidance: float) -> Tensor:
+    def without(x: Tensor, times: Tensor, conditioning: ConditioningInputs, guidance: float) -> Tensor:
         with adapters.off(pipeline.net):
-            return pipeline.predict(x, times, told, guidance)
+            return pipeline.predict(x, times, conditioning, guidance)
 
     return without
 
 
-def train_step(work: Work, step: int) -> None:
+def train_step(state: DDPOState, step: int) -> None:
     """Runs one step: images, rewards, advantages, updates."""
-    run, cfg = work.run, work.cfg
-    stats, began = run.saving.new_stats(step + 1), time.monotonic()
+    run, cfg = state.run, state.cfg
+    stats, began = run.checkpointer.new_stats(step + 1), time.monotonic()
     with run.phase("rollout", stats):
-        sampled = _sample(work, step)
+        sampled = _sample(state, step)
     scores = np.array([outcome.score for outcome in sampled.outcomes])
     stats.metrics |= {"reward/mean": float(scores.mean()), "reward/std": float(scores.std())}
-    stats.metrics |= parts_of(sampled.outcomes) | _by_prompt(work, sampled, scores)
+    stats.metrics |= parts_of(sampled.outcomes) | _by_prompt(state, sampled, scores)
     with run.phase("update", stats):
-        _learn(work, step, sampled, _advantages(work, sampled, scores), stats)
+        _learn(state, step, sampled, _advantages(state, sampled, scores), stats)
     stats.metrics["perf/images_per_s"] = cfg.images_per_step / (time.monotonic() - began)
-    if work.grids.is_due(step + 1):
+    if state.grids.is_due(step + 1):
         with run.phase("rollout", stats):
-            _show(work, step + 1)
+            _show(state, step + 1)
     run.phase.end_of_step(stats)
     run.recorder.log(stats)
 
 
-def _sample(work: Work, step: int) -> Sampled:
-    cfg, total = work.cfg, work.cfg.images_per_step
-    rows = [prompt for _, prompt in work.data.of_step(step, cfg.batch.prompts_per_step)]
+def _sample(state: DDPOState, step: int) -> StepSamples:
+    cfg, total = state.cfg, state.cfg.images_per_step
+    rows = [prompt for _, prompt in state.data.of_step(step, cfg.batch.prompts_per_step)]
     prompts = [prompt for prompt in rows for _ in range(cfg.batch.images_per_prompt)]
-    mine, policy, what = share(total), work.policy, f"sampling for step {step + 1}"
-    told = TOGETHER.together(what, lambda: policy.pipeline.conditions.encode([prompts[i] for i in mine]))
-    work.run.recorder.expect(len(mine))
+    mine, policy, what = share(total), state.policy, f"sampling for step {step + 1}"
+    conditioning = ERROR_CHECK.together(what, lambda: policy.pipeline.conditioning.encode([prompts[i] for i in mine]))
+    state.run.recorder.expect(len(mine))
 
     def score(ids: range, images: Tensor) -> None:
-        work.rewards.submit(ids, images, [prompts[i] for i in ids], step)
-        work.run.recorder.advance(len(ids))
+        state.rewards.submit(ids, images, [prompts[i] for i in ids], step)
+        state.run.recorder.advance(len(ids))
 
     def sample() -> Trajectories:
-        return draw(policy.pipeline, policy.steps, policy.sampler, mine, told, (cfg.run.seed, step), score)
+        return draw(policy.pipeline, policy.steps, policy.sampler, mine, conditioning, (cfg.run.seed, step), score)
 
-    drawn = TOGETHER.together(what, sample)
-    outcomes = TOGETHER.each(f"scoring the images of step {step + 1}", work.rewards.collect)
-    return Sampled(drawn, prompts, [each for part in outcomes for each in part])
+    drawn = ERROR_CHECK.together(what, sample)
+    outcomes = ERROR_CHECK.each(f"scoring the images of step {step + 1}", state.rewards.collect)
+    return StepSamples(drawn, prompts, [each for part in outcomes for each in part])
 
 
-def _advantages(work: Work, sampled: Sampled, scores: np.ndarray) -> Tensor:
+def _advantages(state: DDPOState, sampled: StepSamples, scores: np.ndarray) -> Tensor:
     """[B] float32."""
-    cfg = work.cfg.advantage
+    cfg = state.cfg.advantage
     if cfg.against == "prompt":
-        found = work.stats.advantages([prompt.text for prompt in sampled.prompts], scores)
+        found = state.stats.advantages([prompt.text for prompt in sampled.prompts], scores)
     elif cfg.against == "group":
-        each = work.cfg.batch.images_per_prompt
+        each = state.cfg.batch.images_per_prompt
         found = advantages.of_groups(scores, np.arange(len(scores)) // each)
     else:
         found = advantages.of_batch(scores)
     return torch.from_numpy(found).float().clamp(-cfg.clip, cfg.clip)
 
 
-def _learn(work: Work, step: int, sampled: Sampled, weights: Tensor, stats: StepStats) -> None:
-    run, cfg, each = work.run, work.cfg, work.cfg.images_per_update
+def _learn(state: DDPOState, step: int, sampled: StepSamples, weights: Tensor, stats: StepStats) -> None:
+    run, cfg, each = state.run, state.cfg, state.cfg.images_per_update
     made: list[dict[str, float]] = []
     for epoch in range(cfg.batch.inner_epochs):
         seeds = (cfg.run.seed, step, epoch)
         order = np.random.default_rng([*seeds, SHUFFLE]).permutation(cfg.images_per_step)
         for ids in order.reshape(-1, each).tolist():
-            fraction, counted = cfg.batch.timestep_fraction, work.policy.steps.counted
+            fraction, counted = cfg.batch.timestep_fraction, state.policy.steps.counted
             places = {i: chosen_steps(counted, fraction, (*seeds, ORDER, i)) for i in sorted(ids)}
-            made.append(make_update(work.policy, run.learner, sampled.mine, weights, places))
+            made.append(make_update(state.policy, run.learner, sampled.mine, weights, places))
             run.updates.note_update("actor", made[-1], step, ids)
     run.updates.end_of_step(step + 1)
     stats.metrics |= named("actor", over_updates(made))
     stats.metrics["advantage/clipped"] = float((weights.abs() >= cfg.advantage.clip).float().mean())
 
 
-def _by_prompt(work: Work, sampled: Sampled, scores: np.ndarray) -> dict[str, float]:
+def _by_prompt(state: DDPOState, sampled: StepSamples, scores: np.ndarray) -> dict[str, float]:
     """Mean score in this step of each prompt of the grid, by `prompt_names`."""
     texts = np.array([prompt.text for prompt in sampled.prompts])
-    shown = prompt_names(prompt.text for prompt in work.grids.prompts)
+    shown = prompt_names(prompt.text for prompt in state.grids.prompts)
     return {name: float(scores[texts == text].mean()) for text, name in shown.items() if text in texts}
 
 
@@ -196,9 +196,9 @@ def prompt_names(texts: Iterable[str]) -> dict[str, str]:
     return names
 
 
-def _show(work: Work, steps: int) -> None:
+def _show(state: DDPOState, steps: int) -> None:
     """Writes the grid after `steps` steps. Collective."""
-    run = work.run
-    images = work.grids.draw(work.policy, steps)
+    run = state.run
+    images = state.grids.draw(state.policy, steps)
     if run.world.is_main:
         run.recorder.write_guarded("a grid of images", lambda: save_grid(run.run_dir, steps, images))

@@ -10,18 +10,18 @@ from torch import Tensor
 
 from mrl.config.trainers.diffusion import DDPOConfig
 from mrl.diffusion.prompts import PromptRows
-from mrl.diffusion.rewards import Together
+from mrl.diffusion.rewards import SamplingErrorCheck
 from mrl.diffusion.sample import draw
 from mrl.diffusion.update import Policy
 from mrl.files import write_atomically
 from mrl.parallel import rank, world_size
 
-TOGETHER = Together()
+ERROR_CHECK = SamplingErrorCheck()
 NO_STEP = 1 << 40  # no real step number; seeds the random streams of the grids
 SMALLEST = 64  # pixels; smaller images are enlarged by a whole number
 
 
-class Grids:
+class ImageGrids:
     """Image grids of one run, for the first prompts of the data, in turn."""
 
     def __init__(self, cfg: DDPOConfig, data: PromptRows) -> None:
@@ -40,15 +40,17 @@ class Grids:
         each = -(-count // world_size())
         ids = range(rank() * each, (rank() + 1) * each)
         prompts, pipeline = [self.prompts[i % count] for i in ids], policy.pipeline
-        told = TOGETHER.together(what, lambda: pipeline.conditions.encode(prompts))
+        conditioning = ERROR_CHECK.together(what, lambda: pipeline.conditioning.encode(prompts))
 
         def mine() -> Tensor:
             found: list[Tensor] = []
             seeds = (self._cfg.run.seed, NO_STEP)
-            draw(pipeline, policy.steps, policy.sampler, ids, told, seeds, lambda _, images: found.append(images))
+            draw(
+                pipeline, policy.steps, policy.sampler, ids, conditioning, seeds, lambda _, images: found.append(images)
+            )
             return torch.cat(found)
 
-        return torch.cat(TOGETHER.each(what, mine))[:count]
+        return torch.cat(ERROR_CHECK.each(what, mine))[:count]
 
 
 def grid(images: Tensor) -> bytes:

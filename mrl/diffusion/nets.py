@@ -14,7 +14,7 @@ from mrl import platform
 from mrl.config.checks.diffusion import FLUX, net_of
 from mrl.config.sections.diffusion import DiffusionModelConfig, DiffusionTrainConfig
 from mrl.diffusion import adapters
-from mrl.diffusion.conditions import Told
+from mrl.diffusion.conditioning import ConditioningInputs
 from mrl.diffusion.sharding import is_sharded, shard, whole
 from mrl.foreign import complete
 from mrl.parallel import rank
@@ -55,12 +55,12 @@ def prepared(net: Any, model: DiffusionModelConfig, train: DiffusionTrainConfig,
     return net
 
 
-def call(name: str, net: Any, x: Tensor, times: Tensor, told: Told, guidance: float) -> Tensor:
+def call(name: str, net: Any, x: Tensor, times: Tensor, conditioning: ConditioningInputs, guidance: float) -> Tensor:
     """Returns the output [n, C, H, W] of a net of class `name` for latents x at times [n].
 
     guidance: for nets with distilled guidance
     """
-    return CALLS.get(name, _plain)(net, x, times, told, guidance)
+    return CALLS.get(name, _plain)(net, x, times, conditioning, guidance)
 
 
 def takes_guidance(net: Any) -> bool:
@@ -68,12 +68,12 @@ def takes_guidance(net: Any) -> bool:
     return bool(net.config.get("guidance_embeds", False))
 
 
-def _plain(net: Any, x: Tensor, times: Tensor, told: Told, guidance: float) -> Tensor:
-    said: Tensor = net(x, timestep=times, **told).sample
+def _plain(net: Any, x: Tensor, times: Tensor, conditioning: ConditioningInputs, guidance: float) -> Tensor:
+    said: Tensor = net(x, timestep=times, **conditioning).sample
     return said[:, : x.shape[1]]  # a net that also predicts variances returns them last
 
 
-def _flux(net: Any, x: Tensor, times: Tensor, told: Told, guidance: float) -> Tensor:
+def _flux(net: Any, x: Tensor, times: Tensor, conditioning: ConditioningInputs, guidance: float) -> Tensor:
     """Calls Flux with 2 x 2 patches as tokens, and their positions."""
     n, channels, height, width = x.shape
     rows, columns = height // 2, width // 2
@@ -85,15 +85,15 @@ def _flux(net: Any, x: Tensor, times: Tensor, told: Told, guidance: float) -> Te
         hidden_states=tokens,
         timestep=times / 1000,
         img_ids=places.view(-1, 3),
-        txt_ids=torch.zeros(told["encoder_hidden_states"].shape[1], 3, device=x.device),
+        txt_ids=torch.zeros(conditioning["encoder_hidden_states"].shape[1], 3, device=x.device),
         guidance=torch.full((n,), guidance, device=x.device) if takes_guidance(net) else None,
-        **told,
+        **conditioning,
     ).sample
     squares = said.view(n, rows, columns, channels, 2, 2).permute(0, 3, 1, 4, 2, 5)
     return squares.reshape(n, channels, height, width)
 
 
-CALLS: dict[str, Callable[[Any, Tensor, Tensor, Told, float], Tensor]] = {FLUX: _flux}
+CALLS: dict[str, Callable[[Any, Tensor, Tensor, ConditioningInputs, float], Tensor]] = {FLUX: _flux}
 
 
 def weights(net: nn.Module) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from mrl import platform
 from mrl.config.checks.diffusion import FLUX, SCHEDULERS, component, latent_shape, net_of
 from mrl.config.sections.diffusion import DiffusionLoRAConfig, DiffusionModelConfig, DiffusionTrainConfig
 from mrl.diffusion import adapters, nets
-from mrl.diffusion.conditions import Conditions, Told, conditions_of, joined
+from mrl.diffusion.conditioning import Conditioning, ConditioningInputs, concatenate, conditioning_of
 from mrl.foreign import complete
 from mrl.parallel import rank
 from mrl.weights.disk.digest import file_digests, weight_files, whole_digest
@@ -44,7 +44,7 @@ class Pipeline:
     name: str
     net: Any
     scheduler: Any
-    conditions: Conditions
+    conditioning: Conditioning
     vae: Any
     shape: tuple[int, int, int]
     dtype: torch.dtype
@@ -64,17 +64,19 @@ class Pipeline:
         scheduler = _scheduler(path)
         vae = _vae(path)
         shape = latent_shape(name, config, dict(vae.config) if vae is not None else None, cfg.image_size)
-        told = conditions_of(path, name, config, negative_prompt, dtype)
+        conditioning = conditioning_of(path, name, config, negative_prompt, dtype)
         net = nets.build(cfg, train)
         timing = _timing(scheduler, name, config, shape)
-        return cls(path, folder.name, name, net, scheduler, told, vae, shape, dtype, train.lora, timing)
+        return cls(path, folder.name, name, net, scheduler, conditioning, vae, shape, dtype, train.lora, timing)
 
     def timing_of(self, steps: int) -> dict[str, Any]:
         """Returns the arguments of `set_timesteps` besides the number of steps, as in diffusers' pipelines."""
         even = {"sigmas": np.linspace(1.0, 1 / steps, steps)} if self.name == FLUX else {}
         return {**self.timing, **even}
 
-    def predict(self, x: Tensor, times: Tensor, told: Told, guidance: float, net: Any = None) -> Tensor:
+    def predict(
+        self, x: Tensor, times: Tensor, conditioning: ConditioningInputs, guidance: float, net: Any = None
+    ) -> Tensor:
         """Returns the net's output [n, C, H, W] float32 for latents x at times [n], with classifier-free guidance.
 
         guidance: scale (arXiv 2207.12598; 1: none), in one call of twice the batch
@@ -82,14 +84,14 @@ class Pipeline:
         """
         net = self.net if net is None else net
         if guidance == 1 or nets.takes_guidance(net):
-            return self._call(net, x, times, told, guidance)
-        both = joined(self.conditions.blank(len(x)), told)
+            return self._call(net, x, times, conditioning, guidance)
+        both = concatenate(self.conditioning.blank(len(x)), conditioning)
         without, with_it = self._call(net, torch.cat([x, x]), torch.cat([times, times]), both, guidance).chunk(2)
         return without + guidance * (with_it - without)
 
-    def _call(self, net: Any, x: Tensor, times: Tensor, told: Told, guidance: float) -> Tensor:
+    def _call(self, net: Any, x: Tensor, times: Tensor, conditioning: ConditioningInputs, guidance: float) -> Tensor:
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
-            return nets.call(self.name, net, x, times, told, guidance).float()
+            return nets.call(self.name, net, x, times, conditioning, guidance).float()
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:

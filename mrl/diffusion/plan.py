@@ -29,13 +29,13 @@ TF32_SHARE = 1 / 2  # convolutions in float32
 
 
 @dataclass(frozen=True)
-class Item:
+class MemoryItem:
     what: str
     nbytes: float
 
 
 @dataclass(frozen=True)
-class Part:
+class PartTime:
     what: str
     seconds: float
 
@@ -114,51 +114,53 @@ class DiffusionPlan:
         n = count * self.doubled
         with torch.device("meta"):
             x, times = torch.empty(n, *self.shapes.latent, dtype=self.dtype), torch.zeros(n)
-            told = self.shapes.told(n, self.dtype)
-        return nets.call(self.shapes.name, self.net, x, times, told, self.sampler.guidance)
+            conditioning = self.shapes.conditioning(n, self.dtype)
+        return nets.call(self.shapes.name, self.net, x, times, conditioning, self.sampler.guidance)
 
-    def resident(self) -> Iterator[Item]:
+    def resident(self) -> Iterator[MemoryItem]:
         """Yields memory that is in use in every phase."""
         ranks = self.cluster.gpus if self.cfg.actor.sharded else 1
-        yield Item("CUDA and NCCL", self.assumed.trainer_context + self.assumed.communicators * (self.cluster.gpus > 1))
-        yield Item("net", (self.trained * FLOAT32 + self.frozen * self.width) / ranks)
-        yield Item("gradients and Adam", self.trained * (FLOAT32 + ADAM) / ranks)
+        yield MemoryItem(
+            "CUDA and NCCL", self.assumed.trainer_context + self.assumed.communicators * (self.cluster.gpus > 1)
+        )
+        yield MemoryItem("net", (self.trained * FLOAT32 + self.frozen * self.width) / ranks)
+        yield MemoryItem("gradients and Adam", self.trained * (FLOAT32 + ADAM) / ranks)
         if self.width == 2 and not self.cfg.actor.sharded:
-            yield Item("trained weights in bfloat16", self.trained * self.width)
+            yield MemoryItem("trained weights in bfloat16", self.trained * self.width)
         if self.cfg.actor.sharded:
-            yield Item("two blocks, whole", 2 * self.largest * self.width)
+            yield MemoryItem("two blocks, whole", 2 * self.largest * self.width)
         if isinstance(self.cfg, DDPOConfig) and self.cfg.loss.kl_coef and self.cfg.actor.lora is None:
-            yield Item("reference", (self.trained + self.frozen) * self.width / ranks)
-        yield Item("text encoders", self.shapes.text_elements * self.width)
+            yield MemoryItem("reference", (self.trained + self.frozen) * self.width / ranks)
+        yield MemoryItem("text encoders", self.shapes.text_elements * self.width)
         with torch.device("meta"):
-            told = self.shapes.told(self.images, torch.float32)
-        yield Item("prompts of the step", sum(each.nbytes for each in told.values()))
+            conditioning = self.shapes.conditioning(self.images, torch.float32)
+        yield MemoryItem("prompts of the step", sum(each.nbytes for each in conditioning.values()))
         if self.shapes.vae is not None:
             with torch.device("meta"):
-                yield Item("vae", elements(diffusers.AutoencoderKL.from_config(self.shapes.vae)) * FLOAT32)
+                yield MemoryItem("vae", elements(diffusers.AutoencoderKL.from_config(self.shapes.vae)) * FLOAT32)
 
-    def phases(self) -> dict[str, list[Item]]:
+    def phases(self) -> dict[str, list[MemoryItem]]:
         """Returns the memory of a rank, by phase."""
-        peaks = {"update": [Item(f"activations of {self.micro_batch} rows", self.learning.peak)]}
+        peaks = {"update": [MemoryItem(f"activations of {self.micro_batch} rows", self.learning.peak)]}
         if isinstance(self.cfg, DDPOConfig):
             drawn = min(self.sampler.batch, self.images)
-            peaks = {"rollout": [Item(f"{drawn} images are drawn", self.drawing.peak)]} | peaks
-            peaks["decoding"] = [Item("one image is decoded", self.decoding.peak)]
+            peaks = {"rollout": [MemoryItem(f"{drawn} images are drawn", self.drawing.peak)]} | peaks
+            peaks["decoding"] = [MemoryItem("one image is decoded", self.decoding.peak)]
         found = {}
         for name, items in peaks.items():
             computed = [*self.resident(), *items]
             lost = self.assumed.fragments_share * sum(item.nbytes for item in computed[1:])
-            found[name] = [*computed, Item("fragments", lost)]
+            found[name] = [*computed, MemoryItem("fragments", lost)]
         return found
 
-    def host(self) -> Iterator[Item]:
+    def host(self) -> Iterator[MemoryItem]:
         """Yields host memory of rank 0's process."""
         if isinstance(self.cfg, DDPOConfig):
             latents = self.images * (self.sampler.steps + 1) * math.prod(self.shapes.latent)
-            yield Item("trajectories", latents * FLOAT32)
-        yield Item("a checkpoint that is written", self.trained * (FLOAT32 + ADAM))
+            yield MemoryItem("trajectories", latents * FLOAT32)
+        yield MemoryItem("a checkpoint that is written", self.trained * (FLOAT32 + ADAM))
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[PartTime]:
         """Returns the seconds of a step's parts; none without GPUs. Nothing is assumed to overlap; rewards are not
         counted."""
         chip = self.cluster.chip
@@ -168,13 +170,13 @@ class DiffusionPlan:
         speed = whole if self.width == 2 else whole * FLOAT32_SHARE
         learning = self.rows * self.learning.flops / self.micro_batch / speed
         if not isinstance(self.cfg, DDPOConfig):
-            return [Part("update", learning)]
+            return [PartTime("update", learning)]
         each = self.drawing.flops / min(self.sampler.batch, self.images) / speed
         if self.cfg.loss.kl_coef:
             learning += self.rows * each
         decoding = self.images * self.decoding.flops / (whole * TF32_SHARE)
         drawing = self.images * self.sampler.steps * each
-        return [Part("rollout", drawing), Part("decoding", decoding), Part("update", learning)]
+        return [PartTime("rollout", drawing), PartTime("decoding", decoding), PartTime("update", learning)]
 
     @property
     def images_per_s(self) -> float:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from mrl.config.sections.diffusion import DiffusionDataConfig
 from mrl.data import DataError
-from mrl.data.order import Order
+from mrl.data.row_sampler import RowSampler
 from mrl.data.sources import Rows, open_rows
-from mrl.diffusion.conditions import PromptRow
+from mrl.diffusion.conditioning import PromptRow
 from mrl.foreign import own_file
 
 
@@ -29,7 +29,7 @@ class PromptRows:
         for source, rows in zip(cfg.train, self._rows, strict=True):
             if not len(rows):
                 raise DataError(f"{source.path}: no rows")
-        self._order = Order(cfg.train, [len(rows) for rows in self._rows], cfg.shuffle)
+        self._order = RowSampler(cfg.train, [len(rows) for rows in self._rows], cfg.shuffle)
 
     def of_step(self, step: int, count: int) -> list[tuple[int, PromptRow]]:
         """Returns `count` pairs (source number, row). Raises DataError for a row without text and class."""

@@ -11,9 +11,9 @@ from torch import Tensor
 from mrl import failure
 from mrl.config.builtin_rewards import IMAGE_SCORER
 from mrl.config.sections.diffusion import ImageRewardConfig
-from mrl.diffusion.conditions import PromptRow
-from mrl.parallel import Agreement
-from mrl.parallel.agreement import by_reason
+from mrl.diffusion.conditioning import PromptRow
+from mrl.parallel import CollectiveErrorCheck
+from mrl.parallel.error_check import by_reason
 from mrl.reward.errors import RewardError
 from mrl.reward.plan import Component, component_name
 from mrl.reward.pool import FunctionPool, PoolSetup
@@ -21,13 +21,13 @@ from mrl.reward.score_requests import Outcome, ScoreRequest
 from mrl.reward.server import ServerClient
 
 
-class Together(Agreement[str]):
+class SamplingErrorCheck(CollectiveErrorCheck[str]):
     """Collective error check: a failure of one rank during sampling raises on all."""
 
     def report(self, error: BaseException) -> str:
         return failure.describe(error)
 
-    def verdict(self, what: str, reports: Mapping[int, str]) -> RewardError:
+    def combined_error(self, what: str, reports: Mapping[int, str]) -> RewardError:
         return RewardError(f"{what} failed: {by_reason(reports)}")
 
 

@@ -17,18 +17,18 @@ from mrl.diffusion.advantages import PromptStats
 from mrl.diffusion.card import card
 from mrl.diffusion.learner import DiffusionLearner
 from mrl.diffusion.pipeline import Pipeline
-from mrl.diffusion.rewards import Together
+from mrl.diffusion.rewards import SamplingErrorCheck
 from mrl.directories import Staging
-from mrl.trainers.shared.checkpoints import Saving
+from mrl.trainers.shared.checkpoints import Checkpointer
 from mrl.trainers.shared.phases import Phases
-from mrl.trainers.shared.run import Loop, Start
+from mrl.trainers.shared.run import RunSetup, TrainingLoop
 from mrl.trainers.shared.world import RankZeroError
 from mrl.weights.errors import WeightError
 
-TOGETHER = Together()
+ERROR_CHECK = SamplingErrorCheck()
 
 
-class Kept:
+class NetState:
     """Checkpoint content: rank 0 writes the trained weights and their optimizer.
 
     base: digest of the adapters' frozen base weights; empty without adapters
@@ -110,10 +110,10 @@ class DiffusersExports:
 
 
 @dataclass
-class DiffusionRun(Loop):
+class DiffusionRun(TrainingLoop):
     pipeline: Pipeline
     learner: DiffusionLearner
-    kept: Kept
+    kept: NetState
 
     def resume(self) -> None:
         """Resumes from the newest checkpoint; all ranks start with the same weights in any case. Collective."""
@@ -121,20 +121,22 @@ class DiffusionRun(Loop):
         self.kept.share(is_resumed=self.start_step > 0)
 
 
-def begin(start: Start, cfg: DiffusionConfig, sampler: SamplerConfig, states: dict[str, PromptStats]) -> DiffusionRun:
+def begin(
+    start: RunSetup, cfg: DiffusionConfig, sampler: SamplerConfig, states: dict[str, PromptStats]
+) -> DiffusionRun:
     """Returns a run at its first step, or at its last checkpoint. Collective."""
-    pipeline = TOGETHER.together(
+    pipeline = ERROR_CHECK.together(
         f"loading {cfg.model.path}", lambda: Pipeline.load(cfg.model, cfg.actor, sampler.negative_prompt)
     )
     learner = DiffusionLearner(pipeline.net, cfg.actor.optimizer)
     phase, updates = start.watch(peers=0)
     exports = DiffusersExports(phase, pipeline)
-    base = TOGETHER.together(f"reading the weights of {cfg.model.path}", pipeline.base_digest)
-    kept = Kept(learner, base)
-    saving = Saving(cfg, phase, {}, updates, states, kept, exports=exports)
-    start.stack.callback(saving.close)
+    base = ERROR_CHECK.together(f"reading the weights of {cfg.model.path}", pipeline.base_digest)
+    kept = NetState(learner, base)
+    checkpointer = Checkpointer(cfg, phase, {}, updates, states, kept, exports=exports)
+    start.stack.callback(checkpointer.close)
     run = DiffusionRun(
-        *(cfg, start.world, start.run_dir, start.recorder, phase, updates, saving, 0),
+        *(cfg, start.world, start.run_dir, start.recorder, phase, updates, checkpointer, 0),
         pipeline=pipeline,
         learner=learner,
         kept=kept,

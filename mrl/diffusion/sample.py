@@ -10,9 +10,9 @@ from torch import Tensor
 
 from mrl import platform
 from mrl.config.sections.diffusion import SamplerConfig
-from mrl.diffusion.conditions import Told, take
+from mrl.diffusion.conditioning import ConditioningInputs, take_rows
 from mrl.diffusion.pipeline import Pipeline
-from mrl.diffusion.steps import Steps
+from mrl.diffusion.steps import DenoisingSteps
 from mrl.parallel import rank, world_size
 from mrl.rollout.seeds import sample_seed
 
@@ -28,13 +28,13 @@ class Trajectories:
     ids [n]: indices in the step
     latents [n, S + 1, C, H, W] float32, from noise to the end
     log_probs [n, S] float32; 0 at deterministic steps
-    told: the net's conditioning, on the device
+    conditioning: the net's inputs besides latents and times, on the device
     """
 
     ids: range
     latents: Tensor
     log_probs: Tensor
-    told: Told
+    conditioning: ConditioningInputs
 
 
 def share(total: int, of_rank: int | None = None) -> range:
@@ -45,10 +45,10 @@ def share(total: int, of_rank: int | None = None) -> range:
 
 def draw(
     pipeline: Pipeline,
-    steps: Steps,
+    steps: DenoisingSteps,
     cfg: SamplerConfig,
     ids: range,
-    told: Told,
+    conditioning: ConditioningInputs,
     seeds: tuple[int, int],
     on_images: Callable[[range, Tensor], None],
 ) -> Trajectories:
@@ -66,7 +66,9 @@ def draw(
     for start in range(0, count, cfg.batch):
         rows = slice(start, min(start + cfg.batch, count))
         mine = ids[rows]
-        last = _draw_batch(pipeline, steps, cfg, mine, take(told, rows), seeds, latents[rows], log_probs[rows])
+        last = _draw_batch(
+            pipeline, steps, cfg, mine, take_rows(conditioning, rows), seeds, latents[rows], log_probs[rows]
+        )
         try:
             _require_finite(mine, last)
             on_images(mine, pipeline.decode(last).cpu())
@@ -74,7 +76,7 @@ def draw(
             problems.append(error)
     if problems:
         raise problems[0]
-    return Trajectories(ids, latents, log_probs, told)
+    return Trajectories(ids, latents, log_probs, conditioning)
 
 
 def _require_finite(ids: range, latents: Tensor) -> None:
@@ -86,10 +88,10 @@ def _require_finite(ids: range, latents: Tensor) -> None:
 @torch.no_grad()
 def _draw_batch(
     pipeline: Pipeline,
-    steps: Steps,
+    steps: DenoisingSteps,
     cfg: SamplerConfig,
     ids: range,
-    told: Told,
+    conditioning: ConditioningInputs,
     seeds: tuple[int, int],
     latents: Tensor,
     log_probs: Tensor,
@@ -105,7 +107,7 @@ def _draw_batch(
     latents[:, 0] = x.cpu()
     for place, time in enumerate(steps.times):
         i = torch.full((len(ids),), place, device=x.device)
-        said = pipeline.predict(x, time.to(x.device).expand(len(ids)), told, cfg.guidance)
+        said = pipeline.predict(x, time.to(x.device).expand(len(ids)), conditioning, cfg.guidance)
         x, mean = steps.next(said, x, i, noise())
         latents[:, place + 1] = x.cpu()
         if place in counted:

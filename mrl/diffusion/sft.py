@@ -12,32 +12,32 @@ from mrl import platform
 from mrl.config.checks.diffusion import pixels_a_latent
 from mrl.config.sections.diffusion import SamplerConfig
 from mrl.config.trainers.diffusion import DiffusionSFTConfig
-from mrl.diffusion.conditions import Told, take, where
+from mrl.diffusion.conditioning import ConditioningInputs, take_rows, where
 from mrl.diffusion.prompts import PromptRows
-from mrl.diffusion.rewards import Together
+from mrl.diffusion.rewards import SamplingErrorCheck
 from mrl.diffusion.run import DiffusionRun, begin
 from mrl.diffusion.sample import share
 from mrl.rollout.seeds import sample_seed
-from mrl.trainers.shared.run import started
+from mrl.trainers.shared.run import set_up_run
 from mrl.trainers.shared.updates import named
 
-TOGETHER = Together()
+ERROR_CHECK = SamplingErrorCheck()
 
 
 @dataclass(frozen=True)
-class Batch:
+class DiffusionBatch:
     """Training batch. latents, noise [n, C, H, W]; places [n]: indices of their scheduler times; told: conditioning"""
 
     latents: Tensor
     noise: Tensor
     places: Tensor
-    told: Told
+    conditioning: ConditioningInputs
 
 
 def main(cfg: DiffusionSFTConfig) -> None:
     """Trains to `run.steps`, resuming from the run directory's last checkpoint. Called on every rank."""
-    with started(cfg) as start:
-        data = TOGETHER.together("reading data.train", lambda: PromptRows(cfg.data, cfg.run.seed))
+    with set_up_run(cfg) as start:
+        data = ERROR_CHECK.together("reading data.train", lambda: PromptRows(cfg.data, cfg.run.seed))
         run = begin(start, cfg, SamplerConfig(), {})
         start.is_set_up()
         for step in run.steps():
@@ -47,10 +47,12 @@ def main(cfg: DiffusionSFTConfig) -> None:
 
 def train_step(cfg: DiffusionSFTConfig, run: DiffusionRun, data: PromptRows, step: int) -> None:
     """Makes one update."""
-    stats, total = run.saving.new_stats(step + 1), cfg.batch.images_per_step
+    stats, total = run.checkpointer.new_stats(step + 1), cfg.batch.images_per_step
     ids = share(total)
     with run.phase("update", stats):
-        batch = TOGETHER.together(f"reading the images of step {step + 1}", lambda: _batch(cfg, run, data, step, ids))
+        batch = ERROR_CHECK.together(
+            f"reading the images of step {step + 1}", lambda: _batch(cfg, run, data, step, ids)
+        )
         passes = (slice(first, first + cfg.actor.micro_batch) for first in range(0, len(ids), cfg.actor.micro_batch))
         losses = (_loss(run, batch, rows) / total for rows in passes)
         _, metrics = run.learner.step([run.learner.accumulate(losses)])
@@ -61,7 +63,7 @@ def train_step(cfg: DiffusionSFTConfig, run: DiffusionRun, data: PromptRows, ste
     run.recorder.log(stats)
 
 
-def _batch(cfg: DiffusionSFTConfig, run: DiffusionRun, data: PromptRows, step: int, ids: range) -> Batch:
+def _batch(cfg: DiffusionSFTConfig, run: DiffusionRun, data: PromptRows, step: int, ids: range) -> DiffusionBatch:
     """Batch of this rank's images, each from its own random stream."""
     pipeline = run.pipeline
     rows = data.of_step(step, cfg.batch.images_per_step)[ids.start : ids.stop]
@@ -75,17 +77,17 @@ def _batch(cfg: DiffusionSFTConfig, run: DiffusionRun, data: PromptRows, step: i
         noises.append(torch.randn(pipeline.shape, generator=stream))
         places.append(int(torch.randint(pipeline.scheduler.config.num_train_timesteps, (), generator=stream)))
         dropped.append(float(torch.rand((), generator=stream)) < cfg.batch.drop_prompt)
-    device, conditions = platform.device(), pipeline.conditions
-    told = conditions.encode([row for _, row in rows])
-    told = where(torch.tensor(dropped, device=device), conditions.blank(len(rows)), told)
-    return Batch(latents, torch.stack(noises).to(device), torch.tensor(places, device=device), told)
+    device, encoders = platform.device(), pipeline.conditioning
+    conditioning = encoders.encode([row for _, row in rows])
+    conditioning = where(torch.tensor(dropped, device=device), encoders.blank(len(rows)), conditioning)
+    return DiffusionBatch(latents, torch.stack(noises).to(device), torch.tensor(places, device=device), conditioning)
 
 
-def _loss(run: DiffusionRun, batch: Batch, rows: slice) -> Tensor:
+def _loss(run: DiffusionRun, batch: DiffusionBatch, rows: slice) -> Tensor:
     """Sum over images of the mean squared error over a latent's elements."""
     latents, noise, places = batch.latents[rows], batch.noise[rows], batch.places[rows]
     noisy, times, target = noised(run.pipeline.scheduler, latents, noise, places)
-    said = run.pipeline.predict(noisy, times, take(batch.told, rows), guidance=1.0)
+    said = run.pipeline.predict(noisy, times, take_rows(batch.conditioning, rows), guidance=1.0)
     return ((said - target) ** 2).flatten(1).mean(1).sum()
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from mrl.config.checks.diffusion import NETS, latent_shape, net_of, numbered, vae_of
 from mrl.config.trainers.diffusion import DiffusionConfig
-from mrl.diffusion.conditions import Told
+from mrl.diffusion.conditioning import ConditioningInputs
 from mrl.diffusion.text import FLUX_TOKENS, SD3_TOKENS
 from mrl.foreign import read_json
 
@@ -39,7 +39,7 @@ class Shapes:
         text = sum(elements(_text_model(folder)) for folder in encoders if (folder / "config.json").is_file())
         return cls(name, config, vae, latent_shape(name, config, vae, cfg.model.image_size), text)
 
-    def told(self, n: int, dtype: torch.dtype) -> Told:
+    def conditioning(self, n: int, dtype: torch.dtype) -> ConditioningInputs:
         """Returns the conditioning of n prompts without values, on the default device."""
         kind, config = NETS[self.name].told, self.config
         if kind == "labels":
@@ -47,10 +47,10 @@ class Shapes:
             return {"class_labels": torch.zeros(n, dtype=torch.int64)} if has_labels else {}
         tokens = {"clip": CLIP_TOKENS, "sd3": CLIP_TOKENS + SD3_TOKENS, "flux": FLUX_TOKENS}[kind]
         width = config["cross_attention_dim" if kind == "clip" else "joint_attention_dim"]
-        told = {"encoder_hidden_states": torch.empty(n, tokens, width, dtype=dtype)}
+        conditioning = {"encoder_hidden_states": torch.empty(n, tokens, width, dtype=dtype)}
         if kind != "clip":
-            told["pooled_projections"] = torch.empty(n, config["pooled_projection_dim"], dtype=dtype)
-        return told
+            conditioning["pooled_projections"] = torch.empty(n, config["pooled_projection_dim"], dtype=dtype)
+        return conditioning
 
 
 def elements(module: nn.Module) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Steps:
+class DenoisingSteps:
     """All steps of a sampler, by index i from 0 (pure noise) to S - 1.
 
     times [S]: times for the net
@@ -48,7 +48,7 @@ class Steps:
         return each.flatten(1).mean(1)
 
 
-def ddim(scheduler: Any, steps: int, eta: float, **timing: Any) -> Steps:
+def ddim(scheduler: Any, steps: int, eta: float, **timing: Any) -> DenoisingSteps:
     """Returns the steps of DDIM (arXiv 2010.02502, eq. 12 and 16); eta 1 is as random as DDPM.
 
     The time before the last step is at least 0, as in DDPO's reference: its last step still has noise, where the
@@ -75,10 +75,10 @@ def ddim(scheduler: Any, steps: int, eta: float, **timing: Any) -> Steps:
         onward, kept = (_like(part.float().to(x.device)[i], x) for part in (there.sqrt(), rest))
         return onward * image + kept * noise
 
-    return Steps(times, stds.float(), mean)
+    return DenoisingSteps(times, stds.float(), mean)
 
 
-def flow_sde(scheduler: Any, steps: int, level: float, **timing: Any) -> Steps:
+def flow_sde(scheduler: Any, steps: int, level: float, **timing: Any) -> DenoisingSteps:
     """Returns the stochastic steps of a rectified flow with velocity prediction (Flow-GRPO, arXiv 2505.05470, eq. 9).
 
     The steps keep the flow's marginals, with noise of `level` sqrt(sigma / (1 - sigma)) a root of time. At sigma 1 the
@@ -95,10 +95,10 @@ def flow_sde(scheduler: Any, steps: int, level: float, **timing: Any) -> Steps:
     def mean(output: Tensor, x: Tensor, i: Tensor) -> Tensor:
         return _like(of_x.to(x.device)[i], x) * x + _like(of_velocity.to(x.device)[i], x) * output
 
-    return Steps(scheduler.timesteps.float().cpu(), (rate * (-dt).sqrt()).float(), mean)
+    return DenoisingSteps(scheduler.timesteps.float().cpu(), (rate * (-dt).sqrt()).float(), mean)
 
 
-STEPS: dict[str, Callable[..., Steps]] = {"ddim": ddim, "flow_sde": flow_sde}  # by sampler.kind
+STEPS: dict[str, Callable[..., DenoisingSteps]] = {"ddim": ddim, "flow_sde": flow_sde}  # by sampler.kind
 
 
 def _like(values: Tensor, x: Tensor) -> Tensor:

@@ -12,16 +12,16 @@ from torch import Tensor
 
 from mrl import platform
 from mrl.config.sections.diffusion import DiffusionLossConfig, SamplerConfig
-from mrl.diffusion.conditions import Told, take
+from mrl.diffusion.conditioning import ConditioningInputs, take_rows
 from mrl.diffusion.learner import DiffusionLearner
 from mrl.diffusion.loss import clipped, kl_to_reference
 from mrl.diffusion.pipeline import Pipeline
 from mrl.diffusion.sample import Trajectories, share
-from mrl.diffusion.steps import STEPS, Steps
+from mrl.diffusion.steps import STEPS, DenoisingSteps
 from mrl.parallel import world_size
 
 METRICS = ("approx_kl", "clipfrac", "kl_to_reference")
-Predict = Callable[[Tensor, Tensor, Told, float], Tensor]  # `Pipeline.predict`
+Predict = Callable[[Tensor, Tensor, ConditioningInputs, float], Tensor]  # `Pipeline.predict`
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Policy:
     """Policy of denoising steps. reference: output of the initial net; None: no KL term."""
 
     pipeline: Pipeline
-    steps: Steps
+    steps: DenoisingSteps
     sampler: SamplerConfig
     loss: DiffusionLossConfig
     micro_batch: int
@@ -57,7 +57,7 @@ class Policy:
         device = platform.device()
         sample, place = rows[:, 0], rows[:, 1].to(device)
         x, after = (data.latents[sample, rows[:, 1] + later].to(device) for later in (0, 1))
-        given = x, self.steps.times.to(device)[place], take(data.told, sample), self.sampler.guidance
+        given = x, self.steps.times.to(device)[place], take_rows(data.conditioning, sample), self.sampler.guidance
         theirs = None
         if self.reference is not None:
             with torch.no_grad():

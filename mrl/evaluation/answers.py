@@ -14,7 +14,7 @@ from mrl.config.derived import Machine
 from mrl.config.model_dirs import is_converted
 from mrl.config.schema import Config
 from mrl.core import Request, Sample, SamplingParams
-from mrl.data import PromptDataset, load_eyes, load_tokenizer
+from mrl.data import PromptDataset, load_image_processor, load_tokenizer
 from mrl.evaluation.estimates import Estimate, majority_at, pass_at
 from mrl.observe.progress import PlainDisplay, Progress
 from mrl.platform import gpu_count
@@ -26,7 +26,7 @@ from mrl.rollout import sample_seed, start_engine
 STREAM = 1 << 42  # random stream apart from a run's own
 
 
-def unanswerable(cfg: Config, weights: str) -> str | None:
+def why_unanswerable(cfg: Config, weights: str) -> str | None:
     """Returns why a local engine cannot answer with these weights, or its answers cannot be scored; None if they
     can."""
     reward, engines = cfg.rewards(), cfg.engines()
@@ -49,7 +49,7 @@ def unanswerable(cfg: Config, weights: str) -> str | None:
     return None
 
 
-def answered(
+def evaluate_answers(
     cfg: Config, weights: str, logs: Path, prompts: int, samples: int, temperature: float, right_from: float
 ) -> dict[str, Any]:
     """Returns estimates of the answers' quality by name with intervals, and the samples with their scores.
@@ -65,8 +65,10 @@ def answered(
     assert cfg.data.validation is not None and reward is not None and engines is not None
     rollout, _ = engines
     tokenizer = load_tokenizer(weights, cfg.model.eos_token, cfg.model.chat_template)
-    eyes = load_eyes(weights, cfg.data)
-    data = PromptDataset(cfg.data.validation, cfg.data, tokenizer, check=row_check(reward, cfg.data), eyes=eyes)
+    image_processor = load_image_processor(weights, cfg.data)
+    data = PromptDataset(
+        cfg.data.validation, cfg.data, tokenizer, check=row_check(reward, cfg.data), image_processor=image_processor
+    )
     asked = data.first(prompts)
     requests = [
         Request(i, i // samples, asked[i // samples], sample_seed(cfg.run.seed, STREAM, i))

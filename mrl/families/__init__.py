@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mrl.families.arch import Experts, Layer, ModelArch, VisionArch
+from mrl.families.arch import ExpertArch, LayerArch, ModelArch, VisionArch
 from mrl.families.decoder import Decoder
 from mrl.families.deepseek_v3 import DeepseekV3
 from mrl.families.gemma3_text import Gemma3Text
@@ -39,9 +39,9 @@ __all__ = [
     "STEP_HEAD_SUFFIX",
     "VALUE_HEAD_SUFFIX",
     "Decoder",
-    "Experts",
+    "ExpertArch",
     "Keys",
-    "Layer",
+    "LayerArch",
     "ModelArch",
     "UnsupportedModel",
     "VisionArch",
@@ -78,7 +78,7 @@ FAMILIES: dict[str, Decoder] = {
 }
 _CHUNKED = "its chunked attention is not supported: train a Llama 3 or Qwen3-MoE model instead"
 _LINEAR = "its linear attention has no packed form in megatron-core 0.16: train a Qwen3 or Qwen3-MoE model instead"
-LEFT_OUT = {  # frequently requested architectures: the reason, and the alternative
+UNSUPPORTED = {  # frequently requested architectures: the reason, and the alternative
     "Gemma3ForConditionalGeneration": "supported of Gemma 3: the text models (gemma3_text: 270M, 1B)",
     "Llama4ForCausalLM": _CHUNKED,
     "Llama4ForConditionalGeneration": _CHUNKED,
@@ -105,7 +105,7 @@ def load_arch(path: str | Path) -> ModelArch:
     name, family = architecture_of(config, where), _family(config, where)
     if family is None:
         supported = ", ".join(sorted(family.architecture for family in FAMILIES.values()))
-        instead = LEFT_OUT.get(name, f"supported: {supported}")
+        instead = UNSUPPORTED.get(name, f"supported: {supported}")
         raise UnsupportedModel(f"{where}: architecture {name[:80]} is not supported; {instead}")
     keys = family.keys(config, where)
     family.refuse(keys)

@@ -15,11 +15,11 @@ from types import MappingProxyType
 from typing import Any
 
 from mrl.families.arch import ModelArch
-from mrl.families.rows import Row
+from mrl.families.rows import ParameterMapping
 from mrl.families.table import VALUE_HEAD, Role, weight_table
 
 ALL_LINEAR = "all-linear"  # every linear layer of the decoder: not the embedding, the output layer or a router
-MARK = ".lora."  # in the global names of adapters, and of nothing else
+ADAPTER_INFIX = ".lora."  # in the global names of adapters, and of nothing else
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class LoRA:
         """Factor of B A: alpha / rank, or alpha / sqrt(rank) (rsLoRA, arXiv 2312.03732)."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
-    def takes(self, layer: str) -> bool:
+    def adapts(self, layer: str) -> bool:
         """Returns True if the linear layer with this hub name has an adapter."""
         return any(each == ALL_LINEAR or f".{layer}".endswith(f".{each}") for each in self.targets)
 
@@ -56,10 +56,10 @@ def lora_of(record: Mapping[str, Any]) -> LoRA:
 
 def is_adapter(name: str) -> bool:
     """Returns True if a parameter with this global name is an adapter's."""
-    return MARK in name
+    return ADAPTER_INFIX in name
 
 
-def adapted_rows(arch: ModelArch) -> Iterator[tuple[str, Row]]:
+def adapted_rows(arch: ModelArch) -> Iterator[tuple[str, ParameterMapping]]:
     """Yields (global name, row) of the decoder's linear layers, which may have adapters."""
     for name, row in weight_table(arch).items():
         is_cut_matrix = row.tp_dim is not None and all(len(shape) == 2 for shape in row.shapes)
@@ -78,18 +78,18 @@ def part_of(hf: str) -> str:
 
 
 @lru_cache(maxsize=16)
-def adapter_table(arch: ModelArch, role: Role, lora: LoRA) -> Mapping[str, Row]:
+def adapter_table(arch: ModelArch, role: Role, lora: LoRA) -> Mapping[str, ParameterMapping]:
     """Returns global name -> row of everything trained: adapters, and a critic's value head.
 
-    `Row.hf` are PEFT's names without their prefix `base_model.model.`.
+    `ParameterMapping.hf` are PEFT's names without their prefix `base_model.model.`.
     """
-    found: dict[str, Row] = {}
+    found: dict[str, ParameterMapping] = {}
     for name, row in adapted_rows(arch):
         owner, cut = name.removesuffix(".weight"), row.tp_dim
         for hf, (rows, columns) in zip(row.hf, row.shapes, strict=True):
-            if not lora.takes(layer_of(hf)):
+            if not lora.adapts(layer_of(hf)):
                 continue
-            own, theirs = f"{owner}{MARK}{part_of(hf)}.", layer_of(hf)
+            own, theirs = f"{owner}{ADAPTER_INFIX}{part_of(hf)}.", layer_of(hf)
             by_row, by_column = (0 if cut == 0 else None), (1 if cut == 1 else None)
             found[own + "A"] = _row(theirs + ".lora_A.weight", (lora.rank, columns), by_column, row)
             found[own + "B"] = _row(theirs + ".lora_B.weight", (rows, lora.rank), by_row, row)
@@ -100,8 +100,8 @@ def adapter_table(arch: ModelArch, role: Role, lora: LoRA) -> Mapping[str, Row]:
     return MappingProxyType(found)
 
 
-def _row(hf: str, shape: tuple[int, ...], tp_dim: int | None, base: Row) -> Row:
-    return Row("copy", (hf,), (shape,), tp_dim=tp_dim, expert=base.expert)
+def _row(hf: str, shape: tuple[int, ...], tp_dim: int | None, base: ParameterMapping) -> ParameterMapping:
+    return ParameterMapping("copy", (hf,), (shape,), tp_dim=tp_dim, expert=base.expert)
 
 
 def joined_layers(arch: ModelArch, lora: LoRA) -> list[str]:
@@ -109,14 +109,14 @@ def joined_layers(arch: ModelArch, lora: LoRA) -> list[str]:
 
     Their single adapter would have rows that Megatron keeps in another order.
     """
-    rows = [row for _, row in adapted_rows(arch) if row.pieces and lora.takes(layer_of(row.hf[0]))]
+    rows = [row for _, row in adapted_rows(arch) if row.pieces and lora.adapts(layer_of(row.hf[0]))]
     return list(dict.fromkeys(part_of(row.hf[0]) for row in rows))
 
 
 def without_layer(arch: ModelArch, lora: LoRA) -> list[str]:
     """Returns the targets that match no linear layer of the model."""
     layers = [layer_of(hf) for _, row in adapted_rows(arch) for hf in row.hf]
-    known = {each for each in lora.targets if any(LoRA(1, 1.0, (each,)).takes(layer) for layer in layers)}
+    known = {each for each in lora.targets if any(LoRA(1, 1.0, (each,)).adapts(layer) for layer in layers)}
     return [each for each in lora.targets if each not in known]
 
 
@@ -124,7 +124,7 @@ def adapted_parts(arch: ModelArch, lora: LoRA) -> list[str]:
     """Returns the distinct names, inside their parents, of adapted linear layers and of those that engines join with
     them.
     """
-    rows = [row for _, row in adapted_rows(arch) if any(lora.takes(layer_of(hf)) for hf in row.hf)]
+    rows = [row for _, row in adapted_rows(arch) if any(lora.adapts(layer_of(hf)) for hf in row.hf)]
     return list(dict.fromkeys(part_of(hf) for row in rows for hf in row.hf))
 
 
@@ -135,7 +135,7 @@ def layer_names(arch: ModelArch) -> list[str]:
 
 def takes_experts(arch: ModelArch, lora: LoRA) -> bool:
     """Returns True if experts have adapters."""
-    return any(row.expert and lora.takes(layer_of(hf)) for _, row in adapted_rows(arch) for hf in row.hf)
+    return any(row.expert and lora.adapts(layer_of(hf)) for _, row in adapted_rows(arch) for hf in row.hf)
 
 
 def num_trained(arch: ModelArch, role: Role, lora: LoRA) -> int:

@@ -13,7 +13,7 @@ _USUAL = {**_HEAD, "rotary_dim": None, "attention_scale": None}  # recorded only
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerArch:
     """Decoder layer, by the properties that differ between layers: a gated MLP of width `ffn_size`, or experts of that
     width.
 
@@ -33,7 +33,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Experts:
+class ExpertArch:
     """Properties shared by all expert layers of a model.
 
     normalize_topk: the chosen experts' weights are scaled to add up to 1
@@ -65,12 +65,12 @@ class Experts:
 
     def record(self) -> dict[str, Any]:
         """Returns the checkpoint's record: fields with unusual values, except the first three."""
-        usual = Experts(self.count, self.per_token, self.normalize_topk)
+        usual = ExpertArch(self.count, self.per_token, self.normalize_topk)
         return {name: value for name, value in vars(self).items() if value != vars(usual)[name]}
 
 
 @dataclass(frozen=True)
-class Latent:
+class LatentAttentionArch:
     """Multi-head latent attention: keys and values derived from a small vector a token (MLA, arXiv 2405.04434).
 
     query_rank: size of the queries' latent vector; None: queries come from the hidden state
@@ -139,7 +139,7 @@ class ModelArch:
     family: str  # the key of `mrl.families.FAMILIES`
     vocab_size: int
     hidden_size: int
-    layers: tuple[Layer, ...]
+    layers: tuple[LayerArch, ...]
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -150,10 +150,10 @@ class ModelArch:
     max_positions: int
     initializer_range: float
     eos_token_ids: tuple[int, ...]
-    experts: Experts | None = None
+    experts: ExpertArch | None = None
     score_heads: int = 1  # outputs of the head that a critic or reward model has in place of the output layer
     scores_steps: bool = False  # the head scores the ends of steps, not the whole text
-    latent: Latent | None = None  # of models with latent attention
+    latent: LatentAttentionArch | None = None  # of models with latent attention
     vision: VisionArch | None = None  # of models with image inputs
     rotary_dim: int | None = None  # number of rotated channels, a head's first; None: all
     attention_scale: float | None = None  # scale of the attention scores; None: head_dim ** -0.5

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mrl import float32
-from mrl.families.arch import Experts, Layer, ModelArch, VisionArch
+from mrl.families.arch import ExpertArch, LayerArch, ModelArch, VisionArch
 from mrl.families.keys import Keys, UnsupportedModel, short
 from mrl.families.rope import refuse_rope, rotary_dim
-from mrl.families.rows import BODY, Table, attention, dense_mlp, prefixes
+from mrl.families.rows import BODY, MappingTable, attention, dense_mlp, prefixes
 
 MAX_WIDTH, MAX_VOCAB, MAX_LAYERS, MAX_HEADS = 1 << 20, 1 << 24, 4096, 1 << 14  # beyond these a number is a mistake
 MAX_POSITIONS = 1 << 30
@@ -84,11 +84,11 @@ class Decoder:
             rotary_dim=None if self.rotary_share is None else rotary_dim(keys, head_dim, self.rotary_share),
         )
 
-    def layers(self, keys: Keys, count: int) -> tuple[Layer, ...]:
+    def layers(self, keys: Keys, count: int) -> tuple[LayerArch, ...]:
         """Returns the `count` layers, from the first to the last."""
-        return (Layer(keys.size(self.width_key, MAX_WIDTH)),) * count
+        return (LayerArch(keys.size(self.width_key, MAX_WIDTH)),) * count
 
-    def experts(self, keys: Keys) -> Experts | None:
+    def experts(self, keys: Keys) -> ExpertArch | None:
         """Returns the properties of the expert layers; None without any."""
         return None
 
@@ -130,7 +130,7 @@ class Decoder:
         if keys["layer_types"] not in (None, ["full_attention"] * keys.size("num_hidden_layers", MAX_LAYERS)):
             yield f"layer_types={short(keys['layer_types'])} (only full_attention, for every layer)"
 
-    def tower_rows(self, vision: VisionArch) -> Table:
+    def tower_rows(self, vision: VisionArch) -> MappingTable:
         """Returns the parameters of the family's vision tower, under global names."""
         return {}
 
@@ -150,14 +150,14 @@ class Decoder:
         """Returns SGLang's name of a hub tensor that is not joined with others."""
         return name
 
-    def layer_rows(self, arch: ModelArch, index: int) -> Table:
+    def layer_rows(self, arch: ModelArch, index: int) -> MappingTable:
         """Returns Megatron's parameters of layer `index` (from 0), under global names, in the order of the forward
         pass.
         """
         m, h = prefixes(index)
         return {**attention(arch, m, h), **self.ffn_rows(arch, arch.layers[index], m, h)}
 
-    def ffn_rows(self, arch: ModelArch, layer: Layer, m: str, h: str) -> Table:
+    def ffn_rows(self, arch: ModelArch, layer: LayerArch, m: str, h: str) -> MappingTable:
         """Returns the parameters of the feed-forward part alone."""
         return dense_mlp(arch.hidden_size, layer.ffn_size, m, h)
 

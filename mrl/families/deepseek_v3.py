@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 from mrl import float32
-from mrl.families.arch import Latent, ModelArch
+from mrl.families.arch import LatentAttentionArch, ModelArch
 from mrl.families.decoder import MAX_WIDTH
 from mrl.families.keys import Keys, UnsupportedModel, short
 from mrl.families.rope import YARN, refuse_rope
-from mrl.families.rows import Table, latent_attention, prefixes
+from mrl.families.rows import MappingTable, latent_attention, prefixes
 from mrl.families.sigmoid_experts import SigmoidExperts
 
 USUAL = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "rope_interleave": True}
@@ -34,7 +34,7 @@ class DeepseekV3(SigmoidExperts):
     def read(self, keys: Keys) -> ModelArch:
         heads = keys.size("num_attention_heads", MAX_WIDTH)
         has_rank = keys.content.get("q_lora_rank", 0) is not None
-        latent = Latent(
+        latent = LatentAttentionArch(
             query_rank=keys.size("q_lora_rank", MAX_WIDTH, 1536) if has_rank else None,
             rank=keys.size("kv_lora_rank", MAX_WIDTH, 512),
             plain=keys.size("qk_nope_head_dim", MAX_WIDTH, 128),
@@ -64,7 +64,7 @@ class DeepseekV3(SigmoidExperts):
         """Returns keys that SGLang requires and transformers omits when it writes a config.json."""
         return {name: value for name, value in USUAL.items() if name != "rope_interleave"}
 
-    def layer_rows(self, arch: ModelArch, index: int) -> Table:
+    def layer_rows(self, arch: ModelArch, index: int) -> MappingTable:
         m, h = prefixes(index)
         return {**latent_attention(arch, m, h), **self.ffn_rows(arch, arch.layers[index], m, h)}
 

@@ -30,14 +30,14 @@ def num_parameters(arch: ModelArch, role: Role = "policy", tp: int | None = None
 class ForwardFlops:
     """Operations of a forward pass; a multiplication with its addition counts as two.
 
-    a_token: in the layers' matrices, with the experts that a token is routed to
-    a_pair: in attention, for a token and each token it attends to
-    an_output: in the head, for a token whose log-prob or value is computed
+    per_token: in the layers' matrices, with the experts that a token is routed to
+    per_pair: in attention, for a token and each token it attends to
+    per_output: in the head, for a token whose log-prob or value is computed
     """
 
-    a_token: int
-    a_pair: int
-    an_output: int
+    per_token: int
+    per_pair: int
+    per_output: int
 
     @classmethod
     @cache
@@ -65,19 +65,19 @@ class ForwardFlops:
         pairs: s (s + 1) / 2 of each sequence of s tokens, added up; outputs: tokens whose log-prob or value is
         computed.
         """
-        return self.a_token * tokens + self.a_pair * pairs + self.an_output * outputs
+        return self.per_token * tokens + self.per_pair * pairs + self.per_output * outputs
 
 
 @dataclass(frozen=True)
 class TowerFlops:
     """Operations of a vision tower's forward pass, counted as in `ForwardFlops`.
 
-    a_patch: in its matrices, with a patch's share of the merged feature; a_pair: in attention, for a patch and
+    per_patch: in its matrices, with a patch's share of the merged feature; per_pair: in attention, for a patch and
     each patch it attends to, in one layer
     """
 
-    a_patch: int
-    a_pair: int
+    per_patch: int
+    per_pair: int
     vision: VisionArch
 
     @classmethod
@@ -102,4 +102,4 @@ class TowerFlops:
         vision = self.vision
         whole = vision.whole_layers if vision.window else vision.depth
         looked_at = whole * patches + (vision.depth - whole) * min(patches, vision.window)
-        return patches * (self.a_patch + self.a_pair * looked_at)
+        return patches * (self.per_patch + self.per_pair * looked_at)

@@ -11,7 +11,7 @@ from mrl import float32
 from mrl.families.arch import ModelArch
 from mrl.families.decoder import MAX_LAYERS
 from mrl.families.keys import Keys, short
-from mrl.families.rows import Table, norm, prefixes
+from mrl.families.rows import MappingTable, norm, prefixes
 from mrl.families.sliding import SlidingDecoder
 
 PATTERN, SCALAR = 6, 256.0  # where config.json has none
@@ -47,7 +47,7 @@ class Gemma3Text(SlidingDecoder):
         if keys["use_bidirectional_attention"]:
             yield "use_bidirectional_attention=true (only causal attention)"
 
-    def layer_rows(self, arch: ModelArch, index: int) -> Table:
+    def layer_rows(self, arch: ModelArch, index: int) -> MappingTable:
         (m, h), size = prefixes(index), arch.hidden_size
         return super().layer_rows(arch, index) | {
             m + "self_attn_bda.norm.weight": norm(h + "post_attention_layernorm.weight", size),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mrl.families.arch import Layer, ModelArch
+from mrl.families.arch import LayerArch, ModelArch
 from mrl.families.decoder import MAX_POSITIONS, MAX_WIDTH
 from mrl.families.experts import ExpertDecoder
 from mrl.families.keys import Keys, short
 from mrl.families.rope import FULL, YARN, refuse_rope
-from mrl.families.rows import Row, Table, prefixes
+from mrl.families.rows import MappingTable, ParameterMapping, prefixes
 from mrl.families.sliding import SlidingDecoder
 from mrl.families.stacks import stacked_experts
 
@@ -33,9 +33,9 @@ class GptOss(ExpertDecoder, SlidingDecoder):
         """Its experts' tensors are sent whole, without scales."""
         return f"does not support fp8 experts of {self.name}: leave quantization out" if quantized else None
 
-    def layers(self, keys: Keys, count: int) -> tuple[Layer, ...]:
+    def layers(self, keys: Keys, count: int) -> tuple[LayerArch, ...]:
         width, window = keys.size(self.width_key, MAX_WIDTH), keys.size("sliding_window", MAX_POSITIONS, WINDOW)
-        full, sliding = Layer(width, experts=True), Layer(width, experts=True, window=window)
+        full, sliding = LayerArch(width, experts=True), LayerArch(width, experts=True, window=window)
         return tuple(full if kind == FULL else sliding for kind in self._kinds(keys, count))
 
     def pattern(self, keys: Keys) -> int:
@@ -54,18 +54,18 @@ class GptOss(ExpertDecoder, SlidingDecoder):
             if keys.number(key, usual, 0.0, 1e9) != usual:
                 yield f"{key}={short(keys[key])} (only {usual})"
 
-    def layer_rows(self, arch: ModelArch, index: int) -> Table:
+    def layer_rows(self, arch: ModelArch, index: int) -> MappingTable:
         (m, h), rows = prefixes(index), super().layer_rows(arch, index)
         sinks, bias = m + "self_attention.core_attention.softmax_offset", m + "self_attention.linear_proj.bias"
-        rows[sinks] = Row("copy", (h + "self_attn.sinks",), ((arch.num_heads,),), tp_dim=0, start="zeros")
-        rows[bias] = Row("copy", (h + "self_attn.o_proj.bias",), ((arch.hidden_size,),), start="zeros")
+        rows[sinks] = ParameterMapping("copy", (h + "self_attn.sinks",), ((arch.num_heads,),), tp_dim=0, start="zeros")
+        rows[bias] = ParameterMapping("copy", (h + "self_attn.o_proj.bias",), ((arch.hidden_size,),), start="zeros")
         return rows
 
-    def ffn_rows(self, arch: ModelArch, layer: Layer, m: str, h: str) -> Table:
+    def ffn_rows(self, arch: ModelArch, layer: LayerArch, m: str, h: str) -> MappingTable:
         assert arch.experts is not None
         count, hidden = arch.experts.count, arch.hidden_size
         router = {
-            m + "mlp.router.weight": Row("copy", (h + "mlp.router.weight",), ((count, hidden),)),
-            m + "mlp.router.bias": Row("copy", (h + "mlp.router.bias",), ((count,),), start="zeros"),
+            m + "mlp.router.weight": ParameterMapping("copy", (h + "mlp.router.weight",), ((count, hidden),)),
+            m + "mlp.router.bias": ParameterMapping("copy", (h + "mlp.router.bias",), ((count,),), start="zeros"),
         }
         return router | stacked_experts(hidden, layer.ffn_size, count, m, h)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from mrl.families.arch import ModelArch
 from mrl.families.decoder import Decoder
-from mrl.families.rows import Table, norm, prefixes
+from mrl.families.rows import MappingTable, norm, prefixes
 
 
 class Olmo2(Decoder):
@@ -16,7 +16,7 @@ class Olmo2(Decoder):
     norms_before = False
     local_only = "norms over all heads, and after attention and MLP"
 
-    def layer_rows(self, arch: ModelArch, index: int) -> Table:
+    def layer_rows(self, arch: ModelArch, index: int) -> MappingTable:
         (m, h), size = prefixes(index), arch.hidden_size
         rows = super().layer_rows(arch, index)
         for before in ("input_layernorm.weight", "pre_mlp_layernorm.weight"):

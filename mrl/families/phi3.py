@@ -10,7 +10,7 @@ from typing import Any
 from mrl.families.arch import ModelArch
 from mrl.families.decoder import Decoder, short_window
 from mrl.families.keys import Keys, short
-from mrl.families.rows import Table, prefixes
+from mrl.families.rows import MappingTable, prefixes
 
 
 class Phi3(Decoder):
@@ -40,7 +40,7 @@ class Phi3(Decoder):
         share = rope["partial_rotary_factor"] if rope is not None else None
         return {} if share is None else {"partial_rotary_factor": share}
 
-    def layer_rows(self, arch: ModelArch, index: int) -> Table:
+    def layer_rows(self, arch: ModelArch, index: int) -> MappingTable:
         m, h = prefixes(index)
         rows = super().layer_rows(arch, index)
         for own, theirs in (

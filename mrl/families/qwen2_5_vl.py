@@ -7,7 +7,7 @@ from dataclasses import replace
 from mrl.families.arch import ModelArch, VisionArch
 from mrl.families.keys import Keys
 from mrl.families.qwen2 import Qwen2
-from mrl.families.rows import Table
+from mrl.families.rows import MappingTable
 from mrl.families.vision import MAX_SIDE, qwen2_5_tower
 from mrl.families.vision_decoder import VisionDecoder
 
@@ -27,7 +27,7 @@ class Qwen25VL(VisionDecoder, Qwen2):
         count = len(whole) if isinstance(whole, list) else 4
         return replace(arch, vision=replace(arch.vision, gated=True, window=side**2, whole_layers=count))
 
-    def tower_rows(self, vision: VisionArch) -> Table:
+    def tower_rows(self, vision: VisionArch) -> MappingTable:
         return qwen2_5_tower(vision, self.tower)
 
     def in_engine(self, name: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mrl.families.arch import Experts, ModelArch
+from mrl.families.arch import ExpertArch, ModelArch
 from mrl.families.decoder import MAX_WIDTH
 from mrl.families.keys import Keys
 from mrl.families.qwen2 import Qwen2
@@ -20,7 +20,7 @@ class Qwen2Moe(QwenExperts, Qwen2):
     def read(self, keys: Keys) -> ModelArch:
         return replace(super().read(keys), qkv_bias=keys.flag("qkv_bias", True))
 
-    def experts(self, keys: Keys) -> Experts | None:
+    def experts(self, keys: Keys) -> ExpertArch | None:
         found = super().experts(keys)
         assert found is not None
         width = keys.size("shared_expert_intermediate_size", MAX_WIDTH, 5632)

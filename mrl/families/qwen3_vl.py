@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mrl.families.arch import VisionArch
 from mrl.families.qwen3 import Qwen3
-from mrl.families.rows import Table
+from mrl.families.rows import MappingTable
 from mrl.families.vision import qwen3_tower
 from mrl.families.vision_decoder import VisionDecoder
 
@@ -17,5 +17,5 @@ class Qwen3VL(VisionDecoder, Qwen3):
     body, tower = "model.language_model.", "model.visual."
     interleaved = True
 
-    def tower_rows(self, vision: VisionArch) -> Table:
+    def tower_rows(self, vision: VisionArch) -> MappingTable:
         return qwen3_tower(vision, self.tower)

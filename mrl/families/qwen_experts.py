@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mrl.families.arch import Layer, ModelArch
+from mrl.families.arch import LayerArch, ModelArch
 from mrl.families.decoder import MAX_LAYERS, MAX_WIDTH
 from mrl.families.experts import ExpertDecoder
 from mrl.families.keys import Keys
@@ -15,13 +15,13 @@ class QwenExperts(ExpertDecoder):
     router = "mlp.gate.weight"
     expert_names = (_EXPERT + "gate_proj.weight", _EXPERT + "up_proj.weight", _EXPERT + "down_proj.weight")
 
-    def layers(self, keys: Keys, count: int) -> tuple[Layer, ...]:
+    def layers(self, keys: Keys, count: int) -> tuple[LayerArch, ...]:
         step, dense = keys.size("decoder_sparse_step", MAX_LAYERS, 1), keys["mlp_only_layers"] or []
         if not isinstance(dense, list) or any(type(index) is not int or not 0 <= index < count for index in dense):
             raise keys.wrong("mlp_only_layers", f"layers from 0 to {count - 1}")
         have = [(index + 1) % step == 0 and index not in dense for index in range(count)]
-        experts = Layer(keys.size(self.width_key, MAX_WIDTH), experts=True)
-        wide = experts if all(have) else Layer(keys.size("intermediate_size", MAX_WIDTH))
+        experts = LayerArch(keys.size(self.width_key, MAX_WIDTH), experts=True)
+        wide = experts if all(have) else LayerArch(keys.size("intermediate_size", MAX_WIDTH))
         return tuple(experts if has else wide for has in have)
 
     def count_key(self, keys: Keys) -> str:

@@ -11,13 +11,13 @@ from typing import Literal
 from mrl.families.arch import ModelArch
 
 # mapping between the two sides: see mrl.weights.parameter_layout
-Kind = Literal["copy", "vocab", "qkv", "gate_up", "interleaved", "transposed"]
-Start = Literal["normal", "ones", "zeros"]
+MappingKind = Literal["copy", "vocab", "qkv", "gate_up", "interleaved", "transposed"]
+InitialValues = Literal["normal", "ones", "zeros"]
 BODY = "model."  # the hub's prefix of a decoder's tensors
 
 
 @dataclass(frozen=True)
-class Alias:
+class TensorAlias:
     """Other on-disk form of a tensor: a block of the tensor `name`.
 
     `ranges` gives (start, stop) for each dimension of `shape`; a leading dimension that the wanted tensor does not
@@ -30,7 +30,7 @@ class Alias:
 
 
 @dataclass(frozen=True)
-class Row:
+class ParameterMapping:
     """One Megatron parameter (unsharded) and the Hugging Face tensors that form it.
 
     hf: their names, `NAME[INDEX]` for a slice of one (mrl.families.stacks); shapes: in that order
@@ -46,32 +46,32 @@ class Row:
     only zeros: names and shapes of all-zero tensors that other programs read beside it
     """
 
-    kind: Kind
+    kind: MappingKind
     hf: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     pieces: tuple[int, ...] = ()
     tp_dim: int | None = None
     expert: bool = False
-    start: Start = "normal"
+    start: InitialValues = "normal"
     frozen: bool = False
     copy_of: str | None = None
     optional: bool = False
-    aliases: tuple[Alias, ...] = ()
+    aliases: tuple[TensorAlias, ...] = ()
     joined: str | None = None
     zeros: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
-    def in_one(self, name: str) -> Row:
+    def in_one(self, name: str) -> ParameterMapping:
         """Returns the row of a hub that concatenates these tensors in one, called `name`."""
         rows = tuple(shape[0] for shape in self.shapes)
         return replace(self, hf=(name,), shapes=((sum(rows), *self.shapes[0][1:]),), pieces=rows)
 
-    def below(self, body: str) -> Row:
+    def below(self, body: str) -> ParameterMapping:
         """Returns the row of a decoder whose hub tensors have the prefix `body`."""
         names = tuple(body + name.removeprefix(BODY) if name.startswith(BODY) else name for name in self.hf)
         return replace(self, hf=names)
 
 
-Table = dict[str, Row]
+MappingTable = dict[str, ParameterMapping]
 
 
 def prefixes(layer: int) -> tuple[str, str]:
@@ -79,23 +79,23 @@ def prefixes(layer: int) -> tuple[str, str]:
     return f"decoder.layers.{layer}.", f"model.layers.{layer}."
 
 
-def norm(name: str, size: int) -> Row:
+def norm(name: str, size: int) -> ParameterMapping:
     """Returns the row of an RMSNorm's weight [size] with the hub name `name`."""
-    return Row("copy", (name,), ((size,),), start="ones")
+    return ParameterMapping("copy", (name,), ((size,),), start="ones")
 
 
-def attention(arch: ModelArch, m: str, h: str) -> Table:
+def attention(arch: ModelArch, m: str, h: str) -> MappingTable:
     """Returns the rows of a layer's projections and of both its norms, with the model's biases and q/k norms."""
     width, kv_width, hidden = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim, arch.hidden_size
     rows = {
         m + "input_layernorm.weight": norm(h + "input_layernorm.weight", hidden),
-        m + "self_attention.linear_qkv.weight": Row(
+        m + "self_attention.linear_qkv.weight": ParameterMapping(
             "qkv",
             tuple(f"{h}self_attn.{x}_proj.weight" for x in "qkv"),
             ((width, hidden), (kv_width, hidden), (kv_width, hidden)),
             tp_dim=0,
         ),
-        m + "self_attention.linear_proj.weight": Row(
+        m + "self_attention.linear_proj.weight": ParameterMapping(
             "copy", (h + "self_attn.o_proj.weight",), ((hidden, width),), tp_dim=1
         ),
         m + "pre_mlp_layernorm.weight": norm(h + "post_attention_layernorm.weight", hidden),
@@ -103,7 +103,7 @@ def attention(arch: ModelArch, m: str, h: str) -> Table:
     if arch.qkv_bias:
         names = tuple(f"{h}self_attn.{x}_proj.bias" for x in "qkv")
         shapes = (width,), (kv_width,), (kv_width,)
-        rows[m + "self_attention.linear_qkv.bias"] = Row("qkv", names, shapes, tp_dim=0, start="zeros")
+        rows[m + "self_attention.linear_qkv.bias"] = ParameterMapping("qkv", names, shapes, tp_dim=0, start="zeros")
     if arch.qk_norm:
         for x in "qk":
             name = f"{m}self_attention.{x}_layernorm.weight"
@@ -111,17 +111,19 @@ def attention(arch: ModelArch, m: str, h: str) -> Table:
     return rows
 
 
-def latent_attention(arch: ModelArch, m: str, h: str) -> Table:
+def latent_attention(arch: ModelArch, m: str, h: str) -> MappingTable:
     """Returns the rows of a layer with multi-head latent attention, and of both its norms."""
     assert arch.latent is not None
     latent, hidden, heads = arch.latent, arch.hidden_size, arch.num_heads
     fused = f"{h}self_attn.fused_qkv_a_proj_with_mqa.weight" if latent.query_rank else None
 
-    def linear(own: str, theirs: str, rows: int, columns: int, tp_dim: int = 0, joined: str | None = None) -> Table:
+    def linear(
+        own: str, theirs: str, rows: int, columns: int, tp_dim: int = 0, joined: str | None = None
+    ) -> MappingTable:
         name, hf = f"{m}self_attention.{own}.weight", f"{h}self_attn.{theirs}.weight"
-        return {name: Row("copy", (hf,), ((rows, columns),), tp_dim=tp_dim, joined=joined)}
+        return {name: ParameterMapping("copy", (hf,), ((rows, columns),), tp_dim=tp_dim, joined=joined)}
 
-    def own_norm(own: str, theirs: str, size: int) -> Table:
+    def own_norm(own: str, theirs: str, size: int) -> MappingTable:
         return {f"{m}self_attention.{own}.weight": norm(f"{h}self_attn.{theirs}.weight", size)}
 
     rows = {m + "input_layernorm.weight": norm(h + "input_layernorm.weight", hidden)}
@@ -141,28 +143,28 @@ def latent_attention(arch: ModelArch, m: str, h: str) -> Table:
     return rows | {m + "pre_mlp_layernorm.weight": norm(h + "post_attention_layernorm.weight", hidden)}
 
 
-def dense_mlp(hidden: int, ffn: int, m: str, h: str, names: tuple[str, str] = ("mlp", "mlp")) -> Table:
+def dense_mlp(hidden: int, ffn: int, m: str, h: str, names: tuple[str, str] = ("mlp", "mlp")) -> MappingTable:
     """Returns the rows of a gated MLP [hidden -> ffn -> hidden]. names: of the module, Megatron's and the hub's."""
     own, theirs = f"{m}{names[0]}.", f"{h}{names[1]}."
     return {
-        own + "linear_fc1.weight": Row(
+        own + "linear_fc1.weight": ParameterMapping(
             "gate_up",
             (theirs + "gate_proj.weight", theirs + "up_proj.weight"),
             ((ffn, hidden), (ffn, hidden)),
             tp_dim=0,
         ),
-        own + "linear_fc2.weight": Row("copy", (theirs + "down_proj.weight",), ((hidden, ffn),), tp_dim=1),
+        own + "linear_fc2.weight": ParameterMapping("copy", (theirs + "down_proj.weight",), ((hidden, ffn),), tp_dim=1),
     }
 
 
-def router_bias(count: int, m: str, hf: str) -> Table:
+def router_bias(count: int, m: str, hf: str) -> MappingTable:
     """Returns the row of the bias that is added to the experts' scores for their selection only."""
-    return {m + "mlp.router.expert_bias": Row("copy", (hf,), ((count,),), start="zeros", frozen=True)}
+    return {m + "mlp.router.expert_bias": ParameterMapping("copy", (hf,), ((count,),), start="zeros", frozen=True)}
 
 
 def expert_mlps(
     hidden: int, ffn: int, count: int, m: str, h: str, *, router: str, names: tuple[str, str, str]
-) -> Table:
+) -> MappingTable:
     """Returns the rows of a router and of `count` gated MLPs [hidden -> ffn -> hidden].
 
     `router` and `names` (gate, up, down; {} is the expert's number) are the hub's, relative to the layer.
@@ -172,33 +174,33 @@ def expert_mlps(
     """
     fused_in, fused_out = (count, 2 * ffn, hidden), (count, hidden, ffn)
     rows = {
-        m + "mlp.router.weight": Row(
+        m + "mlp.router.weight": ParameterMapping(
             "copy",
             (h + router,),
             ((count, hidden),),
-            aliases=(Alias(h + "mlp.gate.weight", (count, hidden), ((0, count), (0, hidden))),),
+            aliases=(TensorAlias(h + "mlp.gate.weight", (count, hidden), ((0, count), (0, hidden))),),
         )
     }
     for i in range(count):
         gate, up, down = (h + name.format(i) for name in names)
         at = (i, i + 1)
-        rows[f"{m}mlp.experts.local_experts.{i}.linear_fc1.weight"] = Row(
+        rows[f"{m}mlp.experts.local_experts.{i}.linear_fc1.weight"] = ParameterMapping(
             "gate_up",
             (gate, up),
             ((ffn, hidden), (ffn, hidden)),
             tp_dim=0,
             expert=True,
             aliases=(
-                Alias(h + "mlp.experts.gate_up_proj", fused_in, (at, (0, ffn), (0, hidden))),
-                Alias(h + "mlp.experts.gate_up_proj", fused_in, (at, (ffn, 2 * ffn), (0, hidden))),
+                TensorAlias(h + "mlp.experts.gate_up_proj", fused_in, (at, (0, ffn), (0, hidden))),
+                TensorAlias(h + "mlp.experts.gate_up_proj", fused_in, (at, (ffn, 2 * ffn), (0, hidden))),
             ),
         )
-        rows[f"{m}mlp.experts.local_experts.{i}.linear_fc2.weight"] = Row(
+        rows[f"{m}mlp.experts.local_experts.{i}.linear_fc2.weight"] = ParameterMapping(
             "copy",
             (down,),
             ((hidden, ffn),),
             tp_dim=1,
             expert=True,
-            aliases=(Alias(h + "mlp.experts.down_proj", fused_out, (at, (0, hidden), (0, ffn))),),
+            aliases=(TensorAlias(h + "mlp.experts.down_proj", fused_out, (at, (0, hidden), (0, ffn))),),
         )
     return rows

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from mrl import float32
-from mrl.families.arch import Experts, Layer
+from mrl.families.arch import ExpertArch, LayerArch
 from mrl.families.decoder import MAX_WIDTH
 from mrl.families.experts import MAX_EXPERTS, ExpertDecoder
 from mrl.families.keys import Keys
@@ -23,17 +23,17 @@ class SigmoidExperts(ExpertDecoder):
     expert_names = (_EXPERT + "gate_proj.weight", _EXPERT + "up_proj.weight", _EXPERT + "down_proj.weight")
     draft_keys = ("num_nextn_predict_layers", "num_mtp_layers")
 
-    def layers(self, keys: Keys, count: int) -> tuple[Layer, ...]:
+    def layers(self, keys: Keys, count: int) -> tuple[LayerArch, ...]:
         dense = keys.content.get("first_k_dense_replace", 1)
         if type(dense) is not int or not 0 <= dense < count:
             raise keys.wrong("first_k_dense_replace", f"an integer below num_hidden_layers ({count})")
-        wide = (Layer(keys.size("intermediate_size", MAX_WIDTH)),) * dense
-        return wide + (Layer(keys.size(self.width_key, MAX_WIDTH), experts=True),) * (count - dense)
+        wide = (LayerArch(keys.size("intermediate_size", MAX_WIDTH)),) * dense
+        return wide + (LayerArch(keys.size(self.width_key, MAX_WIDTH), experts=True),) * (count - dense)
 
     def count_key(self, keys: Keys) -> str:
         return "n_routed_experts" if keys["num_local_experts"] is None else "num_local_experts"
 
-    def experts(self, keys: Keys) -> Experts | None:
+    def experts(self, keys: Keys) -> ExpertArch | None:
         found = super().experts(keys)
         assert found is not None
         groups, chosen = self._groups(keys)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mrl.families.arch import Layer
+from mrl.families.arch import LayerArch
 from mrl.families.decoder import MAX_POSITIONS, MAX_WIDTH, Decoder
 from mrl.families.keys import Keys
 from mrl.families.rope import BY_LAYER, FULL, ROPE_TYPES, SLIDING, Types, refuse_rope
@@ -17,9 +17,9 @@ class SlidingDecoder(Decoder):
 
     rope_types: Types = ROPE_TYPES
 
-    def layers(self, keys: Keys, count: int) -> tuple[Layer, ...]:
+    def layers(self, keys: Keys, count: int) -> tuple[LayerArch, ...]:
         width, window = keys.size(self.width_key, MAX_WIDTH), keys.size("sliding_window", MAX_POSITIONS, WINDOW)
-        kinds = {FULL: Layer(width, rope=FULL), SLIDING: Layer(width, window=window, rope=SLIDING)}
+        kinds = {FULL: LayerArch(width, rope=FULL), SLIDING: LayerArch(width, window=window, rope=SLIDING)}
         return tuple(kinds[kind] for kind in self._kinds(keys, count))
 
     def pattern(self, keys: Keys) -> int:

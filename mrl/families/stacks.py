@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from mrl.families.rows import Row, Table
+from mrl.families.rows import MappingTable, ParameterMapping
 
 
 def slice_of(name: str) -> tuple[str, int] | None:
@@ -22,7 +22,7 @@ def stored_name(name: str) -> str:
     return name if found is None else found[0]
 
 
-def stored_shapes(rows: Iterable[Row]) -> dict[str, tuple[int, ...]]:
+def stored_shapes(rows: Iterable[ParameterMapping]) -> dict[str, tuple[int, ...]]:
     """Returns the whole shape of each stored tensor of these rows, by its name in files, in the order of the rows."""
     found: dict[str, tuple[int, ...]] = {}
     for row in rows:
@@ -32,20 +32,26 @@ def stored_shapes(rows: Iterable[Row]) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def stacked_experts(hidden: int, ffn: int, count: int, m: str, h: str) -> Table:
+def stacked_experts(hidden: int, ffn: int, count: int, m: str, h: str) -> MappingTable:
     """Returns the rows of `count` gated MLPs [hidden -> ffn -> hidden] with biases, stored in four hub tensors a layer.
 
     The matrices are transposed, gate and up interleaved. They are not tensor-parallel: Megatron would sum the biases.
     """
-    rows: Table = {}
+    rows: MappingTable = {}
     for i in range(count):
         own, theirs = f"{m}mlp.experts.local_experts.{i}.", f"{h}mlp.experts."
         up, down = f"{theirs}gate_up_proj", f"{theirs}down_proj"
         both = (2 * ffn,)
         rows |= {
-            own + "linear_fc1.weight": Row("interleaved", (f"{up}[{i}]",), ((hidden, *both),), expert=True),
-            own + "linear_fc1.bias": Row("interleaved", (f"{up}_bias[{i}]",), (both,), expert=True, start="zeros"),
-            own + "linear_fc2.weight": Row("transposed", (f"{down}[{i}]",), ((ffn, hidden),), expert=True),
-            own + "linear_fc2.bias": Row("copy", (f"{down}_bias[{i}]",), ((hidden,),), expert=True, start="zeros"),
+            own + "linear_fc1.weight": ParameterMapping(
+                "interleaved", (f"{up}[{i}]",), ((hidden, *both),), expert=True
+            ),
+            own + "linear_fc1.bias": ParameterMapping(
+                "interleaved", (f"{up}_bias[{i}]",), (both,), expert=True, start="zeros"
+            ),
+            own + "linear_fc2.weight": ParameterMapping("transposed", (f"{down}[{i}]",), ((ffn, hidden),), expert=True),
+            own + "linear_fc2.bias": ParameterMapping(
+                "copy", (f"{down}_bias[{i}]",), ((hidden,),), expert=True, start="zeros"
+            ),
         }
     return rows

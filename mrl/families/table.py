@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from mrl.families import FAMILIES, ModelArch
-from mrl.families.rows import BODY, Row, norm
+from mrl.families.rows import BODY, ParameterMapping, norm
 
 Role = Literal["policy", "critic"]
 
@@ -33,7 +33,7 @@ VOCAB_ALIGN_GPU = 128  # whole tensor-core tiles; checkpoints leave the padding 
 
 
 @lru_cache(maxsize=16)
-def weight_table(arch: ModelArch, role: Role = "policy") -> Mapping[str, Row]:
+def weight_table(arch: ModelArch, role: Role = "policy") -> Mapping[str, ParameterMapping]:
     """Returns the rows in the order of the forward pass.
 
     A policy with tied embeddings has a row for the output layer too: with pipeline parallelism the last stage holds a
@@ -41,12 +41,12 @@ def weight_table(arch: ModelArch, role: Role = "policy") -> Mapping[str, Row]:
     is never tied.
     """
     wide, family = ((arch.vocab_size, arch.hidden_size),), FAMILIES[arch.family]
-    rows = {EMBEDDING: Row("vocab", (HF_EMBEDDING,), wide, tp_dim=0)}
+    rows = {EMBEDDING: ParameterMapping("vocab", (HF_EMBEDDING,), wide, tp_dim=0)}
     for index in range(arch.num_layers):
         rows.update(family.layer_rows(arch, index))
     rows["decoder.final_layernorm.weight"] = norm("model.norm.weight", arch.hidden_size)
     if role == "critic":
-        rows[VALUE_HEAD] = Row(
+        rows[VALUE_HEAD] = ParameterMapping(
             "copy",
             (HF_VALUE_HEAD,),
             ((arch.score_heads, arch.hidden_size),),
@@ -55,9 +55,9 @@ def weight_table(arch: ModelArch, role: Role = "policy") -> Mapping[str, Row]:
             zeros=((HF_VALUE_BIAS, (arch.score_heads,)),) if family.engine_score_bias or arch.scores_steps else (),
         )
     elif arch.tied_embeddings:
-        rows[OUTPUT] = Row("vocab", (HF_EMBEDDING,), wide, tp_dim=0, copy_of=EMBEDDING)
+        rows[OUTPUT] = ParameterMapping("vocab", (HF_EMBEDDING,), wide, tp_dim=0, copy_of=EMBEDDING)
     else:
-        rows[OUTPUT] = Row("vocab", (HF_OUTPUT,), wide, tp_dim=0)
+        rows[OUTPUT] = ParameterMapping("vocab", (HF_OUTPUT,), wide, tp_dim=0)
     if family.shifted_norms:
         rows = {name: replace(row, start="zeros") if row.start == "ones" else row for name, row in rows.items()}
     if family.body != BODY:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from mrl.families.arch import VisionArch
 from mrl.families.keys import Keys, UnsupportedModel, short
-from mrl.families.rows import Row, Table
+from mrl.families.rows import MappingTable, ParameterMapping
 
 TOWER = "visual."  # before the names of the tower's parameters in the whole model
 MAX_SIDE, MAX_WIDTH, MAX_DEPTH, MAX_TABLE = 1 << 10, 1 << 20, 4096, 1 << 20  # beyond these a number is a mistake
@@ -86,16 +86,16 @@ def _deep(vision: Keys, depth: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-class Rows:
+class TowerMappings:
     """Collects a tower's rows, parameter by parameter, under the hub's prefix."""
 
     def __init__(self, prefix: str) -> None:
-        self.table: Table = {}
+        self.table: MappingTable = {}
         self._prefix = prefix
 
     def add(self, name: str, *shape: int, ones: bool = False) -> None:
         start = "ones" if ones else "zeros" if len(shape) == 1 else "normal"
-        self.table[TOWER + name] = Row("copy", (self._prefix + name,), (shape,), start=start)  # type: ignore[arg-type]
+        self.table[TOWER + name] = ParameterMapping("copy", (self._prefix + name,), (shape,), start=start)  # type: ignore[arg-type]
 
     def linear(self, name: str, rows: int, columns: int) -> None:
         self.add(f"{name}.weight", rows, columns)
@@ -106,9 +106,9 @@ class Rows:
         self.add(f"{name}.bias", size)
 
 
-def qwen2_5_tower(arch: VisionArch, prefix: str) -> Table:
+def qwen2_5_tower(arch: VisionArch, prefix: str) -> MappingTable:
     """Returns the rows of Qwen2.5-VL's tower, in the order of its module's parameters."""
-    rows, h = Rows(prefix), arch.width
+    rows, h = TowerMappings(prefix), arch.width
     rows.add("patch_embed.proj.weight", h, arch.channels, arch.temporal, arch.patch, arch.patch)
     for i in range(arch.depth):
         block = f"blocks.{i}."
@@ -126,9 +126,9 @@ def qwen2_5_tower(arch: VisionArch, prefix: str) -> Table:
     return rows.table
 
 
-def qwen3_tower(arch: VisionArch, prefix: str) -> Table:
+def qwen3_tower(arch: VisionArch, prefix: str) -> MappingTable:
     """Returns the rows of Qwen3-VL's tower, in the order of its module's parameters."""
-    rows, h = Rows(prefix), arch.width
+    rows, h = TowerMappings(prefix), arch.width
     rows.add("patch_embed.proj.weight", h, arch.channels, arch.temporal, arch.patch, arch.patch)
     rows.add("patch_embed.proj.bias", h)
     rows.add("pos_embed.weight", arch.positions, h)

@@ -10,7 +10,7 @@ from mrl.families.arch import ModelArch, VisionArch
 from mrl.families.decoder import Decoder
 from mrl.families.keys import Keys, UnsupportedModel, short
 from mrl.families.rope import refuse_partial
-from mrl.families.rows import BODY, Table
+from mrl.families.rows import BODY, MappingTable
 from mrl.families.vision import TOWER, read_tower, rope_axes
 
 IN_MEMORY = "model.language_model."  # transformers' prefix of the decoder in a loaded model
@@ -62,7 +62,7 @@ class VisionDecoder(Decoder):
                 raise UnsupportedModel(f"{keys.where}: {name}.rope_type={short(kinds)}; supported: default, mrope")
             refuse_partial(rope)
 
-    def tower_rows(self, vision: VisionArch) -> Table:
+    def tower_rows(self, vision: VisionArch) -> MappingTable:
         """Returns the tower's parameters, under global names."""
         raise NotImplementedError
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mrl.kernels import triton_here
+from mrl.kernels import triton_support
 from mrl.kernels.native import algo as native
 
 BLOCK = 1 << 17  # tokens: half a MiB a float32 vector, a handful of which stay in the cache that cores share
@@ -38,12 +38,12 @@ class Clip:
     furthest: float
 
 
-def fits(*tensors: Tensor) -> bool:
+def supports_clipped_loss(*tensors: Tensor) -> bool:
     """Returns True if `clipped_loss` supports the tensors: on a CPU, all float32 or all float64; on a GPU float32, with
     triton.
     """
     first = tensors[0]
-    if triton_here.takes(*tensors):
+    if triton_support.supports(*tensors):
         return True
     usual = first.dtype in (torch.float32, torch.float64) and first.device.type == "cpu"
     return usual and all(x.dtype == first.dtype and x.device == first.device for x in tensors)
@@ -58,7 +58,7 @@ def clipped_loss(
     clip: Clip,
 ) -> tuple[Tensor, Tensor]:
     """Returns (sum of weights * loss 0-d, the metrics' sums [5] without a gradient). All tensors [n] of one dtype that
-    `fits`.
+    `supports_clipped_loss`.
 
     The metrics are clipfrac, ppo_kl, clipfrac_lower, approxkl, ratio, as in `mrl.algo.policy_loss.compute`.
     """
@@ -78,11 +78,11 @@ class _ClippedLoss(torch.autograd.Function):
         clip: Clip,
     ) -> tuple[Tensor, Tensor]:
         vectors = (log_probs, old_log_probs, advantages, weights, metric_weights)
-        if triton_here.takes(*vectors):
+        if triton_support.supports(*vectors):
             from mrl.kernels import algo_triton
 
             sums, gradient = algo_triton.clipped_loss(vectors, astuple(clip))
-        elif native.takes(*vectors) and clip.furthest <= native.FURTHEST:
+        elif native.supports(*vectors) and clip.furthest <= native.FURTHEST:
             sums, gradient = native.clipped_loss(vectors, astuple(clip))
         else:
             sums, gradient = _in_blocks(vectors, clip)

@@ -18,7 +18,7 @@ from mrl.kernels.head_products import add_wide_product, wide_product
 _ALIGN = 128  # of rows: tiles of every recipe
 
 
-class Fused:
+class FusedFP8Products:
     """fp8 products: the weight is cast once for all chunks of a pass, hidden states and logit gradients chunk by
     chunk.
     """

@@ -44,13 +44,13 @@ class Operands(Protocol):
 Products = Callable[[Tensor, Tensor], Operands]
 
 
-def plain(hidden: Tensor, weight: Tensor) -> Operands:
+def plain_products(hidden: Tensor, weight: Tensor) -> Operands:
     """Returns products in the operands' dtype, or in float32 where this machine multiplies that much faster."""
     is_slow = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and not has_bfloat16()
-    return (Widened if is_slow else Plain)(hidden, weight)
+    return (WidenedProducts if is_slow else PlainProducts)(hidden, weight)
 
 
-class Plain:
+class PlainProducts:
     """Products in the dtype of the operands."""
 
     def __init__(self, hidden: Tensor, weight: Tensor) -> None:
@@ -86,7 +86,7 @@ class Plain:
         return total
 
 
-class Widened:
+class WidenedProducts:
     """float32 products of bfloat16 operands; the weight is converted tile by tile."""
 
     logits_dtype = gradient_dtype = torch.float32
@@ -133,7 +133,7 @@ class _Block:
         return self._room[: hidden.size(0)]
 
 
-class Rounded:
+class RoundedProducts:
     """Emulated fp8 products: operands are rounded and multiplied as float32.
 
     Hidden states and the weight are rounded once for all chunks, the logits' gradient chunk by chunk: with per-tensor

@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrl.kernels import triton_here
+from mrl.kernels import triton_support
 from mrl.kernels.head_chunks import BLOCK, BLOCK_GPU
 from mrl.kernels.native import head as native
 
 
 def by_triton(x: Tensor) -> bool:
     """Returns True if `mrl.kernels.head_rows_triton` processes logits x [k, V]."""
-    return x.is_cuda and x.size(1) > 0 and x.dtype != torch.float64 and triton_here.is_chosen()
+    return x.is_cuda and x.size(1) > 0 and x.dtype != torch.float64 and triton_support.is_chosen()
 
 
 class RowKernels(Protocol):
@@ -63,11 +63,11 @@ def _compiled(x: Tensor) -> RowKernels | None:
         from mrl.kernels import head_rows_triton
 
         return head_rows_triton
-    return native if native.takes(x) else None
+    return native if native.supports(x) else None
 
 
 @dataclass(frozen=True)
-class Labels:
+class LabelColumns:
     """Label positions of k rows: column [k] among this rank's columns, and mine [k] bool, True if this rank holds
     it.
     """
@@ -76,17 +76,17 @@ class Labels:
     mine: Tensor
 
     @classmethod
-    def of(cls, labels: Tensor, vocab_start: int, valid: int) -> Labels:
+    def of(cls, labels: Tensor, vocab_start: int, valid: int) -> LabelColumns:
         """Builds the positions of labels [k]; valid: this rank's columns without padding."""
         column = labels - vocab_start
         return cls(column.clamp(0, max(valid - 1, 0)), (column >= 0) & (column < valid))
 
-    def at(self, rows: slice) -> Labels:
-        return Labels(self.column[rows], self.mine[rows])
+    def at(self, rows: slice) -> LabelColumns:
+        return LabelColumns(self.column[rows], self.mine[rows])
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowStatistics:
     """Statistics of k rows over the whole vocabulary, each [k] float32 (float64 for float64 logits).
 
     squares: sums of the squared probabilities, if requested
@@ -101,19 +101,19 @@ class Rows:
     top: Tensor
     shift: Tensor
 
-    def at(self, rows: slice) -> Rows:
-        return Rows(*(vector[rows] for vector in vars(self).values()))
+    def at(self, rows: slice) -> RowStatistics:
+        return RowStatistics(*(vector[rows] for vector in vars(self).values()))
 
 
 def statistics(
     x: Tensor,
-    labels: Labels,
+    labels: LabelColumns,
     temperature: float,
     group: dist.ProcessGroup | None,
     *,
     exponential: bool = False,
     squares: bool = False,
-) -> Rows:
+) -> RowStatistics:
     """Returns the statistics of logits x [k, V]. group: None if x covers the whole vocabulary.
 
     exponential: overwrites x with e^z, except with compiled kernels.
@@ -142,7 +142,7 @@ def _exponentials(logits: Tensor, top: Tensor, temperature: float, y: Tensor, ou
     return torch.exp2(y, out=out)
 
 
-def _together(sums: Tensor, own_top: Tensor, group: dist.ProcessGroup | None) -> Rows:
+def _together(sums: Tensor, own_top: Tensor, group: dist.ProcessGroup | None) -> RowStatistics:
     """Combines the ranks' sums [5, k] float64 into the statistics.
 
     sums: maximum, sum of e^z, the label's logit (0 if another rank has it), sums of z e^z and of e^2z of this rank;
@@ -167,26 +167,26 @@ def _together(sums: Tensor, own_top: Tensor, group: dist.ProcessGroup | None) ->
         own_top,
         sums[0] - top - log_sum,
     )
-    return Rows(*(row.to(own_top.dtype) for row in rows))
+    return RowStatistics(*(row.to(own_top.dtype) for row in rows))
 
 
 def d_logits(
     x: Tensor,
-    rows: Rows,
-    labels: Labels,
+    rows: RowStatistics,
+    labels: LabelColumns,
     temperature: float,
-    slopes: tuple[Tensor, Tensor | None],
+    loss_gradients: tuple[Tensor, Tensor | None],
     out: Tensor,
     *,
     exponential: bool = False,
 ) -> Tensor:
     """Writes the gradient of the logits to `out` [k, V], which may be x, rounded to its dtype.
 
-    slopes: the loss gradients by log-probs and entropies, [k] each; x: as passed to `statistics`, or as it left x if
-    `exponential`.
+    loss_gradients: the loss gradients by log-probs and entropies, [k] each; x: as passed to `statistics`, or as it left
+    x if `exponential`.
     T d log_prob / dx = onehot(label) - p; T dH / dx = -p (log p + H)
     """
-    d_log_probs, d_entropy = (None if slope is None else slope / temperature for slope in slopes)
+    d_log_probs, d_entropy = (None if slope is None else slope / temperature for slope in loss_gradients)
     assert d_log_probs is not None
     own, share = torch.where(labels.mine, d_log_probs, 0.0), -d_log_probs * rows.shift.exp()
     if (compiled := _compiled(x)) is not None:

@@ -18,7 +18,7 @@ SHARPNESS, LIMIT = 1.702, 7.0  # constants of the clamped activation
 
 def swiglu(x: Tensor) -> Tensor:
     """Returns silu(gate) * up of x [..., 2 * n] = (gate, up) -> [..., n]."""
-    form = native.SwiGLU if native.takes(x, width=x.size(-1) // 2) else _SwiGLU
+    form = native.SwiGLU if native.supports(x, width=x.size(-1) // 2) else _SwiGLU
     out: Tensor = form.apply(x)
     return out
 
@@ -71,7 +71,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     x [..., d], weight [d]; the result has the shape and dtype of x.
     """
-    form = native.RMSNorm if native.takes(x, weight, width=x.size(-1)) else _RMSNorm
+    form = native.RMSNorm if native.supports(x, weight, width=x.size(-1)) else _RMSNorm
     out: Tensor = form.apply(x, weight, eps)
     return out
 
@@ -134,7 +134,7 @@ class _Rotate(torch.autograd.Function):
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     """Rotates in passes over whole rows, several times as fast on a CPU as four passes over halves of a head."""
     width = cos.size(-1)
-    if native.takes(x, cos, sin, width=width):
+    if native.supports(x, cos, sin, width=width):
         return native.rotated(x, cos, sin, sign)
     part = x[..., :width]
     exchanged = torch.cat([part[..., width // 2 :], part[..., : width // 2]], -1)

@@ -21,15 +21,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.kernels.head_chunks import chunk_rows, waiting_rows
-from mrl.kernels.head_products import Operands, Products, plain
-from mrl.kernels.head_rows import Labels, Rows, d_logits, statistics
+from mrl.kernels.head_products import Operands, Products, plain_products
+from mrl.kernels.head_rows import LabelColumns, RowStatistics, d_logits, statistics
 
 _NOTHING = -1e20  # logit of padding: no probability at any temperature
 _SAME = 1e-4  # relative tolerance of loss gradients, which are rounded twice
 
 
 @dataclass(frozen=True)
-class Slopes:
+class LossGradients:
     """of(log-probs [k], entropies [k], slice of the n rows) -> loss gradients by both, [k] each.
 
     They may lack a factor that all rows share. The second is None for the entropies unless `entropy`.
@@ -40,7 +40,7 @@ class Slopes:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _CallParameters:
     """Parameters of a call other than its tensors."""
 
     temperature: float
@@ -60,8 +60,8 @@ def linear_log_prob(
     vocab_size: int,
     tp_group: dist.ProcessGroup | None = None,
     chunk: int | None = None,
-    products: Products = plain,
-    slopes: Slopes | None = None,
+    products: Products = plain_products,
+    loss_gradients: LossGradients | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns log-probs of `labels`, entropies of softmax(hidden @ weight.T / temperature), and, without gradient, 1
     where the label is the argmax, else 0.
@@ -70,14 +70,14 @@ def linear_log_prob(
     The gradient of `hidden` holds only this rank's vocabulary part: the caller sums it over the tensor-parallel group.
     chunk: rows processed at once; None: from the size of the vocabulary.
     products: implementation of the matrix products
-    slopes: loss gradients of the loss that will be computed from the results; None if the loss is not local to each
-    token. The backward pass raises RuntimeError if the loss has other gradients.
+    loss_gradients: loss gradients of the loss that will be computed from the results; None if the loss is not local to
+    each token. The backward pass raises RuntimeError if the loss has other gradients.
     """
-    place = _Place(temperature, vocab_start, vocab_size, _if_parallel(tp_group), chunk, products)
-    if slopes is None or not torch.is_grad_enabled():
+    place = _CallParameters(temperature, vocab_start, vocab_size, _if_parallel(tp_group), chunk, products)
+    if loss_gradients is None or not torch.is_grad_enabled():
         out: tuple[Tensor, Tensor, Tensor] = _Recomputed.apply(hidden, weight, labels, place)
     else:
-        out = _Formed.apply(hidden, weight, labels, place, slopes)
+        out = _Formed.apply(hidden, weight, labels, place, loss_gradients)
     return out
 
 
@@ -91,12 +91,12 @@ def linear_distribution(
     vocab_size: int,
     tp_group: dist.ProcessGroup | None = None,
     chunk: int | None = None,
-    products: Products = plain,
+    products: Products = plain_products,
 ) -> Tensor:
     """Returns float32 [4, n] without gradient: log-probs and entropies of `linear_log_prob`, the sums over the
     vocabulary of the squared probabilities, and 1 where the label is the argmax, else 0.
     """
-    place = _Place(temperature, vocab_start, vocab_size, _if_parallel(tp_group), chunk, products)
+    place = _CallParameters(temperature, vocab_start, vocab_size, _if_parallel(tp_group), chunk, products)
     made = _Pass(hidden, weight, labels, place).all_statistics(squares=True)
     return torch.stack([made.log_probs, made.entropy, made.squares, made.is_top])
 
@@ -107,10 +107,12 @@ class _Pass:
     of_weight: True if the weight's gradient is needed; not for a frozen weight
     """
 
-    def __init__(self, hidden: Tensor, weight: Tensor, labels: Tensor, place: _Place, of_weight: bool = False) -> None:
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, labels: Tensor, place: _CallParameters, of_weight: bool = False
+    ) -> None:
         self._n, self._temperature, self._group = hidden.size(0), place.temperature, place.group
         self._valid = max(0, min(weight.size(0), place.vocab_size - place.vocab_start))
-        self._labels = Labels.of(labels, place.vocab_start, self._valid)
+        self._labels = LabelColumns.of(labels, place.vocab_start, self._valid)
         self._operands: Operands = place.products(hidden, weight)
         width, on_gpu = self._operands.logits_dtype.itemsize, weight.device.type != "cpu"
         self._chunk = place.chunk or chunk_rows(weight.size(0), width, on_gpu=on_gpu)
@@ -123,11 +125,11 @@ class _Pass:
     def chunks(self) -> list[slice]:
         return [slice(start, start + self._chunk) for start in range(0, self._n, self._chunk)]
 
-    def all_statistics(self, squares: bool = False) -> Rows:
+    def all_statistics(self, squares: bool = False) -> RowStatistics:
         found = [self.statistics(rows, self.logits(rows), squares=squares) for rows in self.chunks()]
         empty = torch.empty(0, dtype=torch.float32, device=self._hidden.device)
         columns = zip(*(vars(rows).values() for rows in found)) if found else [(empty,)] * 6
-        return Rows(*(torch.cat(vectors) for vectors in columns))
+        return RowStatistics(*(torch.cat(vectors) for vectors in columns))
 
     def logits(self, rows: slice) -> Tensor:
         x = self._operands.logits(rows)
@@ -135,11 +137,11 @@ class _Pass:
             x[:, self._valid :] = _NOTHING
         return x
 
-    def statistics(self, rows: slice, x: Tensor, **how: bool) -> Rows:
+    def statistics(self, rows: slice, x: Tensor, **how: bool) -> RowStatistics:
         return statistics(x, self._labels.at(rows), self._temperature, self._group, **how)
 
     def add_gradients(
-        self, rows: slice, x: Tensor, found: Rows, slopes: tuple[Tensor, Tensor | None], **how: bool
+        self, rows: slice, x: Tensor, found: RowStatistics, loss_gradients: tuple[Tensor, Tensor | None], **how: bool
     ) -> None:
         """Adds gradients of a chunk. x, how: as in `d_logits`.
 
@@ -147,7 +149,7 @@ class _Pass:
         """
         room, first = self._room(x), self._multiplied
         start, stop = rows.start - first, rows.start - first + x.size(0)
-        d_logits(x, found, self._labels.at(rows), self._temperature, slopes, room[start:stop], **how)
+        d_logits(x, found, self._labels.at(rows), self._temperature, loss_gradients, room[start:stop], **how)
         if stop < room.size(0) and first + stop < self._n:
             return
         done, self._multiplied = slice(first, first + stop), first + stop
@@ -185,7 +187,7 @@ class _Pass:
 class _Recomputed(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, place: _Place
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, place: _CallParameters
     ) -> tuple[Tensor, Tensor, Tensor]:
         rows = _Pass(hidden, weight, labels, place).all_statistics()
         ctx.save_for_backward(hidden, weight, labels, *vars(rows).values())
@@ -198,29 +200,29 @@ class _Recomputed(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         d_log_probs, d_entropy, _ = grads  # None: the loss does not use that output
         hidden, weight, labels, *vectors = ctx.saved_tensors
-        found = Rows(*vectors)
+        found = RowStatistics(*vectors)
         d_log_probs = torch.zeros_like(found.log_probs) if d_log_probs is None else d_log_probs
         work = _Pass(hidden, weight, labels, ctx.place, ctx.needs_input_grad[1])
         for rows in work.chunks():
-            slopes = d_log_probs[rows], None if d_entropy is None else d_entropy[rows]
-            work.add_gradients(rows, work.logits(rows), found.at(rows), slopes)
+            loss_gradients = d_log_probs[rows], None if d_entropy is None else d_entropy[rows]
+            work.add_gradients(rows, work.logits(rows), found.at(rows), loss_gradients)
         return *work.gradients(), None, None
 
 
 class _Formed(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, place: _Place, slopes: Slopes
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, place: _CallParameters, loss_gradients: LossGradients
     ) -> tuple[Tensor, Tensor, Tensor]:
         work = _Pass(hidden, weight, labels, place, ctx.needs_input_grad[1])
         wide = torch.promote_types(hidden.dtype, torch.float32)
         outputs, expected = torch.zeros(5, labels.numel(), dtype=wide, device=hidden.device).split([3, 2])
         for rows in work.chunks():
             x = work.logits(rows)
-            exponential = not slopes.entropy and x.dtype == torch.float32  # otherwise they would lose digits
+            exponential = not loss_gradients.entropy and x.dtype == torch.float32  # otherwise they would lose digits
             found = work.statistics(rows, x, exponential=exponential)
             outputs[:, rows] = torch.stack([found.log_probs, found.entropy, found.is_top])
-            steep = slopes.of(found.log_probs, found.entropy, rows)
+            steep = loss_gradients.of(found.log_probs, found.entropy, rows)
             for kept, slope in zip(expected, steep):
                 if slope is not None:
                     kept[rows] = slope
@@ -240,11 +242,11 @@ class _Formed(torch.autograd.Function):
             raise RuntimeError("gradients computed in the forward pass can be used only once")
         (expected,) = ctx.saved_tensors
         work, ctx.work = ctx.work, None
-        slopes = torch.stack([torch.zeros_like(expected[0]) if grad is None else grad for grad in grads[:2]])
-        return *work.gradients(_factor(expected, slopes)), None, None, None
+        loss_gradients = torch.stack([torch.zeros_like(expected[0]) if grad is None else grad for grad in grads[:2]])
+        return *work.gradients(_factor(expected, loss_gradients)), None, None, None
 
 
-def _factor(expected: Tensor, slopes: Tensor) -> Tensor:
+def _factor(expected: Tensor, loss_gradients: Tensor) -> Tensor:
     """Returns the factor [] of the expected loss gradients [2, n]; non-finite gradients give a non-finite factor.
 
     Raises RuntimeError unless all have the same factor.
@@ -253,9 +255,9 @@ def _factor(expected: Tensor, slopes: Tensor) -> Tensor:
         return expected.new_ones(())
     place = expected.abs().argmax()
     largest = expected.view(-1)[place]
-    factor = torch.where(largest == 0, 0.0, slopes.view(-1)[place] / largest)
+    factor = torch.where(largest == 0, 0.0, loss_gradients.view(-1)[place] / largest)
     wanted = expected * factor
-    off = (slopes - wanted).abs() > _SAME * (wanted.abs() + wanted.abs().amax())
+    off = (loss_gradients - wanted).abs() > _SAME * (wanted.abs() + wanted.abs().amax())
     torch._assert_async(~off.any(), "the loss gradients differ from those used in the forward pass")
     return factor
 

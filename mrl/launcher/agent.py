@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-from mrl.copies import die_with_parent
+from mrl.forks import die_with_parent
 from mrl.launcher.fork_server import Child, ForkServer
 from mrl.ports import MEETING_VARIABLE
 from mrl.resilience.protocol import FOLDER_VARIABLE

@@ -22,16 +22,16 @@ from dataclasses import replace
 from types import TracebackType
 from typing import BinaryIO
 
-from mrl.copies import (
-    BIRTH_S,
-    Order,
+from mrl.forks import (
+    FORK_TIMEOUT_S,
+    ForkRequest,
     Process,
-    cannot_be_copied,
+    cannot_fork,
     die_with_parent,
-    live,
-    packed,
+    pack_number,
     read_number,
-    speak_through,
+    redirect_stdio,
+    run_module,
 )
 from mrl.imports import importing
 from mrl.launcher.environment import FOR_FORK_SERVERS
@@ -57,11 +57,11 @@ class ForkServer:
     """Client of a fork server. Construct it while nothing is open that a rank would close: a rank leaves the
     constructor by SystemExit."""
 
-    def __init__(self, module: str = "mrl.preload") -> None:
+    def __init__(self, module: str = "mrl.rank_imports") -> None:
         """Starts the fork server. module: imported there while this process goes on."""
         self._connection: socket.socket | None = None
         self._is_ready = False
-        if sys.platform != "linux" or cannot_be_copied():
+        if sys.platform != "linux" or cannot_fork():
             return
         ours, theirs = socket.socketpair()
         sys.stdout.flush()
@@ -69,7 +69,7 @@ class ForkServer:
         self._pid = os.fork()
         if self._pid == 0:
             ours.close()
-            live(serve(theirs, module))
+            run_module(serve(theirs, module))
         theirs.close()
         self._connection = ours
 
@@ -111,21 +111,23 @@ class ForkServer:
         unbuffered = options[:1] == ["-u"]
         if python != sys.executable or options[unbuffered : unbuffered + 1] != ["-m"]:
             return None
-        return self.make(Order(options[unbuffered + 1 :], dict(env), os.getcwd()), files)
+        return self.make(ForkRequest(options[unbuffered + 1 :], dict(env), os.getcwd()), files)
 
-    def make(self, order: Order, files: tuple[int, int, int]) -> Child | None:
+    def make(self, order: ForkRequest, files: tuple[int, int, int]) -> Child | None:
         if not self.is_settled(IMPORTS_S):
             self.close()
         if self._connection is None:
             return None
         _adopt_orphans(True)
-        self._connection.settimeout(BIRTH_S)
+        self._connection.settimeout(FORK_TIMEOUT_S)
         try:
             order.send(self._connection, files)
             pid = read_number(self._connection)
         except TimeoutError:  # no start as a program: the fork may still come
             self.close()
-            raise TimeoutError(f"the fork server of the ranks did not start a rank within {BIRTH_S:g} s") from None
+            raise TimeoutError(
+                f"the fork server of the ranks did not start a rank within {FORK_TIMEOUT_S:g} s"
+            ) from None
         except OSError:
             pid = None
         finally:
@@ -136,7 +138,7 @@ class ForkServer:
         return Child(pid)
 
 
-def serve(connection: socket.socket, module: str) -> Order:
+def serve(connection: socket.socket, module: str) -> ForkRequest:
     """Runs the fork server at its end of the socket. Returns only in forks, with their stdin, stdout and stderr set."""
     parent = os.getppid()
     try:
@@ -150,20 +152,20 @@ def serve(connection: socket.socket, module: str) -> Order:
         with importing():  # without it, each fork would copy all pages at its first collection
             importlib.import_module(module)
         made = {name: value for name, value in os.environ.items() if before.get(name) != value}
-        if cannot_be_copied():
+        if cannot_fork():
             os._exit(1)
         connection.sendall(_READY)
-        while received := Order.receive(connection):
+        while received := ForkRequest.receive(connection):
             order, files = received
             if (pid := _fork_adopted(parent)) == 0:
                 connection.close()
-                speak_through(files)
+                redirect_stdio(files)
                 if order.env.get("RANK") == "0":
                     _print_output(output)
                 return replace(order, env={**order.env, **made})  # as the imports would set it in a program
             for file in files:
                 os.close(file)
-            connection.sendall(packed(pid))
+            connection.sendall(pack_number(pid))
     except BaseException:  # ranks that start as programs meet and report the same error
         os._exit(1)
     os._exit(0)
@@ -178,7 +180,7 @@ def _fork_adopted(parent: int) -> int:
         if os.fork():
             os._exit(0)
         os.setsid()
-        os.write(writing, packed(os.getpid()))
+        os.write(writing, pack_number(os.getpid()))
         os.close(reading)
         os.close(writing)
         while os.getppid() == between:
@@ -188,7 +190,7 @@ def _fork_adopted(parent: int) -> int:
             os._exit(1)
         return 0
     os.close(writing)
-    pid = os.read(reading, len(packed(0)))
+    pid = os.read(reading, len(pack_number(0)))
     os.close(reading)
     os.waitpid(between, 0)
     if not pid:

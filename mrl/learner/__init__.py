@@ -5,6 +5,6 @@ from mrl import platform
 platform.install()  # before anything below imports megatron.core
 
 from mrl.learner.learner import Learner  # noqa: E402
-from mrl.learner.terms import Loss, LossParts, Term  # noqa: E402
+from mrl.learner.loss_terms import Loss, LossParts, LossTerm  # noqa: E402
 
-__all__ = ["Learner", "Loss", "LossParts", "Term"]
+__all__ = ["Learner", "Loss", "LossParts", "LossTerm"]

@@ -24,9 +24,10 @@ from mrl.core import PackedBatch, Rollout
 from mrl.families import ModelArch
 from mrl.families.flops import BACKWARD, BACKWARD_OF_FROZEN
 from mrl.families.table import Role
-from mrl.learner.last_pass import LastPass
+from mrl.learner.flop_counter import FlopCounter
+from mrl.learner.loss_terms import Loss, LossParts, LossTerm
 from mrl.learner.memory import LearnerMemory
-from mrl.learner.micro_batches import MicroBatch, Split
+from mrl.learner.micro_batches import MicroBatch, MicroBatchPlanner
 from mrl.learner.optimizer import (
     apply_update,
     build_optimizer,
@@ -36,12 +37,11 @@ from mrl.learner.optimizer import (
     sums_overlap,
     wrap_ddp,
 )
+from mrl.learner.output_accumulator import OutputAccumulator
 from mrl.learner.replay import RoutingReplay
-from mrl.learner.terms import Loss, LossParts, Term
-from mrl.learner.work import Work
 from mrl.models.batch import Images, ModelBatch, Output, on_device
 from mrl.models.build import build_model
-from mrl.models.fp8_layers import end_of_update, without_memory
+from mrl.models.fp8_layers import end_of_update, without_amax_history
 from mrl.models.fp8_params import values_of
 from mrl.models.lora import attach
 from mrl.models.naming import unwrap
@@ -83,7 +83,9 @@ class Learner:
     ) -> None:
         self.role, self.arch, self.train, self.mesh, self.trainable = role, arch, train, mesh, trainable
         # with CP, images or replayed routing a token depends on more than its prefix, so prefixes cannot be shared
-        self.split = Split(mesh, train, arch, role, shares=mesh.cp == 1 and arch.vision is None and not replays)
+        self.planner = MicroBatchPlanner(
+            mesh, train, arch, role, shares=mesh.cp == 1 and arch.vision is None and not replays
+        )
         self.pixels: PixelsOf | None = None
         with mesh.active():
             self.bare: list[MegatronModule] = build_model(
@@ -111,8 +113,8 @@ class Learner:
         parameters = [parameter for chunk in self.bare for parameter in chunk.parameters()]
         optimizer = self.optimizer if trainable else None
         self.memory = LearnerMemory(role, train.offload, parameters, self.chunks, optimizer)
-        self.work = Work(arch, role, trains_tower=trains_vision and trainable)
-        self.last = LastPass(mesh)
+        self.flop_counter = FlopCounter(arch, role, trains_tower=trains_vision and trainable)
+        self.last_outputs = OutputAccumulator(mesh)
         self._finite = True  # its loss and every rank's gradients
 
     def log_probs(self, rollout: Rollout, temperature: float) -> tuple[Tensor, Tensor]:
@@ -125,11 +127,11 @@ class Learner:
         out = self._forward(rollout, "distribution", 4, temperature)
         return out[0], out[1], out[2]
 
-    def head_error(self, rollout: Rollout, temperature: float) -> Tensor:
+    def lm_head_quantization_error(self, rollout: Rollout, temperature: float) -> Tensor:
         """Returns the lm_head quantization error [R]: log-probs as in the losses minus those of a head in model.dtype
         on the same hidden states. 0 if the head is not in fp8.
         """
-        return self._forward(rollout, "head_error", 1, temperature)[0]
+        return self._forward(rollout, "lm_head_quantization_error", 1, temperature)[0]
 
     def predictions(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
         """Returns the response tokens' log-probs at temperature 1, and a bool mask of argmax tokens: [R], [R].
@@ -151,16 +153,16 @@ class Learner:
     def _forward(self, rollout: Rollout, output: Output, channels: int, temperature: float) -> Tensor:
         self.memory.require("parameters", f"computing {output}")
         samples = range(rollout.num_samples)
-        self.work.add(rollout, samples, passes=1)
-        packed = self.split.micro_batches(rollout, samples)
+        self.flop_counter.add(rollout, samples, passes=1)
+        packed = self.planner.micro_batches(rollout, samples)
         batches = [MicroBatch(batch, temperature) for batch in packed]
         result = torch.zeros(channels, rollout.num_response_tokens, device=platform.device())
 
         def collect(values: Tensor, batch: MicroBatch, non_loss_data: bool = True) -> None:
             if self.mesh.tp_rank == 0:
-                result[:, batch.packed.dest] = values
+                result[:, batch.packed.response_indices] = values
 
-        with without_memory(self.bare):
+        with without_amax_history(self.bare):
             self._schedule(batches, [rollout], output, collect, forward_only=True, collect_non_loss_data=True)
         dist.all_reduce(result)
         return result.cpu()
@@ -174,7 +176,7 @@ class Learner:
         *,
         entropy_grad: bool = False,
         full_gradients: bool = False,
-        also: Sequence[Term] = (),
+        also: Sequence[LossTerm] = (),
     ) -> dict[str, float]:
         """Computes gradients of the summed loss over `sample_ids`; returns its metrics and "loss", the same on every
         rank.
@@ -187,23 +189,25 @@ class Learner:
         data-parallel rank instead of its shard.
         """
         self.memory.require("all", "a backward pass")
-        terms = (Term(rollout, sample_ids, loss, temperature, entropy_grad), *also)
+        terms = (LossTerm(rollout, sample_ids, loss, temperature, entropy_grad), *also)
         batches = [
             MicroBatch(packed, term.temperature, term.entropy_grad, number, term.loss.extras, term.loss)
             for number, term in enumerate(terms)
-            for packed in self.split.micro_batches(term.rollout, term.sample_ids, term.loss.together, term.loss.extras)
+            for packed in self.planner.micro_batches(
+                term.rollout, term.sample_ids, term.loss.together, term.loss.extras
+            )
         ]
         passes = 1 + (BACKWARD if self.adapters is None else BACKWARD_OF_FROZEN)
         for term in terms:
-            self.work.add(term.rollout, term.sample_ids, passes)
+            self.flop_counter.add(term.rollout, term.sample_ids, passes)
         scale = len(batches) * self.mesh.dp
         parts: list[list[LossParts]] = [[] for _ in terms]
-        self.last.begin()
+        self.last_outputs.begin()
 
         def compute(values: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-            dest = batch.packed.dest
+            dest = batch.packed.response_indices
             if batch.term == 0:
-                self.last.add(values, dest)
+                self.last_outputs.add(values, dest)
             part = terms[batch.term].loss.compute(values, dest)
             parts[batch.term].append(LossParts(part.loss.detach().clone(), part.sums))
             return part.loss * scale, {}
@@ -271,7 +275,7 @@ class Learner:
                 output,
                 batch.entropy_grad,
                 batch.extras,
-                batch.slopes,
+                batch.loss_gradients,
                 self._images(batch.packed) if unwrap(model).pre_process else None,
                 self.replay.routing(rollouts[batch.term], batch.packed) if self.replay is not None else None,
             )

@@ -47,7 +47,7 @@ def likelihood(
     found: dict[str | None, Likelihood] = {None: Likelihood()}
     for kinds, batch in batches:
         log_probs, is_likeliest = learner.predictions(batch)
-        counts = torch.ones_like(log_probs) if batch.counts is None else batch.counts
+        counts = torch.ones_like(log_probs) if batch.loss_weights is None else batch.loss_weights
         counts = counts.double()
         columns = torch.stack([-counts * log_probs, counts * is_likeliest, counts, (counts > 0).double()])
         member = torch.repeat_interleave(torch.arange(batch.num_samples), batch.response_lens)

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from mrl import platform
-from mrl.algo import Sequences, kl, off_policy_mask, own, policy_loss, value_loss
+from mrl.algo import Sequences, custom, kl, off_policy_mask, policy_loss, value_loss
 from mrl.algo.policy_loss import PolicyLoss
 from mrl.config.schema import KLConfig, PolicyLossConfig, ValueLossConfig
-from mrl.learner.terms import Loss, LossParts
-from mrl.models.batch import Extras
-from mrl.options.losses import OwnLoss
+from mrl.learner.loss_terms import Loss, LossParts
+from mrl.models.batch import PassOptions
+from mrl.options.losses import CustomLoss
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,8 @@ def chosen_loss(cfg: PolicyLossConfig) -> tuple[str | PolicyLoss, dict[str, Any]
 
     Raises FunctionError for a user-defined loss that cannot be used.
     """
-    if isinstance(cfg, OwnLoss):
-        return own.load_loss(cfg.function, cfg.options), {}
+    if isinstance(cfg, CustomLoss):
+        return custom.load_custom_loss(cfg.function, cfg.options), {}
     return cfg.loss_mode, cfg.own_options
 
 
@@ -161,7 +161,9 @@ def cross_entropy(weights: Tensor, noise: float = 0.0, seed: int = 0) -> Loss:
 
     noise: NEFTune's alpha, 0: none; seed: of that noise and of the adapters' dropout
     """
-    return _imitation(weights, lambda output: -output[0], Extras(noise=noise, drops=True, seed=seed), is_other=False)
+    return _imitation(
+        weights, lambda output: -output[0], PassOptions(noise=noise, drops=True, seed=seed), is_other=False
+    )
 
 
 def smoothed_cross_entropy(weights: Tensor, smoothing: float, noise: float = 0.0, seed: int = 0) -> Loss:
@@ -169,7 +171,7 @@ def smoothed_cross_entropy(weights: Tensor, smoothing: float, noise: float = 0.0
 
     The metric actor/nll is without smoothing.
     """
-    extras = Extras(smoothing=True, noise=noise, drops=True, seed=seed)
+    extras = PassOptions(smoothing=True, noise=noise, drops=True, seed=seed)
     return _imitation(weights, lambda output: -(1 - smoothing) * output[0] - smoothing * output[2], extras)
 
 
@@ -179,11 +181,13 @@ def dft(weights: Tensor, noise: float = 0.0, seed: int = 0) -> Loss:
 
     Other arguments are those of `cross_entropy`; the metric actor/nll omits the probability. weights [R].
     """
-    extras = Extras(noise=noise, drops=True, seed=seed)
+    extras = PassOptions(noise=noise, drops=True, seed=seed)
     return _imitation(weights, lambda output: -output[0].detach().exp() * output[0], extras)
 
 
-def _imitation(weights: Tensor, of_token: Callable[[Tensor], Tensor], extras: Extras, is_other: bool = True) -> Loss:
+def _imitation(
+    weights: Tensor, of_token: Callable[[Tensor], Tensor], extras: PassOptions, is_other: bool = True
+) -> Loss:
     """is_other: the loss differs from the negative log-likelihood, which is then a metric."""
     weights = _on_device(weights)
 

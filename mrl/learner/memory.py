@@ -11,7 +11,7 @@ from typing import Any, Literal
 from torch import Tensor, UntypedStorage
 
 from mrl import platform
-from mrl.learner.optimizer import prime
+from mrl.learner.optimizer import create_optimizer_state
 from mrl.models.fp8_params import is_quantized, values_of
 
 Offload = Literal["none", "optimizer", "all"]
@@ -19,7 +19,7 @@ Level = Literal["nothing", "parameters", "all"]
 LEVELS: tuple[Level, ...] = ("nothing", "parameters", "all")
 
 
-class GivenUpError(RuntimeError):
+class OffloadedError(RuntimeError):
     """Required tensors are offloaded to host memory and have not been restored."""
 
 
@@ -45,13 +45,13 @@ class LearnerMemory:
         self._gradients: list[tuple[UntypedStorage, int]] = []  # offloaded ones and their sizes
         self._unchanged = False  # True if the parameters equal their host copy
         if optimizer is not None:
-            prime(optimizer)  # now, so that the memory to move, or left for an engine, stays constant
+            create_optimizer_state(optimizer)  # now, so that the memory to move, or left for an engine, stays constant
 
     def moves(self, level: Level) -> bool:
         """Returns True if `move` to `level` would change anything."""
         return self._to_be_away(level) != self._away
 
-    def give_up(self, level: Level) -> None:
+    def offload_to(self, level: Level) -> None:
         """Offloads everything that `level` does not need.
 
         If the host lacks memory, raises RuntimeError and keeps that part on the device.
@@ -67,7 +67,7 @@ class LearnerMemory:
             self.bytes_copied += room.offload(_once(self._parameters), same=self._unchanged)
         self.level = min(self.level, level, key=LEVELS.index)
 
-    def bring(self, level: Level) -> None:
+    def reload_to(self, level: Level) -> None:
         """Restores everything that `level` needs.
 
         If the device lacks memory, raises RuntimeError and leaves that part on the host.
@@ -77,12 +77,12 @@ class LearnerMemory:
             self.bytes_copied += self._rooms["parameters"].reload()
             self._unchanged = True
         if "optimizer" in back:
-            self._bring_optimizer()
+            self._reload_optimizer()
         if level == "all":
             self._unchanged = False
         self.level = max(self.level, level, key=LEVELS.index)
 
-    def _bring_optimizer(self) -> None:
+    def _reload_optimizer(self) -> None:
         try:
             for storage, size in self._gradients:
                 storage.resize_(size)
@@ -98,8 +98,8 @@ class LearnerMemory:
     def move(self, level: Level) -> Level:
         """Moves to `level`; returns the previous level."""
         before = self.level
-        self.give_up(level)
-        self.bring(level)
+        self.offload_to(level)
+        self.reload_to(level)
         return before
 
     def changed(self) -> None:
@@ -107,11 +107,11 @@ class LearnerMemory:
         self._unchanged = False
 
     def require(self, level: Level, doing: str) -> None:
-        """Raises GivenUpError if a part that `doing` needs is offloaded."""
+        """Raises OffloadedError if a part that `doing` needs is offloaded."""
         if missing := self._away - self._to_be_away(level):
             what = {"parameters": "parameters", "optimizer": "gradients, main weights and Adam's moments"}
             names = " and ".join(what[name] for name in sorted(missing))
-            raise GivenUpError(
+            raise OffloadedError(
                 f"{doing}: the {self.model}'s {names} are not on the device: they were offloaded "
                 f"(offload: {self.offload}) and not reloaded"
             )

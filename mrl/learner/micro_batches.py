@@ -15,13 +15,13 @@ from mrl.config.schema import TrainConfig
 from mrl.core import PackedBatch, Rollout
 from mrl.data.balance import Bins, costs_of, plan_micro_batches
 from mrl.data.packing import pack, require_ids, sequence_align
-from mrl.data.prefixes import ahead_of_outputs, common_prefixes, ways_to_cut
+from mrl.data.prefixes import common_prefixes, family_splits, tokens_before_outputs
 from mrl.families import ModelArch
 from mrl.families.flops import ForwardFlops
 from mrl.families.table import Role
-from mrl.kernels.linear_logprob import Slopes
-from mrl.learner.terms import Loss, Together
-from mrl.models.batch import NOTHING, Extras
+from mrl.kernels.linear_logprob import LossGradients
+from mrl.learner.loss_terms import Loss, Together
+from mrl.models.batch import DEFAULT_PASS_OPTIONS, PassOptions
 from mrl.parallel import Mesh
 from mrl.units import starts
 
@@ -37,11 +37,11 @@ class MicroBatch:
     temperature: float
     entropy_grad: bool = False
     term: int = 0
-    extras: Extras = NOTHING
+    extras: PassOptions = DEFAULT_PASS_OPTIONS
     loss: Loss | None = None
 
     @property
-    def slopes(self) -> Slopes | None:
+    def loss_gradients(self) -> LossGradients | None:
         """Gradients of the loss with respect to the model's output; None unless the loss is local to each token."""
         if self.loss is None or not self.loss.local:
             return None
@@ -50,15 +50,15 @@ class MicroBatch:
         def of(log_probs: Tensor, entropy: Tensor, rows: slice) -> tuple[Tensor, Tensor | None]:
             with torch.enable_grad():
                 output = torch.stack([log_probs, entropy]).requires_grad_()
-                loss = compute(output, self.packed.dest[rows]).loss
+                loss = compute(output, self.packed.response_indices[rows]).loss
             (slope,) = torch.autograd.grad(loss, output)
             return slope[0], slope[1] if self.entropy_grad else None
 
-        return Slopes(of, self.entropy_grad)
+        return LossGradients(of, self.entropy_grad)
 
 
 @dataclass
-class Split:
+class MicroBatchPlanner:
     """Micro-batch planner of a model under a layout.
 
     role: determines the cost of its outputs; shares: True if prefixes common to a micro-batch's sequences are computed
@@ -72,7 +72,11 @@ class Split:
     shares: bool = False
 
     def micro_batches(
-        self, rollout: Rollout, sample_ids: Sequence[int], together: Together = 1, extras: Extras = NOTHING
+        self,
+        rollout: Rollout,
+        sample_ids: Sequence[int],
+        together: Together = 1,
+        extras: PassOptions = DEFAULT_PASS_OPTIONS,
     ) -> list[PackedBatch]:
         """Returns this rank's micro-batches, equally many on every rank. together, extras: as in `Loss`."""
         require_ids(rollout, self.arch.vocab_size)
@@ -129,13 +133,13 @@ class Split:
         `common_prefixes`
         """
         if len(sizes) == len(common) and bool(common.any()):
-            ahead = ahead_of_outputs(rollout, torch.tensor(ids))
+            ahead = tokens_before_outputs(rollout, torch.tensor(ids))
             begins = F.pad(((common == 0) | (2 * common < ahead))[1:], (1, 0), value=True).nonzero()[:, 0]
             families = begins.diff(append=begins.new_tensor([len(common)]))
             of = torch.repeat_interleave(torch.arange(len(families)), families)
             longest = torch.zeros_like(families).scatter_reduce(0, of, tokens, "amax")
             fitting = self.train.max_tokens_per_microbatch // longest
-            yield from ways_to_cut(families, fitting.clamp(min=1))
+            yield from family_splits(families, fitting.clamp(min=1))
         yield sizes
 
     def fits(self, rollout: Rollout, together: Together) -> bool:
@@ -152,7 +156,7 @@ def _shown(rollout: Rollout, sample_ids: Sequence[int], together: Together) -> t
     """Returns the sequences and their indices. Sequences of one sample need not share a micro-batch."""
     if rollout.sequence_lens is not None and together != 1:
         raise ValueError("samples with several sequences cannot be kept in one micro-batch")
-    shown, places = rollout.apart(sample_ids)
+    shown, places = rollout.split_sequences(sample_ids)
     return shown, list(places)
 
 

@@ -99,7 +99,7 @@ def build_optimizer(
     optimizer = get_megatron_optimizer(options, chunks, groups)
     parts = optimizer.chained_optimizers  # the dense part is empty if only experts' adapters are trained
     optimizer.chained_optimizers = [part for part in parts if not part.is_stub_optimizer]
-    return optimizer, Schedule(cfg, optimizer)
+    return optimizer, LearningRateSchedule(cfg, optimizer)
 
 
 def grad_norm(optimizer: ChainedOptimizer) -> float:
@@ -134,14 +134,14 @@ def own_ranges(optimizer: ChainedOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
             yield parameter, parameter.detach().view(-1)[own.start : own.end]
 
 
-def publish_own_ranges(chunks: list[DistributedDataParallel]) -> None:
+def gather_own_ranges(chunks: list[DistributedDataParallel]) -> None:
     """Gathers every data-parallel rank's range on all of them, after the ranges were written. Collective."""
     for chunk in chunks:
         chunk.start_param_sync()
 
 
 @torch.no_grad()
-def round_again(optimizer: ChainedOptimizer, chunks: list[DistributedDataParallel]) -> None:
+def requantize_weights(optimizer: ChainedOptimizer, chunks: list[DistributedDataParallel]) -> None:
     """Requantizes fp8 weights from their main weights, as the last update did; does nothing without fp8 weights.
     Collective.
 
@@ -155,10 +155,10 @@ def round_again(optimizer: ChainedOptimizer, chunks: list[DistributedDataParalle
             part._copy_main_params_to_param_buffer()
         else:
             part._copy_main_params_to_model_params()
-    publish_own_ranges(chunks)
+    gather_own_ranges(chunks)
 
 
-def prime(optimizer: ChainedOptimizer) -> None:
+def create_optimizer_state(optimizer: ChainedOptimizer) -> None:
     """Creates the Adam state, as zeros, that otherwise the first update would create."""
     platform.prime_adam(optimizer)
     for part in optimizer.chained_optimizers:
@@ -178,7 +178,7 @@ def has_finite_gradients(chunks: list[DistributedDataParallel]) -> Tensor:
     return finite
 
 
-class Schedule(OptimizerParamScheduler):
+class LearningRateSchedule(OptimizerParamScheduler):
     """Megatron's scheduler with the learning rates of `cfg`: the same function for every trainer."""
 
     def __init__(self, cfg: OptimizerConfig, optimizer: ChainedOptimizer) -> None:

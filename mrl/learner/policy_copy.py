@@ -11,7 +11,7 @@ from torch import Tensor
 from mrl import platform
 from mrl.core import Rollout
 from mrl.learner.learner import Learner
-from mrl.learner.optimizer import own_ranges, publish_own_ranges
+from mrl.learner.optimizer import gather_own_ranges, own_ranges
 
 
 class PolicyCopy:
@@ -66,5 +66,5 @@ class PolicyCopy:
         self.learner.memory.require("parameters", "swapping weights")
         for parameter, own in own_ranges(self.learner.optimizer):
             own.copy_(weights[parameter])
-        publish_own_ranges(self.learner.chunks)
+        gather_own_ranges(self.learner.chunks)
         self.learner.memory.changed()

@@ -16,19 +16,19 @@ import torch
 from torch import Tensor
 
 from mrl import platform
-from mrl.algo.preference import PAIR_LOSSES, Pairs, Sums
-from mrl.algo.preference_unpaired import LABEL_LOSSES, Labelled
+from mrl.algo.preference import PAIR_LOSSES, LogProbSums, PreferencePairs
+from mrl.algo.preference_unpaired import LABEL_LOSSES, LabelledResponses
 from mrl.algo.registry import arguments
 from mrl.core import Rollout
-from mrl.learner.terms import Loss, LossParts
-from mrl.models.batch import Extras
+from mrl.learner.loss_terms import Loss, LossParts
+from mrl.models.batch import PassOptions
 from mrl.options.preference import PreferenceOptions
 
-DESCRIBED = Extras(described=True)
+DESCRIBED = PassOptions(described=True)
 
 
 @dataclass(frozen=True)
-class Targets:
+class PreferenceTargets:
     """Targets of a step of B responses; the sums are float64.
 
     losses: by name
@@ -37,7 +37,7 @@ class Targets:
     mean_weights [R]: weights of the mean over the responses' tokens
     reference [B]: sums; tokens [B]: numbers; labels [B] bool: chosen, or labelled true
     together: responses of a row; row_weights: of the B / together rows
-    kl, shift: as in `mrl.algo.preference_unpaired.Labelled`
+    kl, shift: as in `mrl.algo.preference_unpaired.LabelledResponses`
     """
 
     losses: Mapping[str, PreferenceOptions]
@@ -52,7 +52,7 @@ class Targets:
     kl: Tensor
     shift: float = 0.0
 
-    def to(self, device: torch.device) -> Targets:
+    def to(self, device: torch.device) -> PreferenceTargets:
         """Moves each tensor to the device."""
         moved: dict[str, Any] = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
         return replace(self, **moved)
@@ -81,11 +81,11 @@ class Targets:
                     found["dpo/mean_token_accuracy"] = (2, weights)
         return found
 
-    def sides(self, policy: Tensor) -> Pairs:
+    def pairs(self, policy: Tensor) -> PreferencePairs:
         """Returns the pairs, from the sums [2, B]."""
         parts = [(x[0::2], x[1::2]) for x in (policy[0], self.reference, self.tokens)]
-        chosen, rejected = (Sums(*(part[half] for part in parts)) for half in (0, 1))
-        return Pairs(chosen, rejected, policy[1, 0::2], self.text_tokens)
+        chosen, rejected = (LogProbSums(*(part[half] for part in parts)) for half in (0, 1))
+        return PreferencePairs(chosen, rejected, policy[1, 0::2], self.text_tokens)
 
     def by_loss(self, policy: Tensor) -> dict[str, Tensor]:
         """Returns every loss of every row, [B / together] each, from the policy's sums [2, B], without the losses'
@@ -95,11 +95,11 @@ class Targets:
         for name, options in self.losses.items():
             if options.is_unpaired:
                 loss: Callable[..., Tensor] = LABEL_LOSSES.get(name)
-                of: Labelled | Pairs = Labelled(
-                    Sums(policy[0], self.reference, self.tokens), self.labels, self.kl, self.shift
+                of: LabelledResponses | PreferencePairs = LabelledResponses(
+                    LogProbSums(policy[0], self.reference, self.tokens), self.labels, self.kl, self.shift
                 )
             else:
-                loss, of = PAIR_LOSSES.get(name), self.sides(policy)
+                loss, of = PAIR_LOSSES.get(name), self.pairs(policy)
             found[name] = self.row_weights * loss(of, **arguments(loss, dict(options)))
         return found
 
@@ -119,7 +119,7 @@ def targets(
     together: int,
     ld_alpha: float | None = None,
     with_prompts: bool = False,
-) -> Targets:
+) -> PreferenceTargets:
     """Returns targets with reference log-probs of 0, row weights of 1, and no baseline.
 
     with_prompts: the tokens are those of `mrl.data.preference.with_prompts(batch)`
@@ -129,7 +129,7 @@ def targets(
     rows = before + lens
     member = torch.repeat_interleave(torch.arange(batch.num_samples), rows)
     place = torch.arange(int(rows.sum())) - (rows.cumsum(0) - lens)[member]
-    return Targets(
+    return PreferenceTargets(
         losses,
         member=member,
         token_weights=torch.stack([_response_weights(place, member, lens, ld_alpha), labels[member].double()]),
@@ -156,7 +156,7 @@ def _response_weights(place: Tensor, member: Tensor, lens: Tensor, ld_alpha: flo
     return torch.where(place < shorter[member], weights, ld_alpha)
 
 
-def one_pass(on_host: Targets, total_over_context: Callable[[Tensor], Tensor], context: int) -> Loss:
+def one_pass(on_host: PreferenceTargets, total_over_context: Callable[[Tensor], Tensor], context: int) -> Loss:
     """Returns the loss for losses of single rows.
 
     context: number of ranks that hold parts of the same responses; each has the whole value, and reports its share.
@@ -177,7 +177,7 @@ def one_pass(on_host: Targets, total_over_context: Callable[[Tensor], Tensor], c
     return Loss(compute, names, together=t.together, extras=DESCRIBED)
 
 
-def two_pass(on_host: Targets, policy: Tensor) -> tuple[Loss, float]:
+def two_pass(on_host: PreferenceTargets, policy: Tensor) -> tuple[Loss, float]:
     """Returns the second pass's loss and the total value. policy [2, B]: the sums of the first pass."""
     sums = policy.detach().clone().requires_grad_()
     value = on_host.value(sums)
@@ -191,7 +191,7 @@ def two_pass(on_host: Targets, policy: Tensor) -> tuple[Loss, float]:
     return Loss(compute, names, extras=DESCRIBED), float(value.detach())
 
 
-def _means(on_host: Targets) -> tuple[tuple[str, ...], Callable[[Tensor, Tensor], list[Tensor]]]:
+def _means(on_host: PreferenceTargets) -> tuple[tuple[str, ...], Callable[[Tensor, Tensor], list[Tensor]]]:
     """Returns the names of a step's token metrics, and the function whose results add up to their values."""
     described = on_host.described()
     kept = [(output, weights.to(platform.device())) for output, weights in described.values()]

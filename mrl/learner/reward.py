@@ -17,8 +17,8 @@ from torch import Tensor
 
 from mrl import platform
 from mrl.algo.registry import arguments
-from mrl.algo.reward_losses import REWARD_LOSSES, Labels, ScoreLists, ScorePairs
-from mrl.learner.terms import Loss, LossParts, Together
+from mrl.algo.reward_losses import REWARD_LOSSES, LabelledScores, ScoreLists, ScorePairs
+from mrl.learner.loss_terms import Loss, LossParts, Together
 from mrl.options.reward_losses import Form
 
 
@@ -75,7 +75,7 @@ class RewardTargets:
         float64.
         """
         loss = REWARD_LOSSES.get(self.loss)
-        of: ScorePairs | ScoreLists | Labels = Labels(scores, self.targets)
+        of: ScorePairs | ScoreLists | LabelledScores = LabelledScores(scores, self.targets)
         if self.form == "pairs":
             of = ScorePairs(scores[:, 0::2], scores[:, 1::2], self.margin)
         elif self.form == "lists":

@@ -92,11 +92,11 @@ def packed_attention(
     query [t, h, d]; key, value [all ranks' tokens, groups, d]. sinks [h]: each head's score of one extra key with value
     0.
     """
-    if native.takes(query, key, value, sinks) and plan.segments.longest * query.size(-1) <= native.LONG:
+    if native.supports(query, key, value, sinks) and plan.segments.longest * query.size(-1) <= native.LONG:
         out: Tensor = native.NativeAttention.apply(query, key, value, sinks, plan.segments, scale, window)
         return out
-    all_in_place = plan.in_place and plan.asking is None
-    q = query if all_in_place else _Spread.apply(query, plan.query_index, plan.query_slot, plan.asking)
+    all_in_place = plan.in_place and plan.query_tokens is None
+    q = query if all_in_place else _Spread.apply(query, plan.query_index, plan.query_slot, plan.query_tokens)
     if plan.in_place:
         k, v = key, value
     elif plan.key_slot is not None:
@@ -206,7 +206,7 @@ class PackedAttention(MegatronModule):
             key, value = both.split([key.size(-1), value.size(-1)], -1)
         width, most = value.size(-1), max(query.size(-1), value.size(-1))  # kernels want one width of all three
         query, key, value = (F.pad(x, (0, most - x.size(-1))) if x.size(-1) < most else x for x in (query, key, value))
-        plan = packed_seq_params.leaving if self.is_last else packed_seq_params.plan
+        plan = packed_seq_params.last_layer_plan if self.is_last else packed_seq_params.plan
         out = packed_attention(query, key, value, plan, self.scale, self.window, self.softmax_offset)
         return out[..., :width].flatten(1).unsqueeze(1)
 

@@ -67,7 +67,7 @@ class AttentionPlan:
     """Gather indices of packed tokens into padded buckets and back.
 
     query_index [P]: the local token behind each padded query slot (a segment's own first token behind padding)
-    query_slot [q]: the padded slot of each querying token; asking [q]: the querying tokens, None: all [t]
+    query_slot [q]: the padded slot of each querying token; query_tokens [q]: the querying tokens, None: all [t]
     result_slot [n]: the padded slot of each returned result; None: all, in place
     key_index [K]: the token behind each padded key slot, among the tokens of all context-parallel ranks
     key_slot [t]: the inverse, if every token is a key once (no context parallelism); if sequences share tokens
@@ -79,7 +79,7 @@ class AttentionPlan:
     buckets: tuple[Bucket, ...]
     query_index: Tensor
     query_slot: Tensor
-    asking: Tensor | None
+    query_tokens: Tensor | None
     result_slot: Tensor | None
     key_index: Tensor
     key_slot: Tensor | None
@@ -119,7 +119,7 @@ class AttentionPlan:
             longest=int(seen.max()),
         )
 
-    def giving(self, rows: Tensor) -> AttentionPlan:
+    def for_outputs(self, rows: Tensor) -> AttentionPlan:
         """Returns a plan that returns the results of the local tokens `rows` [n] only.
 
         On a CPU the other tokens do not query if that saves scores; on a GPU all query, since counting would
@@ -133,25 +133,25 @@ class AttentionPlan:
 
     @staticmethod
     def make(
-        cu_seqlens: Tensor, cp: int, cp_rank: int, device: torch.device, spread: Tensor | None = None
+        cu_seqlens: Tensor, cp: int, cp_rank: int, device: torch.device, shared_index: Tensor | None = None
     ) -> AttentionPlan:
         """Builds the plan.
 
-        cu_seqlens [S + 1]: starts of the padded sequences before the context-parallel cut. spread: as in
+        cu_seqlens [S + 1]: starts of the padded sequences before the context-parallel cut. shared_index: as in
         `mrl.core.PackedBatch`.
         """
         cu = cu_seqlens.to("cpu", torch.int64)
         cu = cu[torch.cat([cu.diff() > 0, torch.ones(1, dtype=torch.bool)])]
         builder, start, length = _PlanBuilder(cu, cp), cu[:-1], cu.diff()
-        if spread is not None:
-            builder.add_sharing(start, length, spread)
+        if shared_index is not None:
+            builder.add_sharing(start, length, shared_index)
         elif cp == 1:
             builder.add(start=start, length=length, before=torch.zeros_like(length))
         else:
             chunk, local = length // (2 * cp), start // cp
             builder.add(start=local, length=chunk, before=cp_rank * chunk)
             builder.add(start=local + chunk, length=chunk, before=(2 * cp - 1 - cp_rank) * chunk)
-        return builder.plan(device, spread)
+        return builder.plan(device, shared_index)
 
 
 class _PlanBuilder:
@@ -176,15 +176,15 @@ class _PlanBuilder:
                 members = of[group[similar]]
                 self._bucket(members, start[members], length[members], before[members])
 
-    def add_sharing(self, start: Tensor, length: Tensor, spread: Tensor) -> None:
+    def add_sharing(self, start: Tensor, length: Tensor, shared_index: Tensor) -> None:
         """Adds sequences that share some of their first tokens.
 
         Shared tokens query without the tokens that follow them in any sequence: kernels would multiply non-finite ones
         by 0. They query again, unused, in each sequence if that means fewer scores: kernels skip half of a causal
         square, but nothing of a mask.
         """
-        sequence, first = torch.arange(len(start)).repeat_interleave(length), is_first(spread)
-        to_others = first & (spread.bincount()[spread] > 1)
+        sequence, first = torch.arange(len(start)).repeat_interleave(length), is_first(shared_index)
+        to_others = first & (shared_index.bincount()[shared_index] > 1)
         count = torch.arange(len(sequence)) - start[sequence] + 1
         shown = torch.zeros_like(length).scatter_reduce(0, sequence[to_others], count[to_others], "amax")
         common = F.pad((~first).cumsum(0), (1, 0))[self.cu].diff().maximum(shown)
@@ -219,12 +219,12 @@ class _PlanBuilder:
         owner = torch.where(second, 2 * self.cp - 1 - part, part)
         return owner * self.tokens + start // self.cp + second * chunk + position % chunk
 
-    def plan(self, device: torch.device, spread: Tensor | None) -> AttentionPlan:
+    def plan(self, device: torch.device, shared_index: Tensor | None) -> AttentionPlan:
         query, slot, key = torch.cat(self.query_index), self.query_slot, torch.cat(self.key_index)
         in_place = self.cp == 1 and self.slots == self.tokens and bool((slot.diff() == 1).all())
         back: tuple[Tensor, ...] = ()
-        if spread is not None:
-            query, slot, key, in_place = spread[query], slot[is_first(spread)], spread[key], False
+        if shared_index is not None:
+            query, slot, key, in_place = shared_index[query], slot[is_first(shared_index)], shared_index[key], False
             back = slots_of(key)
         needed = [query, slot, key, *back, *(bucket.last_key for bucket in self.buckets)]
         query, slot, key, *rest = platform.to_device(needed, device)
@@ -234,7 +234,7 @@ class _PlanBuilder:
             buckets=tuple(replace(b, last_key=last) for b, last in zip(self.buckets, last_key, strict=True)),
             query_index=query,
             query_slot=slot,
-            asking=None,
+            query_tokens=None,
             result_slot=None if in_place else slot,
             key_index=key,
             key_slot=key_slot,
@@ -285,7 +285,7 @@ class _FewQueries:
             buckets=tuple(replace(b, size=(*last.shape,), last_key=last, is_causal=False) for b, last in pairs),
             query_index=torch.cat([index.flatten() for index in self.index]),
             query_slot=self.slot,
-            asking=self.rows,
+            query_tokens=self.rows,
             result_slot=self.slot,
             _within={},
         )

@@ -12,18 +12,18 @@ from torch import Tensor
 
 from mrl import platform
 from mrl.core import PackedBatch
-from mrl.kernels.linear_logprob import Slopes
+from mrl.kernels.linear_logprob import LossGradients
 from mrl.models.attention_plan import AttentionPlan
 from mrl.models.mcore import PackedSeqParams
 from mrl.models.routing import Routing
 from mrl.models.shared_tokens import SharedTokens
 from mrl.parallel import Mesh
 
-Output = Literal["log_probs", "distribution", "head_error", "logits", "values"]
+Output = Literal["log_probs", "distribution", "lm_head_quantization_error", "logits", "values"]
 
 
 @dataclass(frozen=True)
-class Extras:
+class PassOptions:
     """Additional computations of a training pass.
 
     smoothing: also computes the mean log-prob over the vocabulary
@@ -44,14 +44,22 @@ class Extras:
         return self.drops or self.noise > 0
 
 
-NOTHING = Extras()
+DEFAULT_PASS_OPTIONS = PassOptions()
 
 
 def on_device(batch: PackedBatch) -> PackedBatch:
     """Returns the batch with the model's inputs on this rank's device; `cu_seqlens` stays on the CPU for attention
     planning.
     """
-    names = ("tokens", "position_ids", "rows", "labels", "dest", "image_at", "image_row")
+    names = (
+        "tokens",
+        "position_ids",
+        "output_positions",
+        "labels",
+        "response_indices",
+        "image_positions",
+        "image_feature_indices",
+    )
     here = platform.to_device([vars(batch)[name] for name in names], platform.device())
     return replace(batch, **cast(dict[str, Any], dict(zip(names, here, strict=True))))
 
@@ -76,7 +84,7 @@ class Images:
         """Builds the images of `batch`, which comes from `on_device`; pixels [patches, patch values]."""
         grids = torch.nn.functional.pad(batch.images[:, 2:4], (1, 0), value=1)
         pixels, grids = platform.to_device([pixels, grids], platform.device())
-        return Images(pixels, grids, batch.image_at, batch.image_row)
+        return Images(pixels, grids, batch.image_positions, batch.image_feature_indices)
 
 
 def _none() -> Tensor:
@@ -91,30 +99,31 @@ class ModelBatch(PackedSeqParams):
     transformer-engine, applies RoPE to them at once with mrl's angles per token.
 
     positions [t] int64: of the local tokens in their sequences
-    rows [n] int64: local positions whose output is needed; labels [n] int64: the token that follows each
-    entropy_grad: the loss depends on the entropies; slopes: gradients of the loss by log-probs and entropies, if the
-    loss is local to each token
+    output_positions [n] int64: local positions whose output is needed; labels [n] int64: the token that follows each
+    entropy_grad: the loss depends on the entropies; loss_gradients: gradients of the loss by log-probs and entropies,
+    if the loss is local to each token
     """
 
     positions: Tensor = field(default_factory=_none)
-    rows: Tensor = field(default_factory=_none)
+    output_positions: Tensor = field(default_factory=_none)
     labels: Tensor = field(default_factory=_none)
     temperature: float = 1.0
     output: Output = "log_probs"
     entropy_grad: bool = False
-    slopes: Slopes | None = None
+    loss_gradients: LossGradients | None = None
     # cosines and sines of the tokens' rotary angles, by table, filled in by the model
     cos_sin: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     starts: Tensor = field(default_factory=_none)  # [S + 1]: of the padded sequences, before the context-parallel cut
     longest: int = 0  # tokens of such a sequence
-    spread: Tensor | None = None  # as in `mrl.core.PackedBatch`
+    shared_index: Tensor | None = None  # as in `mrl.core.PackedBatch`
     cp: tuple[int, int] = (1, 0)  # context-parallel size and rank
-    extras: Extras = NOTHING
+    extras: PassOptions = DEFAULT_PASS_OPTIONS
     samples: Tensor = field(default_factory=_none)  # [S]: the packed sequences' indices in the rollout
     seq_lens: Tensor = field(default_factory=_none)  # [S], without padding
     images: Images | None = None  # on the first stage, where there are any
     routing: Routing | None = None  # routing to replay or record; None: routers choose, unrecorded
-    has_left: bool = False  # True if the hidden states are those of `rows` alone: from the last layer on
+    # True if the hidden states are those of `output_positions` alone: from the last layer on
+    has_dropped_tokens: bool = False
 
     @staticmethod
     def make(
@@ -123,8 +132,8 @@ class ModelBatch(PackedSeqParams):
         temperature: float,
         output: Output,
         entropy_grad: bool = False,
-        extras: Extras | None = None,
-        slopes: Slopes | None = None,
+        extras: PassOptions | None = None,
+        loss_gradients: LossGradients | None = None,
         images: Images | None = None,
         routing: Routing | None = None,
     ) -> ModelBatch:
@@ -132,17 +141,17 @@ class ModelBatch(PackedSeqParams):
         return ModelBatch(
             qkv_format="packed",
             positions=batch.position_ids[0],
-            rows=batch.rows,
+            output_positions=batch.output_positions,
             labels=batch.labels,
             temperature=temperature,
             output=output,
             entropy_grad=entropy_grad,
-            slopes=slopes,
+            loss_gradients=loss_gradients,
             starts=batch.cu_seqlens,
             longest=batch.max_seqlen,
-            spread=batch.spread,
+            shared_index=batch.shared_index,
             cp=(mesh.cp, mesh.cp_rank),
-            extras=extras or NOTHING,
+            extras=extras or DEFAULT_PASS_OPTIONS,
             samples=batch.samples,
             seq_lens=batch.seq_lens,
             images=images,
@@ -152,24 +161,26 @@ class ModelBatch(PackedSeqParams):
     @cached_property
     def plan(self) -> AttentionPlan:
         """Plan of mrl's own attention; built once for all layers."""
-        return AttentionPlan.make(self.starts, *self.cp, platform.device(), self.spread)
+        return AttentionPlan.make(self.starts, *self.cp, platform.device(), self.shared_index)
 
     @property
-    def leaves(self) -> bool:
-        """True if tokens outside `rows` can be dropped in the last layer; adapter dropout prevents it, as it depends
-        on a token's index.
+    def can_drop_tokens(self) -> bool:
+        """True if tokens outside `output_positions` can be dropped in the last layer; adapter dropout prevents it, as
+        it depends on a token's index.
         """
         return not self.extras.drops
 
     @cached_property
-    def leaving(self) -> AttentionPlan:
-        """Plan of the last layer's attention, which returns only the tokens in `rows` if the others can be dropped."""
-        return self.plan.giving(self.rows) if self.leaves else self.plan
+    def last_layer_plan(self) -> AttentionPlan:
+        """Plan of the last layer's attention, which returns only the tokens in `output_positions` if the others can be
+        dropped.
+        """
+        return self.plan.for_outputs(self.output_positions) if self.can_drop_tokens else self.plan
 
     @cached_property
     def shared(self) -> SharedTokens | None:
         """Shared tokens for transformer-engine's attention, which takes whole sequences; built once for all layers."""
-        return None if self.spread is None else SharedTokens.make(self.spread, platform.device())
+        return None if self.shared_index is None else SharedTokens.make(self.shared_index, platform.device())
 
     @cached_property
     def thd(self) -> PackedSeqParams:

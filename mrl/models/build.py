@@ -16,7 +16,7 @@ from mrl.models.mcore import MegatronModule
 from mrl.models.policy import Policy
 from mrl.models.rope import inverse_frequencies
 from mrl.models.transformer_config import transformer_config
-from mrl.models.vision import give_tower
+from mrl.models.vision import attach_vision_tower
 from mrl.parallel import Mesh
 
 _CLASSES: dict[Role, type[Policy | Critic]] = {"policy": Policy, "critic": Critic}
@@ -48,7 +48,7 @@ def build_model(
     for stage in stages:
         chunk = made(vp_stage=stage)
         if arch.vision is not None:
-            give_tower(chunk, arch, hf_path, train.parallel, trains=trains_vision)
+            attach_vision_tower(chunk, arch, hf_path, train.parallel, trains=trains_vision)
         chunk = chunk.to(platform.device())
         if seed is not None:
             initialise(chunk, arch, mesh, role, seed)
@@ -71,5 +71,5 @@ def build_skeleton(arch: ModelArch, hf_path: str, mesh: Mesh, role: Role) -> Meg
             arch, config, inv_freq, tied=arch.tied_embeddings, vp_stage=None, precision=train.precision.fp8
         )
         if arch.vision is not None:
-            give_tower(made, arch, hf_path, train.parallel, trains=False)
+            attach_vision_tower(made, arch, hf_path, train.parallel, trains=False)
     return made

@@ -24,17 +24,17 @@ from mrl.models.mcore import (
     gather_from_sequence_parallel_region,
     parallel_state,
 )
-from mrl.models.precision import STATE, Emulation
+from mrl.models.precision import STATE, FP8Emulation
 
 
 class _Rounded(nn.Module):
     """Mixin that replaces Megatron's product with an fp8 one and keeps its scales."""
 
-    emulation: Emulation
+    emulation: FP8Emulation
     scales: Scales | None
     is_expert: bool
 
-    def rounds(self, emulation: Emulation) -> None:
+    def rounds(self, emulation: FP8Emulation) -> None:
         self.emulation, self.scales = emulation, emulation.scales()
         if self.scales is not None:
             self.scales.to(platform.device())
@@ -76,13 +76,13 @@ class _Rounded(nn.Module):
 
 
 class RoundedColumnParallel(_Rounded, ColumnParallelLinear):
-    def __init__(self, *args: Any, emulation: Emulation, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, emulation: FP8Emulation, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.rounds(emulation)
 
 
 class RoundedRowParallel(_Rounded, RowParallelLinear):
-    def __init__(self, *args: Any, emulation: Emulation, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, emulation: FP8Emulation, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.rounds(emulation)
 
@@ -112,7 +112,7 @@ def end_of_update(chunks: Iterable[nn.Module], *, is_kept: bool) -> None:
 
 
 @contextlib.contextmanager
-def without_memory(chunks: Iterable[nn.Module]) -> Iterator[None]:
+def without_amax_history(chunks: Iterable[nn.Module]) -> Iterator[None]:
     """Keeps the passes inside from changing any scale, as they belong to no update."""
     kept = [(scales, scales.seen.clone()) for _, scales in _remembering(chunks)]
     yield

@@ -24,7 +24,7 @@ from mrl.models.noise import embedding_noise
 from mrl.models.precision import emulation_of
 from mrl.models.rope import RotaryAngles
 from mrl.models.specs import block_spec, freeze_router_bias
-from mrl.models.vision import add_pictures
+from mrl.models.vision import add_image_features
 
 
 class PackedGPT(GPTModel):
@@ -84,7 +84,7 @@ class PackedGPT(GPTModel):
                 part = (group.rank(), group.size()) if self.config.sequence_parallel else (0, 1)
                 decoder_input = decoder_input + embedding_noise(packed_seq_params, decoder_input, part)
             if packed_seq_params.images is not None:
-                decoder_input = add_pictures(self, decoder_input, packed_seq_params.images)
+                decoder_input = add_image_features(self, decoder_input, packed_seq_params.images)
         if self.config.transformer_impl == "transformer_engine":
             return decoder_input, self.rotary[""](position_ids), None, None, None, None
         dtype = self.config.params_dtype
@@ -113,7 +113,7 @@ class PackedGPT(GPTModel):
         elif partial_grad and group.size() > 1:
             hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
         hidden = hidden.squeeze(1)
-        return hidden if batch.has_left else hidden.index_select(0, batch.rows)
+        return hidden if batch.has_dropped_tokens else hidden.index_select(0, batch.output_positions)
 
 
 def vocab_align() -> int:

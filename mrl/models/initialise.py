@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mrl.families import ModelArch
-from mrl.families.rows import Row
+from mrl.families.rows import ParameterMapping
 from mrl.families.table import VALUE_HEAD, Role, weight_table
 from mrl.models.fp8_params import is_quantized, write
 from mrl.models.naming import global_name
@@ -42,7 +42,7 @@ def initialise(chunk: nn.Module, arch: ModelArch, mesh: Mesh, role: Role, seed: 
             parameter.fill_(1.0 if row.start == "ones" else 0.0)
 
 
-def _draw(parameter: Tensor, name: str, row: Row, arch: ModelArch, mesh: Mesh, seed: int) -> None:
+def _draw(parameter: Tensor, name: str, row: ParameterMapping, arch: ModelArch, mesh: Mesh, seed: int) -> None:
     parts, part = mesh.tensor_cut(row.expert) if row.tp_dim is not None else (1, 0)
     parameter = parameter.flatten(1)  # a view, for a vision tower's patch projection
     rows, cols = parameter.shape

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from mrl import platform
 from mrl.config.sections.models import TrainConfig
 from mrl.families import ModelArch, UnsupportedModel
-from mrl.families.adapters import MARK, LoRA, adapted_rows, layer_of, part_of
-from mrl.families.rows import Row
+from mrl.families.adapters import ADAPTER_INFIX, LoRA, adapted_rows, layer_of, part_of
+from mrl.families.rows import ParameterMapping
 from mrl.families.table import VALUE_HEAD
-from mrl.models.lora_layer import AdaptedLayer, Adapter, Dropout, Place
+from mrl.models.lora_layer import AdaptedLayer, Adapter, AdapterDropout, LayerSharding
 from mrl.models.naming import global_name
 from mrl.parallel import Mesh
 
@@ -88,7 +88,7 @@ def attach(chunks: Sequence[nn.Module], arch: ModelArch, mesh: Mesh, train: Trai
         for local, parameter in list(chunk.named_parameters()):
             name = global_name(chunk, local)
             parameter.requires_grad_(name == VALUE_HEAD)
-            if name in rows and any(train.lora.spec.takes(layer_of(hf)) for hf in rows[name].hf):
+            if name in rows and any(train.lora.spec.adapts(layer_of(hf)) for hf in rows[name].hf):
                 made[parameter] = _layer(chunk, local, name, rows[name], arch, mesh, train, seed)
         if train.recompute != "none":
             _keep_gradients_alive(chunk)
@@ -98,7 +98,14 @@ def attach(chunks: Sequence[nn.Module], arch: ModelArch, mesh: Mesh, train: Trai
 
 
 def _layer(
-    chunk: nn.Module, local: str, name: str, row: Row, arch: ModelArch, mesh: Mesh, train: TrainConfig, seed: int
+    chunk: nn.Module,
+    local: str,
+    name: str,
+    row: ParameterMapping,
+    arch: ModelArch,
+    mesh: Mesh,
+    train: TrainConfig,
+    seed: int,
 ) -> AdaptedLayer:
     parameter, (owner_name, _, attribute) = chunk.get_parameter(local), local.rpartition(".")
     if attribute != "weight":
@@ -107,7 +114,7 @@ def _layer(
     owner, spec = chunk.get_submodule(owner_name), train.lora.spec
     tp, tp_rank = mesh.tensor_cut(row.expert)
     is_sequence = train.parallel.sequence and tp > 1 and not row.expert
-    place = Place(
+    place = LayerSharding(
         by_rows=row.tp_dim == 0,
         tp=tp,
         group=mesh.expert_tp_group if row.expert else mesh.tp_group,
@@ -117,26 +124,28 @@ def _layer(
     parts: dict[str, Adapter | None] = {}
     sizes: dict[str, int] = {}
     for hf, (out, columns) in zip(row.hf, row.shapes, strict=True):
-        part, own = part_of(hf), f"{name.removesuffix('.weight')}{MARK}{part_of(hf)}"
+        part, own = part_of(hf), f"{name.removesuffix('.weight')}{ADAPTER_INFIX}{part_of(hf)}"
         sizes[part] = out // tp if place.by_rows else out
         parts[part] = None
-        if spec.takes(layer_of(hf)):
+        if spec.adapts(layer_of(hf)):
             whole = _first_values(own, spec.rank, columns, train.lora.init, seed)
             mine = whole if place.by_rows else whole.chunk(tp, 1)[tp_rank]
             parts[part] = Adapter(mine, sizes[part], parameter)
     layer = AdaptedLayer(owner, parts, sizes, place, spec, _dropout(name, row, place, tp_rank, train.lora.dropout))
     layer.mark(is_expert=row.expert)
-    owner.add_module(MARK.strip("."), layer)
+    owner.add_module(ADAPTER_INFIX.strip("."), layer)
     owner.register_forward_hook(layer.add)
     return layer
 
 
-def _dropout(name: str, row: Row, place: Place, tp_rank: int, share: float) -> Dropout | None:
+def _dropout(
+    name: str, row: ParameterMapping, place: LayerSharding, tp_rank: int, share: float
+) -> AdapterDropout | None:
     if not share:
         return None
     columns = 0 if place.by_rows else tp_rank * row.shapes[0][1] // place.tp
     part = (tp_rank, place.tp) if place.by_rows and place.is_sequence else (0, 1)
-    return Dropout(share, int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little"), columns, part)
+    return AdapterDropout(share, int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little"), columns, part)
 
 
 def _tell_batches(chunk: Any) -> None:

@@ -24,11 +24,11 @@ from mrl.models.mcore import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
-from mrl.models.noise import dropped
+from mrl.models.noise import dropout
 
 
 @dataclass(frozen=True)
-class Place:
+class LayerSharding:
     """Sharding of a layer over its tensor-parallel ranks.
 
     by_rows: rows are cut, else columns
@@ -59,7 +59,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Dropout:
+class AdapterDropout:
     """Dropout of the adapters' input in one layer.
 
     share: of zeros; stream: distinct for every layer; first: this rank's first column; part: (index, count) of the
@@ -101,9 +101,9 @@ class AdaptedLayer(nn.Module):
         linear: nn.Module,
         parts: Mapping[str, Adapter | None],
         sizes: Mapping[str, int],
-        place: Place,
+        place: LayerSharding,
         spec: LoRA,
-        dropout: Dropout | None = None,
+        dropout: AdapterDropout | None = None,
     ) -> None:
         super().__init__()
         self.is_on, self._dropout = True, dropout
@@ -198,7 +198,7 @@ class AdaptedLayer(nn.Module):
         drop, batch = self._dropout, self.batch
         if drop is None or batch is None or not batch.extras.drops:
             return x
-        return dropped(x, batch, drop.share, drop.stream, drop.part, drop.first)
+        return dropout(x, batch, drop.share, drop.stream, drop.part, drop.first)
 
     def _update(self, x: Tensor) -> Tensor:
         """B A x, in the order and shape of the layer's own output."""
@@ -254,14 +254,14 @@ class AdaptedLayer(nn.Module):
         return part
 
 
-def _entering(low: Tensor, place: Place) -> Tensor:
+def _entering(low: Tensor, place: LayerSharding) -> Tensor:
     """Gathers all ranks' tokens, or copies; the gradient is the sum over the ranks."""
     if place.is_sequence:
         return gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=place.group)
     return copy_to_tensor_model_parallel_region(low, group=place.group)
 
 
-def _leaving(low: Tensor, place: Place) -> Tensor:
+def _leaving(low: Tensor, place: LayerSharding) -> Tensor:
     """Sums the ranks' parts; under sequence parallelism each rank keeps its tokens."""
     if place.is_sequence:
         return reduce_scatter_to_sequence_parallel_region(low, group=place.group)

@@ -44,7 +44,7 @@ def embedding_noise(batch: ModelBatch, like: Tensor, part: tuple[int, int]) -> T
     return made[:, None]
 
 
-def dropped(x: Tensor, batch: ModelBatch, share: float, stream: int, part: tuple[int, int], first: int) -> Tensor:
+def dropout(x: Tensor, batch: ModelBatch, share: float, stream: int, part: tuple[int, int], first: int) -> Tensor:
     """Applies dropout of rate `share` to x [t, 1, d], with the usual rescaling.
 
     stream: distinct for every dropout; part: (index, count) of x's part of the tokens; first: x's first dimension among

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mrl.config.sections.precision import FP8Config
-from mrl.kernels.head_products import plain
+from mrl.kernels.head_products import plain_products
 from mrl.kernels.linear_logprob import linear_distribution, linear_log_prob
 from mrl.models.batch import ModelBatch
 from mrl.models.gpt import PackedGPT
@@ -29,7 +29,7 @@ class Policy(PackedGPT):
         gradients: 1 where the label is the argmax, and the mean over the vocabulary of the logits;
         "distribution": [4, n], log-probs, entropies, the sums of the squared probabilities, and 1 where the label is
         the argmax, without gradients;
-        "head_error": [1, n], these log-probs minus those of a head without fp8, without gradients;
+        "lm_head_quantization_error": [1, n], these log-probs minus those of a head without fp8, without gradients;
         "logits": float32 [n, padded vocabulary / tp], neither scaled nor masked.
         """
         rows = self.response_rows(hidden, batch, partial_grad=True)
@@ -40,18 +40,19 @@ class Policy(PackedGPT):
         place = (batch.temperature, group.rank() * weight.size(0), self.arch.vocab_size, group)
         if batch.output == "distribution":
             return linear_distribution(rows, weight, batch.labels, *place, products=self.products)
-        if batch.output == "head_error":
+        if batch.output == "lm_head_quantization_error":
             own, exact = (
                 linear_log_prob(rows.detach(), weight.detach(), batch.labels, *place, products=products)[0]
-                for products in (self.products, plain)
+                for products in (self.products, plain_products)
             )
             return (own - exact)[None]
         if batch.output != "log_probs":
             raise ValueError(
-                f"a policy has no output {batch.output!r}; it has log_probs, distribution, head_error and logits"
+                f"a policy has no output {batch.output!r}; it has log_probs, distribution, "
+                "lm_head_quantization_error and logits"
             )
         log_probs, entropy, is_top = linear_log_prob(
-            rows, weight, batch.labels, *place, products=self.products, slopes=batch.slopes
+            rows, weight, batch.labels, *place, products=self.products, loss_gradients=batch.loss_gradients
         )
         made = [log_probs, entropy if batch.entropy_grad else entropy.detach()]
         if batch.extras.smoothing:

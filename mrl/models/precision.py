@@ -10,8 +10,8 @@ from mrl import platform
 from mrl.config.sections.precision import FP8Config
 from mrl.families import UnsupportedModel
 from mrl.kernels.fp8 import Recipe, Scales
-from mrl.kernels.head_fused import Fused
-from mrl.kernels.head_products import Products, Rounded, plain
+from mrl.kernels.head_fused import FusedFP8Products
+from mrl.kernels.head_products import Products, RoundedProducts, plain_products
 from mrl.models.layer_kind import LayerKind
 
 STATE = b"mrl-fp8:"  # prefix of an emulated layer's checkpoint state; float32 values follow
@@ -19,7 +19,7 @@ _TRANSFORMER_ENGINE_NAMES = {"current": "tensorwise"}  # Megatron's; the others 
 
 
 @dataclass(frozen=True)
-class Emulation:
+class FP8Emulation:
     """Rounding of mrl's own layers.
 
     ends: unrounded layers at each end of the model
@@ -56,16 +56,16 @@ def head_products(cfg: FP8Config) -> Products:
     """
     recipe = recipe_of(cfg)
     if recipe is None or not cfg.head:
-        return plain
-    return partial(Rounded if cfg.emulate else Fused, recipe=recipe)
+        return plain_products
+    return partial(RoundedProducts if cfg.emulate else FusedFP8Products, recipe=recipe)
 
 
-def emulation_of(cfg: FP8Config) -> Emulation | None:
+def emulation_of(cfg: FP8Config) -> FP8Emulation | None:
     """Returns the rounding of mrl's own layers; None if they do not round."""
     recipe = recipe_of(cfg)
     if recipe is None or not cfg.emulate:
         return None
-    return Emulation(recipe, cfg.first_last_bf16, cfg.history, cfg.history_use, cfg.margin)
+    return FP8Emulation(recipe, cfg.first_last_bf16, cfg.history, cfg.history_use, cfg.margin)
 
 
 def transformer_engine_fields(cfg: FP8Config, kind: LayerKind) -> dict[str, Any]:

@@ -22,21 +22,21 @@ from mrl.models.mcore import RouterReplay, RouterReplayAction, TopKRouter, Trans
 class Routing:
     """Routing of a micro-batch of t local tokens; L MoE layers, k experts a token.
 
-    given [t, L, k] uint8 or int16: the experts, all distinct; None: routers choose, and the choice is recorded
+    replayed [t, L, k] uint8 or int16: the experts, all distinct; None: routers choose, and the choice is recorded
     counts [t] bool: tokens counted in `changed`
-    changed [2] int64, accumulated: given choices that the routers would not have made, and all given choices
-    source [t] int64: indices of the tokens in `noted`, -1: padding
-    noted [N + 1, L, k]: the routers' choices for all tokens of a rollout; the last row is for padding
+    changed [2] int64, accumulated: replayed choices that the routers would not have made, and all replayed choices
+    source [t] int64: indices of the tokens in `recorded`, -1: padding
+    recorded [N + 1, L, k]: the routers' choices for all tokens of a rollout; the last row is for padding
     """
 
-    given: Tensor | None
+    replayed: Tensor | None
     counts: Tensor
     changed: Tensor
     source: Tensor
-    noted: Tensor | None = None
+    recorded: Tensor | None = None
 
 
-class RouterChoice(RouterReplay):
+class RecordingRouterReplay(RouterReplay):
     """Recording or replay in one router during a layer call.
 
     Megatron's own, but outside its global list of routers, which would mix models.
@@ -52,16 +52,16 @@ class RouterChoice(RouterReplay):
         """Starts recording or replay. layer: index among MoE layers; part: the local tokens that this rank's router
         sees.
         """
-        if routing.given is None:
+        if routing.replayed is None:
             return self.set_router_replay_action(RouterReplayAction.RECORD)
-        self.target_topk_idx = routing.given[part, layer].long()  # not set_target_indices, which keeps it for ever
+        self.target_topk_idx = routing.replayed[part, layer].long()  # not set_target_indices, which keeps it for ever
         self._counts, self._changed = routing.counts[part], routing.changed
         self.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
 
     def end(self, routing: Routing, layer: int, part: slice) -> None:
         """Records the router's choice and clears the state."""
-        if routing.noted is not None and self.recorded_topk_idx is not None:
-            routing.noted[routing.source[part], layer] = self.recorded_topk_idx.to(routing.noted.dtype)
+        if routing.recorded is not None and self.recorded_topk_idx is not None:
+            routing.recorded[routing.source[part], layer] = self.recorded_topk_idx.to(routing.recorded.dtype)
         self.clear_indices()
         self.clear_router_replay_action()
         self._counts = self._changed = None
@@ -83,7 +83,7 @@ class RouterChoice(RouterReplay):
         return super().get_replay_topk(scores, topk, num_groups, group_topk, default_compute_topk)
 
 
-def let_choose(chunks: Iterable[nn.Module], arch: ModelArch) -> None:
+def attach_routing_replay(chunks: Iterable[nn.Module], arch: ModelArch) -> None:
     """Makes the routers of these chunks follow `ModelBatch.routing`."""
     places = {number: i for i, number in enumerate(n for n, layer in enumerate(arch.layers, 1) if layer.experts)}
     for chunk in chunks:
@@ -94,7 +94,7 @@ def let_choose(chunks: Iterable[nn.Module], arch: ModelArch) -> None:
 
 def _follow(layer: TransformerLayer, place: int) -> None:
     (router,) = (module for module in layer.modules() if isinstance(module, TopKRouter))
-    router.router_replay = choice = RouterChoice()
+    router.router_replay = choice = RecordingRouterReplay()
     group, shares = layer.pg_collection.tp, layer.config.sequence_parallel
 
     def part(routing: Routing) -> slice:
@@ -113,7 +113,7 @@ def _follow(layer: TransformerLayer, place: int) -> None:
     layer.register_forward_hook(end, with_kwargs=True)
 
 
-def given_experts(experts: Tensor, source: Tensor) -> Tensor:
+def gather_routed_experts(experts: Tensor, source: Tensor) -> Tensor:
     """Returns [t, L, k]: rows `source` [t] of a rollout's experts [N, L, k]; padding (-1) goes to the first k
     experts.
     """

@@ -1,4 +1,4 @@
-"""Prefix tokens shared by several sequences: `spread` of `mrl.core.PackedBatch`, and what follows from it."""
+"""Prefix tokens shared by several sequences: `shared_index` of `mrl.core.PackedBatch`, and what follows from it."""
 
 from __future__ import annotations
 
@@ -26,9 +26,11 @@ class SharedTokens:
     begin: Tensor
 
     @classmethod
-    def make(cls, spread: Tensor, device: torch.device) -> SharedTokens:
-        """Builds the indices; spread: as in `mrl.core.PackedBatch`."""
-        return cls(*platform.to_device([spread, is_first(spread).nonzero()[:, 0], *slots_of(spread)], device))
+    def make(cls, shared_index: Tensor, device: torch.device) -> SharedTokens:
+        """Builds the indices; shared_index: as in `mrl.core.PackedBatch`."""
+        return cls(
+            *platform.to_device([shared_index, is_first(shared_index).nonzero()[:, 0], *slots_of(shared_index)], device)
+        )
 
 
 def slots_of(index: Tensor) -> tuple[Tensor, Tensor]:
@@ -36,7 +38,7 @@ def slots_of(index: Tensor) -> tuple[Tensor, Tensor]:
     return index.argsort(stable=True), starts(index.bincount())
 
 
-def is_first(spread: Tensor) -> Tensor:
-    """Returns [T] bool: True at a token's first position. spread: as in `mrl.core.PackedBatch`."""
-    before = F.pad(spread.cummax(0).values[:-1], (1, 0), value=-1)
-    return spread > before
+def is_first(shared_index: Tensor) -> Tensor:
+    """Returns [T] bool: True at a token's first position. shared_index: as in `mrl.core.PackedBatch`."""
+    before = F.pad(shared_index.cummax(0).values[:-1], (1, 0), value=-1)
+    return shared_index > before

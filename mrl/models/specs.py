@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mrl.families import FAMILIES, Decoder, Layer, ModelArch
+from mrl.families import FAMILIES, Decoder, LayerArch, ModelArch
 from mrl.kernels.layers import clamped_swiglu, geglu, swiglu
 from mrl.models.attention import PackedAttention, transformer_engine_attention
 from mrl.models.batch import ModelBatch
@@ -30,14 +30,14 @@ from mrl.models.mcore import (
     get_transformer_layer_offset,
 )
 from mrl.models.norm import AllHeadsNorm, NormThenAdd, RMSNorm, ShiftedRMSNorm, WideRMSNorm
-from mrl.models.precision import Emulation
+from mrl.models.precision import FP8Emulation
 
 # checkpoint name of the norm before the MLP for both kinds of layers, as in megatron-core's local spec
 MLP_NORM = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
 
 def block_spec(
-    arch: ModelArch, config: TransformerConfig, vp_stage: int | None, emulation: Emulation | None = None
+    arch: ModelArch, config: TransformerConfig, vp_stage: int | None, emulation: FP8Emulation | None = None
 ) -> TransformerBlockSubmodules:
     """Returns the layers of this rank's chunk `vp_stage`, and the final norm.
 
@@ -74,7 +74,7 @@ def _leaving(layer: ModuleSpec) -> ModuleSpec:
     return replace(layer, module=LastLayer)
 
 
-def _round(layer: ModuleSpec, experts: bool, emulation: Emulation) -> None:
+def _round(layer: ModuleSpec, experts: bool, emulation: FP8Emulation) -> None:
     """Makes a local layer's four products, and those of each expert, fp8."""
     column, row = (
         ModuleSpec(module=module, params={"emulation": emulation})
@@ -114,8 +114,8 @@ class LastLayer(TransformerLayer):
         """Returns ([n, 1, h], or [t, 1, h] if tokens cannot be dropped; no context), from [t, 1, h]."""
         batch, stays = packed_seq_params, hidden_states
         attended = self.self_attention(self.input_layernorm(hidden_states), None, packed_seq_params=batch)
-        if batch.leaves:
-            stays, batch.has_left = hidden_states.index_select(0, batch.rows), True
+        if batch.can_drop_tokens:
+            stays, batch.has_dropped_tokens = hidden_states.index_select(0, batch.output_positions), True
         with self.bias_dropout_add_exec_handler():
             add = self.self_attn_bda(self.training, self.config.bias_dropout_fusion)
             hidden = add(attended, stays, self.hidden_dropout)
@@ -152,7 +152,7 @@ def _local_norm(family: Decoder) -> type[RMSNorm]:
     return WideRMSNorm if family.wide_norms else RMSNorm
 
 
-def _local_layer(family: Decoder, config: TransformerConfig, kind: Layer) -> ModuleSpec:
+def _local_layer(family: Decoder, config: TransformerConfig, kind: LayerArch) -> ModuleSpec:
     norm = _local_norm(family)
     layer = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if kind.experts else None,
@@ -186,7 +186,7 @@ def _local_layer(family: Decoder, config: TransformerConfig, kind: Layer) -> Mod
     return layer
 
 
-def _transformer_engine_layer(config: TransformerConfig, kind: Layer) -> ModuleSpec:
+def _transformer_engine_layer(config: TransformerConfig, kind: LayerArch) -> ModuleSpec:
     layer = get_gpt_layer_with_transformer_engine_spec(
         num_experts=config.num_moe_experts if kind.experts else None,
         moe_grouped_gemm=config.moe_grouped_gemm,

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from mrl import platform
 from mrl.config.schema import TrainConfig
-from mrl.families import FAMILIES, Experts, ModelArch
-from mrl.families.arch import Latent
+from mrl.families import FAMILIES, ExpertArch, ModelArch
+from mrl.families.arch import LatentAttentionArch
 from mrl.models.layer_kind import layer_kind
 from mrl.models.mcore import MLATransformerConfig, TransformerConfig
 from mrl.models.precision import transformer_engine_fields
@@ -58,7 +58,7 @@ def transformer_config(arch: ModelArch, train: TrainConfig, mesh: Mesh, dtype: t
     )
 
 
-def _latent(latent: Latent) -> dict[str, Any]:
+def _latent(latent: LatentAttentionArch) -> dict[str, Any]:
     """MLA fields; angles (including yarn's) and the scale are mrl's own."""
     return {
         "q_lora_rank": latent.query_rank,
@@ -172,7 +172,7 @@ def _experts(arch: ModelArch, fused: bool) -> dict[str, Any]:
     }
 
 
-def _sigmoid(experts: Experts) -> dict[str, Any]:
+def _sigmoid(experts: ExpertArch) -> dict[str, Any]:
     """Sigmoid router fields.
 
     The bias would be updated by each expert's load; it is frozen (specs.freeze_router_bias).

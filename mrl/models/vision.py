@@ -20,7 +20,7 @@ from mrl.models.batch import Images, ModelBatch
 from mrl.models.hub_config import hub_config
 
 
-class Inject(torch.autograd.Function):
+class InjectImageFeatures(torch.autograd.Function):
     """hidden [t, 1, h] with rows `at` [m] replaced by `pooled` [m, h].
 
     It also carries the deep features' gradients: layers take detached `leaves`, and this node, which runs after every
@@ -42,7 +42,7 @@ class Inject(torch.autograd.Function):
         return rest, None, mine, None, *(leaf.grad for leaf in ctx.leaves)
 
 
-def give_tower(chunk: Any, arch: ModelArch, hf_path: str, layout: ParallelConfig, *, trains: bool) -> None:
+def attach_vision_tower(chunk: Any, arch: ModelArch, hf_path: str, layout: ParallelConfig, *, trains: bool) -> None:
     """Attaches the tower as `visual` to a chunk that begins with the embedding; frozen unless `trains`.
 
     Raises UnsupportedModel on every rank for a layout whose first chunk lacks layers that take deep features.
@@ -66,7 +66,7 @@ def give_tower(chunk: Any, arch: ModelArch, hf_path: str, layout: ParallelConfig
         layer.register_forward_hook(_add_deep, with_kwargs=True)
 
 
-def add_pictures(model: Any, hidden: Tensor, images: Images) -> Tensor:
+def add_image_features(model: Any, hidden: Tensor, images: Images) -> Tensor:
     """Returns hidden [t, 1, h] (this rank's slice under sequence parallelism) with the image features; stores the deep
     ones in `images`.
     """
@@ -78,7 +78,7 @@ def add_pictures(model: Any, hidden: Tensor, images: Images) -> Tensor:
     deep = [features[row].to(hidden.dtype) for features in seen.get("deepstack_features") or ()]
     leaves = [features.detach().requires_grad_(features.requires_grad) for features in deep]
     images.deep = tuple((at, leaf) for leaf in leaves)
-    out: Tensor = Inject.apply(hidden, at, seen.pooler_output[row].to(hidden.dtype), leaves, *deep)
+    out: Tensor = InjectImageFeatures.apply(hidden, at, seen.pooler_output[row].to(hidden.dtype), leaves, *deep)
     return out
 
 

@@ -122,7 +122,10 @@ CHARTS = [
 ]
 MACHINE_CHARTS = [
     Chart(
-        "Throughput", (Series(("perf/tokens_per_s",), "tokens / s"),), "tokens per second over the whole step", floor=0.0
+        "Throughput",
+        (Series(("perf/tokens_per_s",), "tokens / s"),),
+        "tokens per second over the whole step",
+        floor=0.0,
     ),
     Chart("MFU", (Series(("perf/mfu",), "models"),), "share of the GPUs' bfloat16 peak while models run", floor=0.0),
     Chart(

@@ -46,7 +46,7 @@ def sample_row(sample: Sample) -> dict[str, Any]:
         "response": sample.response_text,
         "score": None if sample.left_out else sample.score,
         "parts": sample.score_parts,
-        "tokens": sample.num_drawn,
+        "tokens": sample.num_generated_tokens,
         "finish_reason": sample.finish_reason,
         "weight_version": sample.weight_version,
         **({"messages": sample.messages} if sample.messages else {}),

@@ -59,7 +59,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 FilePath = Annotated[str, AfterValidator(_at_home)]
 Url = Annotated[str, AfterValidator(_address)]
 OptionValue = Annotated[Any, PlainValidator(_of_a_function), Field(description="number or string or true | false")]
-OwnOptions = dict[str, OptionValue]
+CustomOptions = dict[str, OptionValue]
 
 
 class Section(BaseModel):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from mrl.options.base import FilePath, Fraction, Options, OwnOptions, PositiveFloat, Section
+from mrl.options.base import CustomOptions, FilePath, Fraction, Options, PositiveFloat, Section
 
 
 class EstimatorOptions(Options):
@@ -135,18 +135,18 @@ class TIRTokenBaseline(EstimatorOptions, name="tir_optimal_token_baseline"):
     zero_tail: bool | None = None  # baseline 0 where only one response of a group remains; null: yes
 
 
-class OwnAdvantage(Section):
+class CustomAdvantage(Section):
     """An estimator of your own: see docs/extending.md."""
 
     function: FilePath  # path/to/file.py:name, f(AdvantageInputs, **options) -> (advantages, returns)
-    options: OwnOptions = {}  # its keyword arguments
+    options: CustomOptions = {}  # its keyword arguments
 
 
-class OwnEstimator(EstimatorOptions, name="function"):
+class CustomEstimator(EstimatorOptions, name="function"):
     """An estimator of your own; `advantage` alone chooses this one. It may have a critic."""
 
     compares_group: ClassVar[bool] = False
     takes_values: ClassVar[Literal["never", "maybe", "always"]] = "maybe"
     implied_by: ClassVar[str | None] = "advantage"
 
-    advantage: OwnAdvantage
+    advantage: CustomAdvantage

@@ -10,11 +10,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from mrl.options.base import FilePath, Options, OwnOptions, PositiveFloat
+from mrl.options.base import CustomOptions, FilePath, Options, PositiveFloat
 
 AggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 TokenShare = Annotated[float, Field(gt=0, le=1)]
-Wrong = tuple[tuple[str, ...], str]  # keys, the one to change first, and the mistake
+Problem = tuple[tuple[str, ...], str]  # keys, the one to change first, and the mistake
 NEVER_CLIPPED = "or the ratio is never clipped from below"
 
 
@@ -34,7 +34,7 @@ class LossOptions(Options):
         if name is not None:
             POLICY_LOSSES[name] = cls
 
-    def wrong(self) -> Iterator[Wrong]:
+    def problems(self) -> Iterator[Problem]:
         """Yields mistakes that bounds of single keys cannot express."""
         yield from ()
 
@@ -53,7 +53,7 @@ class Vanilla(LossOptions, name="vanilla"):
     clip_ratio_high: PositiveFloat = 0.2  # clip ratios above at 1 + this
     clip_ratio_c: PositiveFloat = 3.0  # dual clip, above 1: maximum ratio if the advantage is negative
 
-    def wrong(self) -> Iterator[Wrong]:
+    def problems(self) -> Iterator[Problem]:
         if self.clip_ratio_c <= 1:
             yield ("clip_ratio_c",), f"must be greater than 1 (dual clip), got {self.clip_ratio_c}"
         yield from _low_of_1("vanilla", self.clip_ratio_low)
@@ -68,7 +68,7 @@ class GSPO(LossOptions, name="gspo"):
     clip_ratio_low: PositiveFloat = 3e-4  # clip a response's ratio below at 1 - this
     clip_ratio_high: PositiveFloat = 4e-4  # clip a response's ratio above at 1 + this
 
-    def wrong(self) -> Iterator[Wrong]:
+    def problems(self) -> Iterator[Problem]:
         yield from _low_of_1("gspo", self.clip_ratio_low)
 
 
@@ -113,7 +113,7 @@ class ClipCov(LossOptions, name="clip_cov"):
     clip_cov_lb: float = 1.0  # lower bound of their covariance of advantage and log-prob
     clip_cov_ub: float = 5.0  # upper bound of that covariance
 
-    def wrong(self) -> Iterator[Wrong]:
+    def problems(self) -> Iterator[Problem]:
         yield from _low_of_1("clip_cov", self.clip_ratio_low)
         if self.clip_cov_lb >= self.clip_cov_ub:
             between = f"above {self.clip_cov_lb} and below {self.clip_cov_ub}"
@@ -140,7 +140,7 @@ class DPPOTV(LossOptions, name="dppo_tv"):
     divergence_high: PositiveFloat = 0.15  # maximum increase of p, if the advantage is positive
     dppo_ratio_cap: PositiveFloat = 20.0  # maximum ratio
 
-    def wrong(self) -> Iterator[Wrong]:
+    def problems(self) -> Iterator[Problem]:
         because = "or nothing is masked, since two probabilities never differ by more"
         yield from _low_of_1("dppo_tv", self.divergence_low, "divergence_low", because)
 
@@ -179,15 +179,15 @@ class Vespo(LossOptions, name="vespo"):
     vespo_lambda_neg: PositiveFloat = 2.0  # lambda if the advantage is negative
 
 
-class OwnLoss(LossOptions, name="function"):
+class CustomLoss(LossOptions, name="function"):
     """A loss of your own: see docs/extending.md. `function` alone selects this mode."""
 
     implied_by: ClassVar[str | None] = "function"
 
     function: FilePath  # path/to/file.py:name, f(PolicyInputs, **options) -> TokenLoss
-    options: OwnOptions = {}  # its keyword arguments
+    options: CustomOptions = {}  # its keyword arguments
 
 
-def _low_of_1(loss: str, low: float, key: str = "clip_ratio_low", because: str = NEVER_CLIPPED) -> Iterator[Wrong]:
+def _low_of_1(loss: str, low: float, key: str = "clip_ratio_low", because: str = NEVER_CLIPPED) -> Iterator[Problem]:
     if low >= 1:
         yield (key,), f"must be below 1 for {loss}, {because}; got {low}"

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from mrl.options.base import NonNegativeFloat, Options, PositiveFloat
 
-Wrong = tuple[str, str]  # a key, and the mistake
+Problem = tuple[str, str]  # a key, and the mistake
 Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 LabelNoise = Annotated[float, Field(ge=0, lt=0.5)]
 
@@ -34,7 +34,7 @@ class PreferenceOptions(Options):
         if name is not None:
             PREFERENCE_LOSSES[name] = cls
 
-    def wrong(self) -> Iterator[Wrong]:
+    def problems(self) -> Iterator[Problem]:
         """Yields mistakes that bounds of single keys cannot express."""
         yield from ()
 
@@ -55,7 +55,7 @@ class FDivergence(Temperature):
     f_divergence_type: Divergence = "reverse_kl"
     f_alpha_divergence_coef: PositiveFloat = 0.5  # alpha of alpha_divergence
 
-    def wrong(self) -> Iterator[Wrong]:
+    def problems(self) -> Iterator[Problem]:
         alpha = type(self).model_fields["f_alpha_divergence_coef"].default
         if self.f_divergence_type != "alpha_divergence" and self.f_alpha_divergence_coef != alpha:
             yield "f_alpha_divergence_coef", f"has no effect: the divergence is {self.f_divergence_type}"

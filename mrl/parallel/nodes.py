@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from mrl.parallel.agreement import gather
+from mrl.parallel.error_check import gather
 from mrl.parallel.mesh import rank
 
 NODE_VARIABLE = "GROUP_RANK"  # the launcher's number, which torchrun and ft_launcher set for their ranks

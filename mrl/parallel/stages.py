@@ -24,14 +24,14 @@ from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: 
 _GROUPS = ["tp", "pp", "cp", "embd", "pos_embd", "dp_cp"]
 
 
-class KnownShapes(P2PCommunicator):
+class StaticShapeCommunicator(P2PCommunicator):
     """Communicator for one call of a schedule. tokens: of each micro-batch, on this rank."""
 
     def __init__(self, mesh: Mesh, config: Any, tokens: Sequence[int]) -> None:
         super().__init__(mesh.pp_group, config)
         rows = [count // mesh.tp if config.sequence_parallel else count for count in tokens]
         shapes = [(count, 1, config.hidden_size) for count in rows]
-        before, after = arrivals(len(tokens), mesh.vpp or 1, mesh.pp)
+        before, after = arrival_order(len(tokens), mesh.vpp or 1, mesh.pp)
         self._forward = iter([shapes[i] for i in (after if mesh.is_first_stage else before)])
         self._backward = iter([shapes[i] for i in (after if mesh.is_last_stage else before)])
 
@@ -42,7 +42,7 @@ class KnownShapes(P2PCommunicator):
         return (next(self._forward) if recv_prev else None), (next(self._backward) if recv_next else None)
 
 
-def arrivals(micro_batches: int, chunks: int, stages: int) -> tuple[list[int], list[int]]:
+def arrival_order(micro_batches: int, chunks: int, stages: int) -> tuple[list[int], list[int]]:
     """Returns the micro-batch numbers in order of arrival, for two kinds of stages.
 
     First for a stage within the pipeline; then for the stage at its end that receives from the other end and sends them
@@ -60,4 +60,4 @@ def communication(mesh: Mesh, config: Any, tokens: Sequence[int]) -> dict[str, A
     if mesh.pp == 1:
         return {}
     groups = ProcessGroupCollection.use_mpu_process_groups(required_pgs=_GROUPS)
-    return {"p2p_communicator": KnownShapes(mesh, config, tokens), "pg_collection": groups}
+    return {"p2p_communicator": StaticShapeCommunicator(mesh, config, tokens), "pg_collection": groups}

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from mrl.config.sections.models import ParallelConfig, TrainConfig
-from mrl.families import FAMILIES, Layer, ModelArch
+from mrl.families import FAMILIES, LayerArch, ModelArch
 from mrl.families.table import SINK_CHANNELS, Role
 
 LayerKind = Literal["local", "transformer_engine"]
@@ -105,7 +105,7 @@ def saved_bytes(
     return total
 
 
-def layer_bytes(shapes: Shapes, layer: Layer, recompute: str) -> float:
+def layer_bytes(shapes: Shapes, layer: LayerArch, recompute: str) -> float:
     """Returns the bytes of one layer."""
     entry = shapes.share * shapes.arch.hidden_size * shapes.dtype
     if recompute == "full":
@@ -122,13 +122,13 @@ def layer_bytes(shapes: Shapes, layer: Layer, recompute: str) -> float:
     )
 
 
-def _rows(s: Shapes, layer: Layer) -> float:
+def _rows(s: Shapes, layer: LayerArch) -> float:
     """Rows of the outputs of a layer's two norms."""
     whole = s.local if s.gathered else s.share
     return whole + (s.share if layer.experts else whole)
 
 
-def _attention(s: Shapes, layer: Layer, again: bool) -> float:
+def _attention(s: Shapes, layer: LayerArch, again: bool) -> float:
     """again: the core is recomputed in the backward pass, from its inputs."""
     d, b = s.arch.head_dim, s.dtype
     q, kv = s.local * s.heads * d * b, s.local * s.kv_heads * d * b
@@ -159,7 +159,7 @@ def _compressed(s: Shapes) -> float:
     return sum(s.local * (rank + turned) * s.dtype + s.share * (rank * s.dtype + FLOAT32) for rank, turned in ranks)
 
 
-def _mask(s: Shapes, layer: Layer) -> float:
+def _mask(s: Shapes, layer: LayerArch) -> float:
     """Bytes of the numeric mask that torch's attention keeps for context parallelism, windows or sinks."""
     cp, length, sinks = s.layout.context, s.tokens.sequence, FAMILIES[s.arch.family].sinks
     if s.kind != "local" or (cp == 1 and not sinks and length <= (layer.window or length)):
@@ -170,7 +170,7 @@ def _mask(s: Shapes, layer: Layer) -> float:
     return s.tokens.packed / length * ((2 * cp + 1) * chunk**2 + 2 * sinks * chunk) * s.dtype
 
 
-def _feed_forward(s: Shapes, layer: Layer, again: bool) -> float:
+def _feed_forward(s: Shapes, layer: LayerArch, again: bool) -> float:
     """again: a dense MLP is recomputed in the backward pass, and the activation of transformer-engine's experts."""
     if not layer.experts or s.arch.experts is None:
         return 0.0 if again else _gated(s, layer.ffn_size)

@@ -79,7 +79,9 @@ class DryRun:
         began = time.monotonic()
         yield from (f"{name:>8}  {value}" for name, value in summary(cfg, cluster.gpus))
         yield from ("", "Files on this machine")
-        yield from (f"  {line}" for line in self.missing_files or ["all files that the configuration names are present"])
+        yield from (
+            f"  {line}" for line in self.missing_files or ["all files that the configuration names are present"]
+        )
         yield from ("", "Ranks, built without allocating tensors")
         for model in self.plan.work.models.values():
             yield from (f"  {line}" for line in self._ranks(model))

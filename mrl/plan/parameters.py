@@ -14,7 +14,7 @@ from typing import Literal
 from mrl.config.sections.models import ParallelConfig
 from mrl.families import ModelArch
 from mrl.families.adapters import LoRA, adapter_table
-from mrl.families.rows import Row
+from mrl.families.rows import ParameterMapping
 from mrl.families.table import EMBEDDING, OUTPUT, VALUE_HEAD, VOCAB_ALIGN_GPU, Role, padded_vocab_size, weight_table
 from mrl.families.vision import TOWER
 from mrl.plan.buffers import Buffer, plan_buffer
@@ -164,7 +164,7 @@ def _trained_chunk(
     return tuple(found)
 
 
-def local_numel(row: Row, arch: ModelArch, layout: ParallelConfig) -> int:
+def local_numel(row: ParameterMapping, arch: ModelArch, layout: ParallelConfig) -> int:
     """Returns the elements of a rank's part of a row's parameter."""
     if row.kind == "vocab":
         return padded_vocab_size(arch, layout.tensor, VOCAB_ALIGN_GPU) * arch.hidden_size // layout.tensor

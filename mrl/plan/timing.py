@@ -29,14 +29,14 @@ def token_flops(arch: ModelArch, length: float) -> float:
     average.
     """
     forward = ForwardFlops.of(arch)
-    return forward.a_token + forward.a_pair * length / 2
+    return forward.per_token + forward.per_pair * length / 2
 
 
 def model_flops(model: PlannedModel, samples: float, lengths: SampleLengths) -> tuple[float, float, float]:
     """Returns (layers' matrices, attention, head) operations of a forward pass of all samples."""
     forward, tokens = ForwardFlops.of(model.arch, model.role), samples * lengths.mean
-    attention = tokens * forward.a_pair * lengths.mean / 2
-    return tokens * forward.a_token, attention, samples * lengths.response * forward.an_output
+    attention = tokens * forward.per_pair * lengths.mean / 2
+    return tokens * forward.per_token, attention, samples * lengths.response * forward.per_output
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def rollout(rates: ClusterRates, work: StepWorkload, engine: EnginePlan) -> Iter
     steps = max(requests * lengths.response / at_once, float(size.response_tokens or 0))
     busy = requests * lengths.response / steps
     read = engine.weights * _touched(arch, busy) + busy * mean_tokens * engine.token_bytes
-    head = ForwardFlops.of(arch).an_output
+    head = ForwardFlops.of(arch).per_output
     flops = busy * (token_flops(arch, 2 * mean_tokens) + head) / engine.tensor
     memory, arithmetic = read / rates.hbm, flops / (chip.bf16 * assumed.prefill_share)
     slower, limit = max((memory, "memory bandwidth"), (arithmetic, "arithmetic"))

@@ -9,7 +9,7 @@ from importlib import metadata
 import torch
 
 from mrl.fp8_chips import RECIPES
-from mrl.kernels import native, triton_here
+from mrl.kernels import native, triton_support
 from mrl.platform.fp8 import fp8_problem, fp8_recipes
 from mrl.platform.fused import (
     APEX_KERNEL,
@@ -67,7 +67,7 @@ _PARTS = (
         "triton",
         "kernels of the loss head, GAE and the PPO loss on GPUs, and torch.compile there",
         "the torch form of each kernel",
-        triton_here.compiler_problem,
+        triton_support.compiler_problem,
     ),
     _Part(
         "nvidia-resiliency-ext",

@@ -10,7 +10,7 @@ from functools import cache
 
 import torch
 
-from mrl.kernels import triton_here
+from mrl.kernels import triton_support
 
 TRANSFORMER_ENGINE = "transformer_engine.pytorch"  # the top package alone hides import errors below it
 KERNELS = ("torch",)  # values of MRL_KERNELS
@@ -92,4 +92,4 @@ def check_kernels() -> None:
 @cache
 def triton_usable() -> bool:
     """True with CUDA and a triton that can compile kernels."""
-    return torch.cuda.is_available() and triton_here.problem() is None
+    return torch.cuda.is_available() and triton_support.problem() is None

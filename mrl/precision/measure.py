@@ -13,14 +13,14 @@ from mrl.config.schema import Config, FP8Config, OptimizerConfig, ParallelConfig
 from mrl.families import ModelArch, load_arch
 from mrl.learner import Learner, losses
 from mrl.parallel import Meshes
-from mrl.precision.samples import Samples
+from mrl.precision.samples import ComparisonSamples
 
 RECIPES = ("current", "delayed", "blockwise", "mxfp8")
 CLIP = 0.2  # PPO clips ratios further from 1 than this
 
 
 @dataclass(frozen=True)
-class Row:
+class RecipeErrors:
     """Errors of one numeric form against float32, over all response tokens.
 
     log_prob, log_prob_worst: mean and largest |error| of a log-prob, nats
@@ -46,8 +46,8 @@ class _Numbers:
 
 
 def measure(
-    cfg: Config, weights: str, samples: Samples, recipes: Sequence[str], note: Callable[[str], None]
-) -> list[Row]:
+    cfg: Config, weights: str, samples: ComparisonSamples, recipes: Sequence[str], note: Callable[[str], None]
+) -> list[RecipeErrors]:
     """Returns one row per form: model.dtype alone, then each recipe in the layers, in the lm_head, and in both. One
     process.
 
@@ -105,7 +105,7 @@ def _learner(cfg: Config, weights: str, arch: ModelArch, meshes: Meshes, fp8: FP
     )
 
 
-def _numbers(learner: Learner, samples: Samples, *, warm: bool) -> _Numbers:
+def _numbers(learner: Learner, samples: ComparisonSamples, *, warm: bool) -> _Numbers:
     """warm: runs two updates first, which change only the recipe's amax history, one for each direction."""
     rollout = samples.rollout
     loss = losses.cross_entropy(samples.weights)
@@ -118,11 +118,11 @@ def _numbers(learner: Learner, samples: Samples, *, warm: bool) -> _Numbers:
     return _Numbers(log_probs, torch.cat(parts).cpu())
 
 
-def _row(name: str, got: _Numbers, exact: _Numbers) -> Row:
+def _row(name: str, got: _Numbers, exact: _Numbers) -> RecipeErrors:
     error = (got.log_probs - exact.log_probs).double()
     off = error.expm1().abs()
     g, want = got.gradient.double(), exact.gradient.double()
-    return Row(
+    return RecipeErrors(
         name,
         float(error.abs().mean()),
         float(error.abs().max()),

@@ -17,12 +17,12 @@ from mrl.families import load_arch
 from mrl.observe.files import numbered_files, read_jsonl
 
 
-class NoSamples(RuntimeError):
+class NoSamplesError(RuntimeError):
     """The run has no samples yet."""
 
 
 @dataclass(frozen=True)
-class Samples:
+class ComparisonSamples:
     """source: the origin, in words; weights [R]: each token's factor in the loss; temperature: of the sampling."""
 
     source: str
@@ -31,15 +31,15 @@ class Samples:
     temperature: float
 
 
-def samples_of(cfg: Config, weights: str, most: int) -> Samples:
-    """Returns at most `most` samples. Raises NoSamples if there are none.
+def samples_of(cfg: Config, weights: str, most: int) -> ComparisonSamples:
+    """Returns at most `most` samples. Raises NoSamplesError if there are none.
 
     For a run that samples, these are the last step's, tokenised again; each token's weight is its response's score
     minus the mean, over the standard deviation. Otherwise they are the data's answers, with equal weights.
     weights: the directory of the tokenizer
     """
     if load_arch(weights).vision is not None:
-        raise NoSamples(f"{weights} is a vision model: --precision-report supports text models only")
+        raise NoSamplesError(f"{weights} is a vision model: --precision-report supports text models only")
     tokenizer = load_tokenizer(weights, cfg.model.eos_token, cfg.model.chat_template)
     if not cfg.is_sampling:
         use = cfg.data_uses()["data"]
@@ -50,7 +50,7 @@ def samples_of(cfg: Config, weights: str, most: int) -> Samples:
         else:
             data = PromptDataset(use.cfg.train, use.cfg, tokenizer, require_answer=True)
             rollout = data.sft_rollout(0, count, cfg.run.seed)
-        return Samples("responses of data.train", rollout, rollout.shares, 1.0)
+        return ComparisonSamples("responses of data.train", rollout, rollout.normalized_loss_weights, 1.0)
     file, rows = _last_step(Path(cfg.run.root) / cfg.run.name)
     rollout = _rollout(cfg, tokenizer, [row for row in rows if row["response"]][:most])
     scores = rollout.scores - rollout.scores.mean()
@@ -61,19 +61,19 @@ def samples_of(cfg: Config, weights: str, most: int) -> Samples:
     counts = rollout.flat(scores[:, None].expand(rollout.response_mask.shape))
     rollout_cfg, _ = cfg.engines() or (None, None)
     temperature = rollout_cfg.sampling.temperature if rollout_cfg is not None else 1.0
-    return Samples(str(file), rollout, counts * _shares(rollout), temperature)
+    return ComparisonSamples(str(file), rollout, counts * _shares(rollout), temperature)
 
 
 def _last_step(run_dir: Path) -> tuple[Path, list[dict[str, Any]]]:
-    """Returns the file and its rows that hold a response. Raises NoSamples."""
+    """Returns the file and its rows that hold a response. Raises NoSamplesError."""
     found = numbered_files(run_dir / "rollouts", "step_*.jsonl")
     if not found:
-        raise NoSamples(f"{run_dir}/rollouts has no training samples: train one step first (run.steps=1)")
+        raise NoSamplesError(f"{run_dir}/rollouts has no training samples: train one step first (run.steps=1)")
     _, file = found[-1]
     rows = [row for row in read_jsonl(file) if isinstance(row.get("response"), str) and row["response"]]
     rows = [row for row in rows if row.get("score") is not None]
     if not rows or not all(isinstance(row.get("prompt"), str) for row in rows):
-        raise NoSamples(f"{file} has no responses with prompts and scores, as a run writes them")
+        raise NoSamplesError(f"{file} has no responses with prompts and scores, as a run writes them")
     return file, rows
 
 

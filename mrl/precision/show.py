@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from mrl.precision.measure import CLIP, Row
+from mrl.precision.measure import CLIP, RecipeErrors
 
 HEADS = ("", "log-prob error", "largest", "ratio error", f"beyond {CLIP:g}", "gradient cosine", "its length")
 PANELS = ("log-prob error, nats", "PPO ratio error", "gradient: 1 - cosine")
@@ -13,7 +13,7 @@ LABEL, BAR, LINE, MARGIN, GAP = 170, 150, 18, 14, 84
 INK, FILL = "#222222", "#6f9fd0"
 
 
-def lines(rows: Sequence[Row]) -> list[str]:
+def lines(rows: Sequence[RecipeErrors]) -> list[str]:
     """Returns a table with one line per row; values are means over tokens unless the heading says largest."""
     cells = [HEADS, *(_cells(row) for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(HEADS))]
@@ -21,7 +21,7 @@ def lines(rows: Sequence[Row]) -> list[str]:
     return ["  ".join([line[0].strip().ljust(widths[0]), *line[1:]]) for line in rows_of_text]
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: RecipeErrors) -> tuple[str, ...]:
     return (
         row.name,
         f"{row.log_prob:.5f}",
@@ -33,7 +33,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def picture(rows: Sequence[Row], title: str) -> str:
+def picture(rows: Sequence[RecipeErrors], title: str) -> str:
     """Returns a complete SVG document: one bar per row, in one panel each for log-probs, ratios and the gradient's
     direction.
     """

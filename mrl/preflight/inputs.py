@@ -9,20 +9,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mrl.algo import own
+from mrl.algo import custom
 from mrl.config.schema import AlgorithmConfig, Config, PreferenceDataConfig, SFTDataConfig, SourceConfig
 from mrl.config.tokenizer_files import TOKENIZER
-from mrl.data import DataError, TokenizerError, load_eyes, load_tokenizer
-from mrl.data.columns import unused_notes
+from mrl.data import DataError, TokenizerError, load_image_processor, load_tokenizer
+from mrl.data.columns import unused_column_notes
 from mrl.data.encoder import Encoder
-from mrl.data.first_rows import check_first
+from mrl.data.first_rows import check_first_rows
 from mrl.data.preference_rows import PreferenceReader
 from mrl.data.rows import Reader, Row, RowCheck, RowReader
 from mrl.data.sft_rows import SFTReader
 from mrl.data.sources import open_rows, root_of
-from mrl.data.turns import Turns
-from mrl.options.estimators import OwnEstimator
-from mrl.options.losses import OwnLoss
+from mrl.data.turns import AssistantTurns
+from mrl.options.estimators import CustomEstimator
+from mrl.options.losses import CustomLoss
 from mrl.preflight.finding import Finding
 from mrl.reward.check import TrialRow, check_functions, check_hidden, row_check
 from mrl.reward.errors import RewardError
@@ -73,13 +73,13 @@ def check_data(cfg: Config) -> Iterator[Finding]:
     good = []
     for source, reader in _sources(cfg):
         try:
-            eyes = load_eyes(cfg.model.path, reader.cfg) if cfg.sees_pictures else None
-            see = None if eyes is None else partial(eyes.grids, root=root_of(source))
-            idle = check_first(source, reader, see=see)
+            image_processor = load_image_processor(cfg.model.path, reader.cfg) if cfg.sees_pictures else None
+            see = None if image_processor is None else partial(image_processor.grids, root=root_of(source))
+            idle = check_first_rows(source, reader, read_images=see)
         except DataError as error:
             yield Finding("data", "problem", str(error))
         else:
-            for note in unused_notes(f"first rows of {source.path}", idle):
+            for note in unused_column_notes(f"first rows of {source.path}", idle):
                 yield Finding("data", "warning", note)
             good.append((source, reader))
     if good:
@@ -92,14 +92,14 @@ def check_data(cfg: Config) -> Iterator[Finding]:
         tokenizer = load_tokenizer(cfg.model.path, cfg.model.eos_token, cfg.model.chat_template)
         for source, reader in dressed:
             encoder = Encoder(
-                reader.cfg, tokenizer, load_eyes(cfg.model.path, reader.cfg) if cfg.sees_pictures else None
+                reader.cfg, tokenizer, load_image_processor(cfg.model.path, reader.cfg) if cfg.sees_pictures else None
             )
-            dress: Callable[[Row], object] = encoder.text
+            render: Callable[[Row], object] = encoder.text
             if isinstance(reader, PreferenceReader):
-                dress = partial(reader.dressed, encoder=encoder)
+                render = partial(reader.render, encoder=encoder)
             if isinstance(reader, SFTReader):
-                dress = partial(reader.dressed, turns=Turns(encoder, reader.cfg))
-            check_first(source, reader, dress)
+                render = partial(reader.render, turns=AssistantTurns(encoder, reader.cfg))
+            check_first_rows(source, reader, render)
     except (DataError, TokenizerError) as error:
         yield Finding("tokenizer", "problem", str(error))
         return
@@ -126,18 +126,18 @@ def check_image_processors(cfg: Config) -> Iterator[Finding]:
 def _normalisation(cfg: Config, path: str) -> dict[str, Any] | None:
     """Image normalization of a model; None without image input, or if its processor cannot be loaded."""
     try:
-        eyes = load_eyes(path, cfg.data) if cfg.sees_pictures else None
+        image_processor = load_image_processor(path, cfg.data) if cfg.sees_pictures else None
     except DataError:  # another check reports model.path's; other models need none
         return None
-    return None if eyes is None else eyes.normalisation
+    return None if image_processor is None else image_processor.normalisation
 
 
 def check_user_functions(algorithm: AlgorithmConfig, has_values: bool) -> None:
     """Loads the user's loss and estimator and tries them out on a few tokens."""
-    if isinstance(loss := algorithm.policy_loss, OwnLoss):
-        own.load_loss(loss.function, loss.options)
-    if isinstance(algorithm, OwnEstimator):
-        own.load_estimator(algorithm.advantage.function, algorithm.advantage.options, has_values)
+    if isinstance(loss := algorithm.policy_loss, CustomLoss):
+        custom.load_custom_loss(loss.function, loss.options)
+    if isinstance(algorithm, CustomEstimator):
+        custom.load_custom_estimator(algorithm.advantage.function, algorithm.advantage.options, has_values)
 
 
 def sampled_row_check(cfg: Config) -> RowCheck | None:
@@ -163,7 +163,9 @@ def _trials(cfg: Config) -> Iterator[TrialRow]:
         if not use.is_sampled:
             continue
         reader, rewards = RowReader(use.cfg), cfg.rewards()
-        eyes = load_eyes(cfg.model.path, use.cfg) if rewards is not None and rewards.pictures else None
+        image_processor = (
+            load_image_processor(cfg.model.path, use.cfg) if rewards is not None and rewards.pictures else None
+        )
         for source in use.cfg.train:
             try:
                 rows = open_rows(source, TRIED_BYTES)
@@ -171,6 +173,6 @@ def _trials(cfg: Config) -> Iterator[TrialRow]:
                 continue
             for i in range(min(len(rows), TRIED_ROWS)):
                 with suppress(ValueError):
-                    seen = None if eyes is None else eyes.pictures(rows[i], root_of(source))
+                    seen = None if image_processor is None else image_processor.pictures(rows[i], root_of(source))
                     pictures = None if seen is None else tuple(each.png for each in seen)
                     yield TrialRow(rows.where(i), reader.read(rows, i, source.name), pictures)

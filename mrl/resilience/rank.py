@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 
 from mrl import failure
-from mrl.copies import die_with_parent
+from mrl.forks import die_with_parent
 from mrl.resilience.protocol import FOLDER_VARIABLE, LOG_DIR_VARIABLE, RankStatus, started_by_torchelastic
 
 

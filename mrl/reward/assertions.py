@@ -41,7 +41,9 @@ def split_tests(texts: Sequence[str], *, trust: bool = False) -> list[Test]:
             tests.append(tuple(steps))
             steps = []
     if uncalled := sorted(splitter.checks.keys() - splitter.called):
-        raise UnsplittableTest(f"{uncalled[0]} has assertions, but nothing calls it: end the test with {uncalled[0]}(NAME)")
+        raise UnsplittableTest(
+            f"{uncalled[0]} has assertions, but nothing calls it: end the test with {uncalled[0]}(NAME)"
+        )
     if steps and trust:
         return [*tests, tuple(steps)]
     if steps or not tests:
@@ -119,7 +121,9 @@ class _Statements(Expressions):
             case ast.For(orelse=[]):
                 self.loop(node)
             case _:
-                raise UnsplittableTest(f"{shown(node)} is a {type(node).__name__.lower()} statement, which is not supported")
+                raise UnsplittableTest(
+                    f"{shown(node)} is a {type(node).__name__.lower()} statement, which is not supported"
+                )
 
     def imports(self, node: ast.Import | ast.ImportFrom) -> None:
         self.run(node)
@@ -189,7 +193,9 @@ class _Statements(Expressions):
         arguments, parameters = function.args, [argument.arg for argument in function.args.args]
         others = (arguments.vararg, arguments.kwarg, *arguments.kwonlyargs, *arguments.posonlyargs, *call.keywords)
         if any(others) or len(call.args) != len(parameters):
-            raise UnsplittableTest(f"{shown(call)} must have the {len(parameters)} positional arguments of its definition")
+            raise UnsplittableTest(
+                f"{shown(call)} must have the {len(parameters)} positional arguments of its definition"
+            )
         self.called.add(function.name)
         for name, value in zip(parameters, call.args, strict=True):
             self.bind(ast.Name(name, ast.Store()), value)

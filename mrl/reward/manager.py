@@ -155,7 +155,7 @@ class RewardManager:
         if sample.messages:
             row = {**row, "messages": sample.messages, "environment": sample.environment}
         pictures = request.prompt.pictures if self.cfg.pictures else None
-        call = ScoreRequest(prompt, sample.response_text, row, sample.num_drawn, sample, pictures=pictures)
+        call = ScoreRequest(prompt, sample.response_text, row, sample.num_generated_tokens, sample, pictures=pictures)
         return call, label
 
 

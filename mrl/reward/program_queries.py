@@ -66,7 +66,9 @@ class Expressions:
         checked = self.outside(node, False)
         if self.queries:
             if (unknown := unknown_operator(checked)) is not None:
-                raise UnsplittableTest(f"{shown(node)} uses the operator {unknown}, which is not evaluated outside the sandbox")
+                raise UnsplittableTest(
+                    f"{shown(node)} uses the operator {unknown}, which is not evaluated outside the sandbox"
+                )
             self.steps.append(Comparison(tuple(self.queries), checked))
         elif not self.folded(checked).value:
             raise UnsplittableTest(f"{shown(node)} can never be true")
@@ -223,7 +225,9 @@ class Expressions:
         for inner in ast.walk(node):
             names = {name.id for name in ast.walk(inner) if isinstance(name, ast.Name)} - own
             if isinstance(inner, ast.Compare) and not all(map(self.is_helper, names)):
-                raise UnsplittableTest(f"{shown(inner)} compares inside the sandbox, where the program's objects may equal all")
+                raise UnsplittableTest(
+                    f"{shown(inner)} compares inside the sandbox, where the program's objects may equal all"
+                )
 
     # names
 

@@ -31,7 +31,11 @@ class ScoreRequest:
     @property
     def token_ids(self) -> list[int]:
         """Token ids of prompt and response for a text-only model, with one image token an image."""
-        return [] if self.sample is None else [*self.sample.request.prompt.told_ids, *self.sample.response_ids.tolist()]
+        return (
+            []
+            if self.sample is None
+            else [*self.sample.request.prompt.text_token_ids, *self.sample.response_ids.tolist()]
+        )
 
 
 @dataclass(frozen=True)

@@ -173,7 +173,7 @@ class Engine:
         asyncio.run(self._fly(flight.follow(feed.taken(), together)))
 
     def _flight(self, sampling: SamplingParams, on_samples: OnSamples | None, over_pushes: bool) -> Flight:
-        routed = self.routed if sampling.experts else None
+        routed = self.routed if sampling.return_routed_experts else None
         version, versions = (None, self.versions) if over_pushes else (self.weight_version, None)
         expected = Expected(self.vocab_size, sampling.max_new_tokens, version, versions, routed)
         limits = self.concurrent_requests, self.request_timeout_s

@@ -26,16 +26,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-from mrl.copies import (
-    BIRTH_S,
-    Order,
+from mrl.forks import (
+    FORK_TIMEOUT_S,
+    ForkRequest,
     Process,
-    cannot_be_copied,
+    cannot_fork,
     die_with_parent,
-    live,
-    packed,
+    pack_number,
     read_number,
-    speak_through,
+    redirect_stdio,
+    run_module,
 )
 from mrl.imports import importing
 from mrl.rollout import supervisor
@@ -63,7 +63,7 @@ class EngineForkServer:
         """engine: the kind; imports: the module that has them all."""
         self._folder: Path | None = None
         self._maker = os.getpid()
-        if sys.platform != "linux" or cannot_be_copied():
+        if sys.platform != "linux" or cannot_fork():
             return
         folder = Path(tempfile.mkdtemp(prefix="mrl-engines-"))
         with socket.socket(socket.AF_UNIX) as listener:
@@ -136,8 +136,8 @@ def copy(
     if engine is None or not is_there(engine) or python != sys.executable or options[:1] != ["-m"]:
         return None
     line = socket.socket(socket.AF_UNIX)
-    line.settimeout(BIRTH_S)
-    order = Order([str(grace_s), str(folder), *options[1:]], dict(env), os.getcwd())
+    line.settimeout(FORK_TIMEOUT_S)
+    order = ForkRequest([str(grace_s), str(folder), *options[1:]], dict(env), os.getcwd())
     try:
         line.connect(str(Path(os.environ[VARIABLE], engine)))
         with open(os.devnull, "rb") as nothing:
@@ -156,12 +156,12 @@ def serve(listener: socket.socket, imports: str) -> NoReturn:
         os.setsid()
         die_with_parent()
         nothing = os.open(os.devnull, os.O_RDWR)
-        speak_through([os.dup(nothing), os.dup(nothing), nothing])  # an engine that is a program meets the same
+        redirect_stdio([os.dup(nothing), os.dup(nothing), nothing])  # an engine that is a program meets the same
         for name, value in KEPT_MEMORY.items():  # which glibc looks for when a program starts
             ctypes.CDLL(None).mallopt(_MALLOPT[name], int(os.environ.get(name, value)))
         with importing():
             importlib.import_module(imports)
-        if cannot_be_copied():
+        if cannot_fork():
             os._exit(1)
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         while True:
@@ -178,25 +178,25 @@ def serve(listener: socket.socket, imports: str) -> NoReturn:
 def _become_a_supervisor(line: socket.socket) -> NoReturn:
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    line.settimeout(BIRTH_S)
+    line.settimeout(FORK_TIMEOUT_S)
     try:
-        received = Order.receive(line)
+        received = ForkRequest.receive(line)
         if received is None or not _is_like_here(received[0].env):
             os._exit(1)
         order, files = received
-        speak_through(files)
+        redirect_stdio(files)
         owner = os.pidfd_open(_peer(line))
-        line.sendall(packed(os.getpid()))
+        line.sendall(pack_number(os.getpid()))
     except Exception:  # nobody waits any more, or not for a copy
         os._exit(1)
     grace_s, folder, *arguments = order.arguments
-    engine = Order(arguments, order.env, order.folder)
+    engine = ForkRequest(arguments, order.env, order.folder)
     _show(str(supervisor.__file__), *arguments)
     try:
         code = supervisor.supervise(
             lambda: _Engine(engine, line, owner), lambda: _is_readable(owner), float(grace_s), folder
         )
-        line.sendall(packed(code))
+        line.sendall(pack_number(code))
     except OSError:
         os._exit(1)
     os._exit(code)
@@ -205,7 +205,7 @@ def _become_a_supervisor(line: socket.socket) -> NoReturn:
 class _Engine:
     """A copy of this process, without the supervisor's line and owner."""
 
-    def __init__(self, order: Order, line: socket.socket, owner: int) -> None:
+    def __init__(self, order: ForkRequest, line: socket.socket, owner: int) -> None:
         self.pid = os.fork()
         if self.pid == 0:
             os.setsid()
@@ -214,7 +214,7 @@ class _Engine:
             os.close(owner)
             _show("-m", *order.arguments)
             try:
-                live(order)
+                run_module(order)
             except SystemExit:
                 raise
             except BaseException:  # not to be met by what this process was before

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mrl.families import Experts, ModelArch
+from mrl.families import ExpertArch, ModelArch
 from mrl.rollout.answers import field, shown
 from mrl.rollout.errors import BadAnswer
 
@@ -40,7 +40,7 @@ class RoutedShape:
     @property
     def dtype(self) -> np.dtype[Any]:
         """Of an expert's number."""
-        return np.dtype(Experts(self.count, self.per_token).number)
+        return np.dtype(ExpertArch(self.count, self.per_token).number)
 
     def read(self, meta: dict[str, Any], tokens: int, start: int = 0) -> np.ndarray:
         """[tokens - start, layers with experts, experts a token] of a sample of so many tokens, prompt and response,

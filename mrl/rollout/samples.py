@@ -52,7 +52,7 @@ def generate_body(
     experts."""
     prompt = request.prompt
     body: GenerateBody = {
-        "input_ids": list(prompt.short_ids or prompt.token_ids),
+        "input_ids": list(prompt.unexpanded_token_ids or prompt.token_ids),
         "sampling_params": sampling_body(sampling, request.seed),
         "rid": uuid4().hex,
         "return_logprob": True,
@@ -61,8 +61,8 @@ def generate_body(
         body["image_data"] = [_url(picture) for picture in prompt.pictures]
     if experts:
         body["return_routed_experts"] = True
-        if request.experts_from:
-            body["routed_experts_start_len"] = request.experts_from
+        if request.routed_experts_start:
+            body["routed_experts_start_len"] = request.routed_experts_start
     if adapter is not None:
         body["lora_path"] = adapter
     return body
@@ -130,8 +130,16 @@ def read_sample(request: Request, answer: Any, expected: Expected, name: str | N
         versions = None if expected.versions is None else _versions(meta, count, expected.versions)
         every = None
         if expected.routed is not None:
-            every = expected.routed.read(meta, len(request.prompt.token_ids) + count, request.experts_from)
-        return Sample(request, np.array(ids), np.array(log_probs), reason, version, versions=versions, experts=every)
+            every = expected.routed.read(meta, len(request.prompt.token_ids) + count, request.routed_experts_start)
+        return Sample(
+            request,
+            np.array(ids),
+            np.array(log_probs),
+            reason,
+            version,
+            token_weight_versions=versions,
+            routed_experts=every,
+        )
     except BadAnswer as error:
         raise BadAnswer(f"sample {request.sample_id}: {error}") from error
 

@@ -1,7 +1,7 @@
 """Accuracy of a reward model's scores on rows of a file, for `mrl eval reward`."""
 
-from mrl.scoring.accuracy import Judged, Report, report
-from mrl.scoring.measure import judge, theirs
+from mrl.scoring.accuracy import AccuracyReport, ScoredRow, report
+from mrl.scoring.measure import score_rows, score_with_transformers
 from mrl.scoring.show import lines
 
-__all__ = ["Judged", "Report", "judge", "lines", "report", "theirs"]
+__all__ = ["ScoredRow", "AccuracyReport", "score_rows", "lines", "report", "score_with_transformers"]

@@ -42,14 +42,14 @@ SECTIONS: dict[str, dict[str, int]] = {
 
 
 @dataclass(frozen=True)
-class Judged:
-    """One scored row. scores, tokens: of its responses, the best first; goodness: of each response, higher is better;
+class ScoredRow:
+    """One scored row. scores, tokens: of its responses, the best first; quality: of each response, higher is better;
     subset: None if it has none.
     """
 
     scores: tuple[float, ...]
     tokens: tuple[int, ...]
-    goodness: tuple[float, ...]
+    quality: tuple[float, ...]
     subset: str | None
 
     @property
@@ -60,12 +60,12 @@ class Judged:
     @property
     def margin(self) -> float:
         """Score of the best response minus the highest score of all worse ones."""
-        worse = [score for score, good in zip(self.scores, self.goodness, strict=True) if good < self.goodness[0]]
+        worse = [score for score, good in zip(self.scores, self.quality, strict=True) if good < self.quality[0]]
         return self.scores[0] - max(worse)
 
 
 @dataclass(frozen=True)
-class Report:
+class AccuracyReport:
     """Accuracies of a reward model.
 
     accuracy, margin: of all rows; subsets: (name, rows, accuracy, margin); sections: RewardBench's sections with all
@@ -87,7 +87,7 @@ class Report:
     score_std: float
 
 
-def report(judged: Sequence[Judged]) -> Report:
+def report(judged: Sequence[ScoredRow]) -> AccuracyReport:
     """Returns the report on one or more rows."""
     names = sorted({row.subset for row in judged if row.subset is not None})
     subsets = []
@@ -100,7 +100,7 @@ def report(judged: Sequence[Judged]) -> Report:
     pairs = [row for row in judged if len(row.scores) == 2]
     longer = [row for row in pairs if row.tokens[0] > row.tokens[1]]
     shorter = [row for row in pairs if row.tokens[0] < row.tokens[1]]
-    return Report(
+    return AccuracyReport(
         rows=len(judged),
         accuracy=_accuracy(judged),
         margin=_mean([row.margin for row in judged]),
@@ -123,7 +123,7 @@ def _sections(accuracy: dict[str, float]) -> dict[str, float]:
     }
 
 
-def _accuracy(rows: Sequence[Judged]) -> float:
+def _accuracy(rows: Sequence[ScoredRow]) -> float:
     return _mean([float(row.is_right) for row in rows])
 
 

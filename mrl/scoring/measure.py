@@ -12,16 +12,16 @@ from torch import Tensor
 from mrl import platform
 from mrl.config.schema import RewardDataConfig, SourceConfig, TrainConfig
 from mrl.core import Rollout
-from mrl.data import PreferenceDataset, load_eyes, load_tokenizer
-from mrl.data.eyes import Eyes
-from mrl.data.image_places import image_places
-from mrl.data.picture_store import PictureStore
-from mrl.data.scored import at_last_tokens
+from mrl.data import PreferenceDataset, load_image_processor, load_tokenizer
+from mrl.data.image_positions import image_positions
+from mrl.data.image_processor import ImageProcessor
+from mrl.data.image_store import ImageStore
+from mrl.data.score_inputs import at_last_tokens
 from mrl.families import load_arch
 from mrl.families.table import HF_VALUE_HEAD
 from mrl.learner import Learner
 from mrl.parallel import Meshes
-from mrl.scoring.accuracy import Judged
+from mrl.scoring.accuracy import ScoredRow
 from mrl.weights.disk.safetensors_io import HFCheckpoint
 
 TIMEOUT_S = 600.0
@@ -42,10 +42,12 @@ def read(model: str, data: str, subset_key: str, chat: bool | None, max_tokens: 
         max_tokens=max_tokens,
         shuffle=False,
     )
-    return PreferenceDataset((source,), cfg, tokenizer, "lists", cuts=False, eyes=load_eyes(model, cfg))
+    return PreferenceDataset(
+        (source,), cfg, tokenizer, "lists", cuts=False, image_processor=load_image_processor(model, cfg)
+    )
 
 
-def judge(model: str, data: PreferenceDataset, tokens: int, note: Callable[[int, int], None]) -> list[Judged]:
+def score_rows(model: str, data: PreferenceDataset, tokens: int, note: Callable[[int, int], None]) -> list[ScoredRow]:
     """Scores every row by mrl, in one process; an ensemble's score is its mean.
 
     Args:
@@ -54,24 +56,24 @@ def judge(model: str, data: PreferenceDataset, tokens: int, note: Callable[[int,
     """
     train = TrainConfig(max_tokens_per_microbatch=tokens)
     dtype = torch.float32 if platform.device().type == "cpu" else torch.bfloat16
-    found: list[Judged] = []
+    found: list[ScoredRow] = []
     with platform.single_process_world(TIMEOUT_S):
         mesh = Meshes(TIMEOUT_S).get(train.parallel)
         learner = Learner("critic", load_arch(model), model, train, mesh, dtype=dtype, seed=1, trainable=False)
-        learner.pixels = None if data.eyes is None else PictureStore(data.sources, data.eyes)
+        learner.pixels = None if data.image_processor is None else ImageStore(data.sources, data.image_processor)
         for first in range(0, len(data), ROWS_AT_ONCE):
             numbers = range(first, min(first + ROWS_AT_ONCE, len(data)))
             texts = data.batch(0, numbers)
             scores = iter(learner.scores(at_last_tokens(texts)).mean(0).tolist())
             for row in (data.rows[number] for number in numbers):
                 lengths = tuple(len(ids) for ids in row.responses)
-                found.append(Judged(tuple(next(scores) for _ in lengths), lengths, row.scores, row.source))
+                found.append(ScoredRow(tuple(next(scores) for _ in lengths), lengths, row.scores, row.source))
             note(len(found), len(data))
     return found
 
 
 @torch.no_grad()
-def theirs(model: str, data: PreferenceDataset, rows: int) -> Tensor:
+def score_with_transformers(model: str, data: PreferenceDataset, rows: int) -> Tensor:
     """Returns the scores [n] of the first rows' responses, by transformers in float32, one text at a time."""
     from transformers import AutoModelForSequenceClassification
     from transformers.utils import logging
@@ -79,8 +81,10 @@ def theirs(model: str, data: PreferenceDataset, rows: int) -> Tensor:
     logging.disable_progress_bar()
     logging.set_verbosity_error()  # which would report the zero bias that engines want
     texts = data.batch(0, range(min(rows, len(data))))
-    if data.eyes is not None:
-        return _theirs_of_pictures(model, texts, data.eyes, PictureStore(data.sources, data.eyes))
+    if data.image_processor is not None:
+        return _transformers_scores_with_images(
+            model, texts, data.image_processor, ImageStore(data.sources, data.image_processor)
+        )
     loaded = AutoModelForSequenceClassification.from_pretrained(
         model, dtype=torch.float32, trust_remote_code=False, local_files_only=True
     ).eval()
@@ -88,7 +92,9 @@ def theirs(model: str, data: PreferenceDataset, rows: int) -> Tensor:
     return torch.stack([loaded(ids[None]).logits.mean() for ids in parts])
 
 
-def _theirs_of_pictures(model: str, texts: Rollout, eyes: Eyes, store: PictureStore) -> Tensor:
+def _transformers_scores_with_images(
+    model: str, texts: Rollout, image_processor: ImageProcessor, store: ImageStore
+) -> Tensor:
     """Scores with images: transformers has a vision-language body, but no classifier with one, so the head is applied
     here.
     """
@@ -101,8 +107,8 @@ def _theirs_of_pictures(model: str, texts: Rollout, eyes: Eyes, store: PictureSt
     found = []
     for i in range(texts.num_samples):
         one = texts.pick(torch.tensor([i]))
-        images, ids = image_places(one, eyes.vision).images, one.tokens[None]
-        inputs = {"input_ids": ids, "mm_token_type_ids": (ids == eyes.vision.image_token).int()}
+        images, ids = image_positions(one, image_processor.vision).images, one.tokens[None]
+        inputs = {"input_ids": ids, "mm_token_type_ids": (ids == image_processor.vision.image_token).int()}
         if len(images):
             shapes = torch.nn.functional.pad(images[:, 2:4], (1, 0), value=1)
             inputs |= {"pixel_values": store(images), "image_grid_thw": shapes}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mrl.scoring.accuracy import Report
+from mrl.scoring.accuracy import AccuracyReport
 
 
-def lines(found: Report) -> Iterator[str]:
+def lines(found: AccuracyReport) -> Iterator[str]:
     """Yields lines of text: subsets, RewardBench's sections with all subsets present, all rows, and the influence of
     length.
     """

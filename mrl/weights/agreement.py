@@ -7,14 +7,14 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from mrl.parallel import Agreement, rank, world_size
-from mrl.parallel.agreement import by_reason
+from mrl.parallel import CollectiveErrorCheck, rank, world_size
+from mrl.parallel.error_check import by_reason
 from mrl.weights.errors import SyncError, SyncMismatch, WeightError
 
 MAX_LISTED = 40
 
 
-class WeightAgreement(Agreement[list[str]]):
+class WeightAgreement(CollectiveErrorCheck[list[str]]):
     """Collective check that raises WeightError with a list of problems. A problem that several ranks report in the same
     words is listed once, with the first rank that saw it.
     """
@@ -22,7 +22,7 @@ class WeightAgreement(Agreement[list[str]]):
     def report(self, error: BaseException) -> list[str]:
         return [_reason(error, OSError, RuntimeError, ValueError)]
 
-    def verdict(self, what: str, reports: Mapping[int, list[str]]) -> WeightError:
+    def combined_error(self, what: str, reports: Mapping[int, list[str]]) -> WeightError:
         first_seen: dict[str, int] = {}
         for number, problems in reports.items():
             for problem in problems:
@@ -35,13 +35,13 @@ class WeightAgreement(Agreement[list[str]]):
 
 def raise_together(problems: list[str], what: str) -> None:
     """Collective over the world: raises one WeightError, the same on every rank, if any rank has a problem."""
-    WeightAgreement().settle(what, None, problems or None)
+    WeightAgreement().exchange(what, None, problems or None)
 
 
 Report = tuple[str, bool]  # the reason, and whether it is a mismatch
 
 
-class SyncAgreement(Agreement[Report]):
+class SyncAgreement(CollectiveErrorCheck[Report]):
     """Collective check that raises SyncError, which says what was attempted and each rank's reason; SyncMismatch if one
     rank raised that. Uses a CPU group of its own: construction is collective.
 
@@ -56,11 +56,11 @@ class SyncAgreement(Agreement[Report]):
     def report(self, error: BaseException) -> Report:
         return _reason(error, OSError), isinstance(error, SyncMismatch)
 
-    def verdict(self, what: str, reports: Mapping[int, Report]) -> SyncError:
+    def combined_error(self, what: str, reports: Mapping[int, Report]) -> SyncError:
         kind = SyncMismatch if any(mismatch for _, mismatch in reports.values()) else SyncError
         return kind(f"{what} failed: {by_reason({number: text for number, (text, _) in reports.items()})}")
 
-    def lost(self, what: str, error: RuntimeError, cause: BaseException | None) -> None:
+    def peer_lost(self, what: str, error: RuntimeError, cause: BaseException | None) -> None:
         waited = f"(waited at most {self._timeout_s:.0f} s)"
         raise SyncError(f"rank {self.rank} lost contact with the other ranks while {what} {waited}: {error}") from error
 

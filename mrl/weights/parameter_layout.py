@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from mrl.families import ModelArch
-from mrl.families.rows import Kind, Row
+from mrl.families.rows import MappingKind, ParameterMapping
 
-TRANSFORMED: tuple[Kind, ...] = ("interleaved", "transposed")  # kinds whose rows are columns on the other side
+TRANSFORMED: tuple[MappingKind, ...] = ("interleaved", "transposed")  # kinds whose rows are columns on the other side
 
 
 class Sliceable(Protocol):
@@ -39,7 +39,12 @@ class Sliceable(Protocol):
 
 
 def to_megatron(
-    row: Row, sources: Sequence[Sliceable], arch: ModelArch, tp: int = 1, tp_rank: int = 0, padded_vocab: int = 0
+    row: ParameterMapping,
+    sources: Sequence[Sliceable],
+    arch: ModelArch,
+    tp: int = 1,
+    tp_rank: int = 0,
+    padded_vocab: int = 0,
 ) -> Tensor:
     """Returns the shard of rank `tp_rank` of `tp`, in the dtype of `sources`.
 
@@ -64,7 +69,7 @@ def to_megatron(
     return source[part] if row.tp_dim == 0 else source[:, part]
 
 
-def to_hf(row: Row, shards: Sequence[Tensor], arch: ModelArch) -> tuple[Tensor, ...]:
+def to_hf(row: ParameterMapping, shards: Sequence[Tensor], arch: ModelArch) -> tuple[Tensor, ...]:
     """Returns the Hugging Face tensors of a parameter, given its shards in the order of the tensor-parallel ranks.
 
     The tensors are contiguous. A parameter that needs no rearranging is returned as a view of its memory: read it, do
@@ -88,7 +93,7 @@ def to_hf(row: Row, shards: Sequence[Tensor], arch: ModelArch) -> tuple[Tensor, 
     return (full,)
 
 
-def parameter_shape(row: Row) -> tuple[int, ...]:
+def parameter_shape(row: ParameterMapping) -> tuple[int, ...]:
     """Returns the shape of the whole (unsharded, unpadded) Megatron parameter."""
     if row.kind in TRANSFORMED:
         return row.shapes[0][::-1]
@@ -104,7 +109,7 @@ class Segment:
     rows: int
 
 
-def segments(row: Row, arch: ModelArch) -> Iterator[Segment]:
+def segments(row: ParameterMapping, arch: ModelArch) -> Iterator[Segment]:
     """Yields the rows of the whole (unsharded, unpadded) Megatron parameter, from first to last.
 
     Segments describe `to_megatron` and `to_hf` at TP1 without a tensor. Every kind moves whole rows, except those that
@@ -140,7 +145,7 @@ class _Range:
         return self.whole[self.start + index.start : self.start + index.stop]
 
 
-def _pieces(row: Row, whole: Sliceable) -> list[Sliceable]:
+def _pieces(row: ParameterMapping, whole: Sliceable) -> list[Sliceable]:
     starts = accumulate(row.pieces[:-1], initial=0)
     return [_Range(whole, start, rows) for start, rows in zip(starts, row.pieces, strict=True)]
 

@@ -74,7 +74,7 @@ def next_token_log_probs(actor: Learner, sequences: torch.Tensor) -> torch.Tenso
     with actor.mesh.active():
         made = ModelBatch.make(batch, actor.mesh, 1.0, "logits")
         logits = actor.bare[0](batch.tokens, batch.position_ids, None, packed_seq_params=made)
-    return logits[batch.dest.argsort(), : actor.arch.vocab_size].log_softmax(-1)
+    return logits[batch.response_indices.argsort(), : actor.arch.vocab_size].log_softmax(-1)
 
 
 def rollout_of(rows: torch.Tensor, prompt: int, scores: torch.Tensor, log_probs: torch.Tensor, step: int) -> Rollout:

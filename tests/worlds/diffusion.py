@@ -24,7 +24,7 @@ from mrl.config.sections.diffusion import (
 )
 from mrl.config.sections.models import OptimizerConfig
 from mrl.diffusion import nets
-from mrl.diffusion.conditions import PromptRow
+from mrl.diffusion.conditioning import PromptRow
 from mrl.diffusion.ddpo import reference_of
 from mrl.diffusion.learner import DiffusionLearner
 from mrl.diffusion.pipeline import Pipeline
@@ -80,12 +80,12 @@ def run(case: Case) -> dict[str, Any]:
 
 def one_step(case: Case, policy: Policy, learner: DiffusionLearner, step: int, results: dict[str, Any]) -> None:
     mine, rewards = share(case.images), torch.zeros(case.images)
-    told = policy.pipeline.conditions.encode([PromptRow("", i % 3, {}) for i in mine])
+    conditioning = policy.pipeline.conditioning.encode([PromptRow("", i % 3, {}) for i in mine])
 
     def score(ids: range, images: torch.Tensor) -> None:
         rewards[ids.start : ids.stop] = images.mean((1, 2, 3))
 
-    data = draw(policy.pipeline, policy.steps, policy.sampler, mine, told, (5, step), score)
+    data = draw(policy.pipeline, policy.steps, policy.sampler, mine, conditioning, (5, step), score)
     dist.all_reduce(rewards)
     results["rewards"].append(rewards)
     advantages = (rewards - rewards.mean()) / rewards.std()

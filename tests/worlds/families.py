@@ -25,7 +25,7 @@ from mrl.core import Rollout  # noqa: E402
 from mrl.families import load_arch  # noqa: E402
 from mrl.families.table import HF_VALUE_BIAS, HF_VALUE_HEAD, Role  # noqa: E402
 from mrl.learner import Learner, Loss, losses  # noqa: E402
-from mrl.learner.terms import LossParts  # noqa: E402
+from mrl.learner.loss_terms import LossParts  # noqa: E402
 from mrl.parallel import Mesh, Meshes, rank  # noqa: E402
 from tests.worlds.gradients import gradients, make_rollout, parse, show_all  # noqa: E402
 

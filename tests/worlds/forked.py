@@ -12,8 +12,8 @@ import signal
 import sys
 from pathlib import Path
 
-import mrl.preload  # noqa: F401
-from mrl.copies import die_with_parent
+import mrl.rank_imports  # noqa: F401
+from mrl.forks import die_with_parent
 from mrl.ports import free_port
 
 

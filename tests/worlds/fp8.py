@@ -28,7 +28,7 @@ from mrl.families import load_arch  # noqa: E402
 from mrl.learner import Learner, losses  # noqa: E402
 from mrl.models import fp8_layers  # noqa: E402
 from mrl.parallel import Meshes, rank  # noqa: E402
-from mrl.trainers.shared.head_error import head_error  # noqa: E402
+from mrl.trainers.shared.lm_head_quantization_error import lm_head_quantization_error  # noqa: E402
 
 RECIPES = {
     "none": FP8Config(),
@@ -90,9 +90,9 @@ def head_errors(meshes: Meshes, model: str, layout: str) -> dict[str, Any]:
     first = range(rollout.response_lens[0])
     gap = (own.log_probs(rollout, 0.7)[0] - plain.log_probs(rollout, 0.7)[0])[first].abs()
     return {
-        "reported": [*head_error(own, rollout, 0.7).values()],
+        "reported": [*lm_head_quantization_error(own, rollout, 0.7).values()],
         "by two models": [float(gap.mean()), float(gap.max())],
-        "without": head_error(plain, rollout, 0.7),
+        "without": lm_head_quantization_error(plain, rollout, 0.7),
     }
 
 

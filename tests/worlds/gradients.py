@@ -110,14 +110,14 @@ def make_trajectories(rollout: Rollout) -> Rollout:
     after_prompt = torch.cat([torch.arange(n) >= p for n, p in zip(rollout.seq_lens, rollout.prompt_lens, strict=True)])
     drawn = after_prompt & (place % 5 < 2)
     drawn[int(rollout.seq_lens[:5].sum()) - 4 : int(rollout.seq_lens[:5].sum())] = False
-    return replace(rollout, drawn=drawn, rollout_log_probs=torch.zeros(int(drawn.sum())))
+    return replace(rollout, action_mask=drawn, rollout_log_probs=torch.zeros(int(drawn.sum())))
 
 
 def make_several(told: Rollout) -> Rollout:
     """The same, of which the longer trajectories are two or three sequences."""
-    assert told.drawn is not None
+    assert told.action_mask is not None
     counts, lens = [], []
-    for length, drawn in zip(told.seq_lens.tolist(), told.drawn.split(told.seq_lens.tolist()), strict=True):
+    for length, drawn in zip(told.seq_lens.tolist(), told.action_mask.split(told.seq_lens.tolist()), strict=True):
         free = (~drawn).nonzero().flatten().tolist()
         cuts = [0, *sorted({free[i] for i in (len(free) // 2, -4) if length > 14 and free[i] > 0}), length]
         counts.append(len(cuts) - 1)
@@ -148,12 +148,12 @@ def plain_gradient(rollout: Rollout) -> Loss:
 
 def plain_loop(model_dir: str, weights: dict[str, torch.Tensor], rollout: Rollout) -> Result:
     """The same by transformers, one sequence and one token after the other."""
-    assert rollout.drawn is not None
+    assert rollout.action_mask is not None
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir), dtype=torch.float32)
     model.load_state_dict(weights, strict=False)
     advantages, total, at = advantages_of(rollout), torch.zeros(()), 0
     lengths = (rollout.seq_lens if rollout.sequence_lens is None else rollout.sequence_lens).tolist()
-    for ids, drawn in zip(rollout.tokens.split(lengths), rollout.drawn.split(lengths), strict=True):
+    for ids, drawn in zip(rollout.tokens.split(lengths), rollout.action_mask.split(lengths), strict=True):
         log_probs = (model(ids[None]).logits[0] / 0.7).log_softmax(-1)
         for place in drawn.nonzero().flatten().tolist():
             total = total - advantages[at] * log_probs[place - 1, ids[place]]
@@ -254,9 +254,9 @@ def all_gradients(model_dir: str, arch: ModelArch, mesh: Mesh, train: TrainConfi
     actor, critic = (build(role, model_dir, mesh, train) for role in ("policy", "critic"))
     rollout = make_rollout(arch.vocab_size)
     if torch.distributed.get_world_size() == 1:  # the reference computes each sample's prompt for itself
-        actor.split.shares = critic.split.shares = False
+        actor.planner.shares = critic.planner.shares = False
     elif mesh.dp == mesh.cp == 1:
-        batches = actor.split.micro_batches(rollout, range(rollout.num_samples))
+        batches = actor.planner.micro_batches(rollout, range(rollout.num_samples))
         assert sum(int((batch.source >= 0).sum()) for batch in batches) < rollout.tokens.numel() - 20
     found = {
         case: gradients(actor if role == "policy" else critic, rollout, loss, entropy_grad)

@@ -38,17 +38,17 @@ def make_batch(vocab: int) -> Rollout:
     prompts, rest = ([draw(lens[half]) for lens in LENGTHS] for half in (0, 1))
     total = sum(len(ids) for ids in rest)
     counts = torch.where(torch.rand(total, generator=g) < 0.3, 0.0, torch.rand(total, generator=g).round() + 0.5)
-    return Rollout.of(3, prompts, rest, counts=counts)
+    return Rollout.of(3, prompts, rest, loss_weights=counts)
 
 
 def cases(batch: Rollout) -> dict[str, Loss]:
     return {
-        "nll": losses.cross_entropy(batch.shares),
-        "dft": losses.dft(batch.shares),
-        "smoothed": losses.smoothed_cross_entropy(batch.shares, 0.1),
-        "noise": losses.cross_entropy(batch.shares, noise=5.0, seed=11),
-        "other noise": losses.cross_entropy(batch.shares, noise=5.0, seed=12),
-        "all": losses.smoothed_cross_entropy(batch.shares, 0.1, noise=5.0, seed=11),
+        "nll": losses.cross_entropy(batch.normalized_loss_weights),
+        "dft": losses.dft(batch.normalized_loss_weights),
+        "smoothed": losses.smoothed_cross_entropy(batch.normalized_loss_weights, 0.1),
+        "noise": losses.cross_entropy(batch.normalized_loss_weights, noise=5.0, seed=11),
+        "other noise": losses.cross_entropy(batch.normalized_loss_weights, noise=5.0, seed=12),
+        "all": losses.smoothed_cross_entropy(batch.normalized_loss_weights, 0.1, noise=5.0, seed=11),
     }
 
 
@@ -62,7 +62,7 @@ def measured(learner: Learner) -> tuple[dict[str, Result], int]:
     parts = [batch.part(range(2)), batch.part(range(2, 7))]
     held_out = metrics(likelihood(learner, zip((KINDS[:2], KINDS[2:]), parts, strict=True)), "validation")
     found |= {name: (value, {}) for name, value in held_out.items()}
-    return found, len(learner.split.micro_batches(batch, range(batch.num_samples)))
+    return found, len(learner.planner.micro_batches(batch, range(batch.num_samples)))
 
 
 def build(model_dir: str, mesh: Mesh, tokens: int, recompute: str) -> Learner:

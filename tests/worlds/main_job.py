@@ -42,11 +42,11 @@ def chosen_otherwise(actor: Learner, rollout: Rollout, samples: list[dict[str, A
     """Of all tokens but each sample's last, which goes nowhere."""
     if actor.replay is None:
         return None
-    with actor.replay.noting():
+    with actor.replay.recording():
         actor.log_probs(rollout, 1.0)
     lasts = rollout.seq_lens.cumsum(0) - 1
     theirs = torch.cat([torch.tensor(sample["experts"]) for sample in samples])
-    same = (theirs[..., :, None] == actor.replay.noted(rollout).long()[..., None, :]).any(-1)
+    same = (theirs[..., :, None] == actor.replay.recorded(rollout).long()[..., None, :]).any(-1)
     same[lasts] = True
     return float((~same).float().mean())
 

@@ -30,7 +30,7 @@ from mrl.trainers.rl.loop import experience_of, update
 from mrl.trainers.rl.memory_order import ORDER
 from mrl.trainers.rl.models import MovingAverage, build_models
 from mrl.trainers.rl.reward_scores import score
-from mrl.trainers.shared.memory import MemoryOrder, put_away
+from mrl.trainers.shared.memory import PhaseMemoryManager, offload_new_model
 from tests.bare_run import bare_run, passes_of
 
 OFFLOADS = ("none", "optimizer", "all")
@@ -40,7 +40,7 @@ OPTIMIZER = {"lr": 2e-2, "warmup_steps": 4, "weight_decay": 0.1}
 Bytes = dict[str, int]
 
 
-class Watched(MemoryOrder):
+class Watched(PhaseMemoryManager):
     """Writes down what each model has on the device at the beginning of each phase."""
 
     def begin(self, phase: str) -> None:
@@ -112,7 +112,7 @@ class Job:
             "critic", self.models.actor.arch, cfg.model.path, self.cfg.actor, self.models.actor.mesh,
             dtype=getattr(torch, cfg.model.dtype), seed=9, from_scratch=True, trainable=False,
         )  # fmt: skip
-        put_away("reward", judge)
+        offload_new_model("reward", judge)
         self.memory = Watched(self.models.learners | {"reward": judge})
         run = bare_run(self.cfg, self.models.actor, self.models.critic)
         own = {"ref": self.models.ref, "ema": self.models.ema, "passes": passes_of(self.cfg, self.models)}

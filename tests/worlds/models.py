@@ -87,8 +87,8 @@ class Model:
         batches = [self.batch(ids) for ids in micro_batches]
 
         def collect(out: torch.Tensor, batch: PackedBatch, non_loss_data: bool = True) -> None:
-            assert out.dtype == torch.float32 and out.shape == (width, batch.rows.numel())
-            result[:, batch.dest] = out
+            assert out.dtype == torch.float32 and out.shape == (width, batch.output_positions.numel())
+            result[:, batch.response_indices] = out
 
         def step(it: Iterator[PackedBatch], model: Any) -> Any:
             b = next(it)
@@ -158,10 +158,10 @@ def against_logits(path: str, meshes: Meshes) -> dict[str, float]:
         logits = model.chunks[0](batch.tokens, batch.position_ids, None, packed_seq_params=made)
     wanted = (logits[:, : model.arch.vocab_size] / TEMPERATURE).log_softmax(-1)
     return {
-        "log-probs": difference(log_probs[batch.dest], wanted.gather(1, batch.labels[:, None])[:, 0]),
-        "entropy": difference(entropy[batch.dest], -(wanted.exp() * wanted).sum(-1)),
-        "squares": difference(distribution[2][batch.dest], wanted.exp().square().sum(-1)),
-        "likeliest": difference(distribution[3][batch.dest], (wanted.argmax(-1) == batch.labels).float()),
+        "log-probs": difference(log_probs[batch.response_indices], wanted.gather(1, batch.labels[:, None])[:, 0]),
+        "entropy": difference(entropy[batch.response_indices], -(wanted.exp() * wanted).sum(-1)),
+        "squares": difference(distribution[2][batch.response_indices], wanted.exp().square().sum(-1)),
+        "likeliest": difference(distribution[3][batch.response_indices], (wanted.argmax(-1) == batch.labels).float()),
         "without gradients": difference(distribution[:2], torch.stack([log_probs, entropy])),
         "one by one": difference(torch.stack([log_probs, entropy]), alone),
     }

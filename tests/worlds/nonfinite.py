@@ -132,7 +132,7 @@ def run(job: dict[str, Any], meshes: Meshes) -> dict[str, Any]:
         results[case] = {
             "skipped": everywhere(metrics["skipped"]),
             "unchanged": everywhere(same(before, state(learner))),
-            "samples": learner.last.nonfinite_samples(rollout),
+            "samples": learner.last_outputs.nonfinite_samples(rollout),
             "finite loss": math.isfinite(metrics["loss"]),
         }
         unpoison()

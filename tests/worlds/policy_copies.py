@@ -19,7 +19,7 @@ from mrl import checkpoint, platform
 from mrl.config.schema import KLConfig, ParallelConfig, RLConfig, TrainConfig
 from mrl.config.sections.policy import policy_loss
 from mrl.families import load_arch
-from mrl.learner import Learner, Term, losses
+from mrl.learner import Learner, LossTerm, losses
 from mrl.learner.losses import PolicyTargets
 from mrl.learner.optimizer import main_parameters
 from mrl.learner.policy_copy import PolicyCopy
@@ -106,7 +106,7 @@ def terms(world: World, case: str, layout: str, model: str) -> None:
 
     first, of_first = gradients(a, range(10), loss, 0.7, entropy_grad=True)
     second, of_second = gradients(b, range(3), extra, 1.0)
-    both, of_both = gradients(a, range(10), loss, 0.7, entropy_grad=True, also=[Term(b, range(3), extra, 1.0)])
+    both, of_both = gradients(a, range(10), loss, 0.7, entropy_grad=True, also=[LossTerm(b, range(3), extra, 1.0)])
     want = {"loss": first["loss"] + second["loss"], "ptx/loss": second["ptx/loss"]}
     report(
         case,
@@ -114,7 +114,9 @@ def terms(world: World, case: str, layout: str, model: str) -> None:
         apart=error(of_both, of_first),
         metrics=max(abs(both[n] - x) for n, x in (first | want).items()),
         coefficient=second["loss"] / second["ptx/loss"],
-        seen=bool(torch.equal(learner.last.log_probs(a)[1], torch.ones(a.num_response_tokens, dtype=torch.bool))),
+        seen=bool(
+            torch.equal(learner.last_outputs.log_probs(a)[1], torch.ones(a.num_response_tokens, dtype=torch.bool))
+        ),
     )
 
 

@@ -26,13 +26,13 @@ from gradients import TIMEOUT_S, compare, everywhere, parse  # noqa: E402
 from mrl.algo.preference_unpaired import kl_estimate  # noqa: E402
 from mrl.config.schema import DPOConfig, TrainConfig  # noqa: E402
 from mrl.core import Rollout  # noqa: E402
-from mrl.data.preference import mismatched, with_prompts  # noqa: E402
+from mrl.data.preference import mismatched_pairs, with_prompts  # noqa: E402
 from mrl.families import load_arch  # noqa: E402
 from mrl.learner import Learner  # noqa: E402
 from mrl.learner.preference import one_pass, targets, two_pass  # noqa: E402
 from mrl.options.preference import PREFERENCE_LOSSES  # noqa: E402
 from mrl.parallel import Mesh, Meshes, rank  # noqa: E402
-from mrl.trainers.dpo.loop import DPORun, Shift, first_pass, with_shift  # noqa: E402
+from mrl.trainers.dpo.loop import DPORun, RewardShift, first_pass, with_shift  # noqa: E402
 
 PROMPT = (3, 5, 2, 7, 4, 1, 6, 2, 3)  # tokens
 RESPONSES = ((9, 2), (30, 11), (1, 17), (5, 12), (3, 21), (7, 8), (4, 4), (2, 5), (6, 1))  # chosen, rejected
@@ -92,15 +92,15 @@ def gradients(
         of = targets(batch, {}, together, preference.ld_alpha)
         t = replace(t, reference=of.sums(ref.log_probs(batch, 1.0)[0])[0])
     if preference.needs_kl:
-        others = mismatched(batch, 30)
+        others = mismatched_pairs(batch, 30)
         of = targets(others, {}, 1)
         t = replace(
             t, kl=kl_estimate((of.sums(actor.log_probs(others, 1.0)[0]) - of.sums(ref.log_probs(others, 1.0)[0]))[0])
         )
     batch = with_prompts(batch) if preference.learns_prompts else batch
-    if preference.couples_rows or twice or not actor.split.fits(batch, together):
+    if preference.couples_rows or twice or not actor.planner.fits(batch, together):
         run = object.__new__(DPORun)
-        run.actor, run.cfg, run.shift = actor, cfg, Shift()
+        run.actor, run.cfg, run.shift = actor, cfg, RewardShift()
         t, policy = first_pass(run, batch, t)
         loss, value = two_pass(with_shift(run, t, policy), policy)
     else:
@@ -131,7 +131,7 @@ def main() -> None:
             }
             torch.save({"cases": got, **made_of}, reference_file)
         want = torch.load(reference_file)["cases"]
-        batches = len(actor.split.micro_batches(make_batch(313, False), range(18), 2))
+        batches = len(actor.planner.micro_batches(make_batch(313, False), range(18), 2))
         results[layout] = {}
         for case, (*of_it, said) in got.items():
             *wanted, known = want[case.removesuffix(" twice")]

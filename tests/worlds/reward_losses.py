@@ -28,7 +28,7 @@ from mrl.families.table import HF_VALUE_BIAS  # noqa: E402
 from mrl.learner import Learner  # noqa: E402
 from mrl.learner.reward import RewardTargets, one_pass, two_pass  # noqa: E402
 from mrl.parallel import Mesh, Meshes, rank  # noqa: E402
-from mrl.trainers.reward_model.batches import held_against  # noqa: E402
+from mrl.trainers.reward_model.batches import score_inputs_and_targets  # noqa: E402
 
 PROMPT = (3, 5, 2, 7, 4, 1, 6)  # tokens
 RESPONSES = ((9, 2), (30, 11), (1, 17), (5, 12), (3, 21), (7, 8), (4, 4))
@@ -60,7 +60,7 @@ def make(case: str, vocab: int) -> tuple[Rollout, Rollout, RewardTargets, list[l
     else:
         count = sum(map(len, steps)) if steps else 14
         targets = (torch.arange(count) % 3 > 0).float()
-    fed, held = held_against(own, texts, targets, torch.rand(len(sizes), generator=g).double(), steps)
+    fed, held = score_inputs_and_targets(own, texts, targets, torch.rand(len(sizes), generator=g).double(), steps)
     return texts, fed, held, steps
 
 
@@ -72,7 +72,7 @@ def build(model_dir: str, mesh: Mesh, tokens: int) -> Learner:
 def gradients(case: str, actor: Learner, twice: bool) -> tuple[float, dict[str, torch.Tensor]]:
     """(loss, full gradients by Hugging Face name). twice: in two passes, though each row fits into a micro-batch"""
     _, fed, t, _ = make(case, actor.arch.vocab_size)
-    if twice or not actor.split.fits(fed, t.together):
+    if twice or not actor.planner.fits(fed, t.together):
         loss, value = two_pass(t, actor.scores(fed)[:, t.places])
     else:
         loss, value = one_pass(t, actor.total_over_context, actor.mesh.cp), None
@@ -96,7 +96,7 @@ def main() -> None:
             torch.save(got, reference_file)
         want = torch.load(reference_file)
         _, fed, t, _ = make("bradley_terry", actor.arch.vocab_size)
-        batches = len(actor.split.micro_batches(fed, range(14), t.together))
+        batches = len(actor.planner.micro_batches(fed, range(14), t.together))
         results[layout] = {case: [*compare(got[case], want[case.removesuffix(" twice")]), batches] for case in got}
     if rank() == 0:
         Path(result_file).write_text(json.dumps(results))

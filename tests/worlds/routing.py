@@ -36,7 +36,7 @@ from mrl.core import Rollout  # noqa: E402
 from mrl.families import load_arch  # noqa: E402
 from mrl.learner import Learner  # noqa: E402
 from mrl.models.mcore import TopKRouter  # noqa: E402
-from mrl.models.routing import RouterChoice  # noqa: E402
+from mrl.models.routing import RecordingRouterReplay  # noqa: E402
 from mrl.parallel import Meshes, rank  # noqa: E402
 
 TIMEOUT_S = 600
@@ -51,12 +51,12 @@ def learner_of(model: str, meshes: Meshes, layout: str, *, replays: bool = True)
     return Learner("policy", load_arch(model), model, train, mesh, **fixed)
 
 
-def noted(learner: Learner, rollout: Rollout) -> tuple[torch.Tensor, torch.Tensor]:
+def recorded(learner: Learner, rollout: Rollout) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs, and the experts that the routers chose."""
     assert learner.replay is not None
-    with learner.replay.noting():
+    with learner.replay.recording():
         log_probs, _ = learner.log_probs(rollout, 0.7)
-    return log_probs, learner.replay.noted(rollout)
+    return log_probs, learner.replay.recorded(rollout)
 
 
 def others(own: torch.Tensor, count: int) -> torch.Tensor:
@@ -73,12 +73,12 @@ def differ(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def passes(learner: Learner, rollout: Rollout, given: torch.Tensor | None = None) -> dict[str, Any]:
     assert learner.replay is not None and learner.arch.experts is not None
-    free, own = noted(learner, rollout)
-    told = replace(rollout, experts=others(own if given is None else given, learner.arch.experts.count))
+    free, own = recorded(learner, rollout)
+    told = replace(rollout, routed_experts=others(own if given is None else given, learner.arch.experts.count))
     log_probs, _ = learner.log_probs(told, 0.7)
-    changed = learner.replay.take_changed()
+    changed = learner.replay.take_changed_share()
     result = gradients(learner, told, plain_gradient(told), False)
-    assert learner.replay.take_changed() == changed  # the same weights
+    assert learner.replay.take_changed_share() == changed  # the same weights
     return {"free": free, "own": own, "log_probs": log_probs, "changed": changed, "gradients": result}
 
 
@@ -90,36 +90,36 @@ def by_itself(model: str, meshes: Meshes, found: dict[str, Any], rollout: Rollou
     learner, plain = learner_of(model, meshes, "one"), learner_of(model, meshes, "one", replays=False)
     assert learner.replay is not None and learner.arch.experts is not None
     own = found["own"]
-    plain.split.shares = False  # as where routing is replayed
+    plain.planner.shares = False  # as where routing is replayed
     out: dict[str, Any] = {"off": float((plain.log_probs(rollout, 0.7)[0] - found["free"]).abs().max())}
-    again, _ = learner.log_probs(replace(rollout, experts=own), 0.7)
+    again, _ = learner.log_probs(replace(rollout, routed_experts=own), 0.7)
     out["own experts"] = float((again - found["free"]).abs().max())
-    out["changed by own experts"] = learner.replay.take_changed()
+    out["changed by own experts"] = learner.replay.take_changed_share()
     out["others change"] = float((found["log_probs"] - found["free"]).abs().max())
     told = make_several(make_trajectories(rollout))
-    several, own = noted(learner, told)
-    again, _ = learner.log_probs(replace(told, experts=own), 0.7)
+    several, own = recorded(learner, told)
+    again, _ = learner.log_probs(replace(told, routed_experts=own), 0.7)
     out["sequences: own experts"] = float((again - several).abs().max())
-    again, _ = learner.log_probs(replace(told, experts=others(own, learner.arch.experts.count)), 0.7)
+    again, _ = learner.log_probs(replace(told, routed_experts=others(own, learner.arch.experts.count)), 0.7)
     out["sequences: others change"] = float((again - several).abs().max())
-    learner.replay.take_changed()
+    learner.replay.take_changed_share()
     assert told.sequence_lens is not None
     own[told.sequence_lens.cumsum(0) - 1] = 0  # as an engine says it of what goes nowhere
-    gradients(learner, replace(told, experts=own), plain_gradient(told), False)
-    out["sequences: changed in an update"] = learner.replay.take_changed()
+    gradients(learner, replace(told, routed_experts=own), plain_gradient(told), False)
+    out["sequences: changed in an update"] = learner.replay.take_changed_share()
     own = found["own"]
-    kept = replace(rollout, experts=torch.arange(KEPT, dtype=own.dtype).expand_as(own).contiguous())
+    kept = replace(rollout, routed_experts=torch.arange(KEPT, dtype=own.dtype).expand_as(own).contiguous())
     before, _ = learner.log_probs(kept, 0.7)
-    learner.replay.take_changed()
+    learner.replay.take_changed_share()
     with torch.no_grad():
         for router in routers(learner):
             router.weight[KEPT:] += 0.5 * torch.randn(
                 router.weight[KEPT:].shape, generator=torch.Generator().manual_seed(1)
             )
-    out["router moved: chosen otherwise"] = differ(own, noted(learner, rollout)[1])
+    out["router moved: chosen otherwise"] = differ(own, recorded(learner, rollout)[1])
     out["router moved: log-probs, free"] = float((learner.log_probs(rollout, 0.7)[0] - found["free"]).abs().max())
     out["router moved: log-probs, replayed"] = float((learner.log_probs(kept, 0.7)[0] - before).abs().max())
-    out["router moved: changed"] = learner.replay.take_changed()
+    out["router moved: changed"] = learner.replay.take_changed_share()
     gradients(learner, kept, plain_gradient(kept), False)
     weights = [router.weight.main_grad for router in routers(learner)]
     out["gradient of the chosen"] = min(float(w[:KEPT].norm()) for w in weights)
@@ -131,12 +131,12 @@ def memory(model: str, meshes: Meshes, recompute: str, rollout: Rollout) -> dict
     """Live tensors after some passes and after more of them; what routers keep."""
     learner, live = learner_of(model, meshes, f"one/{recompute}"), []
     for number in range(6):
-        noted(learner, replace(rollout, experts=None))
+        recorded(learner, replace(rollout, routed_experts=None))
         gradients(learner, rollout, plain_gradient(rollout), False)
         gc.collect()
         if number in (1, 5):
             live.append(sum(isinstance(each, torch.Tensor) for each in gc.get_objects()))
-    kept = [choice for router in routers(learner) if isinstance(choice := router.router_replay, RouterChoice)]
+    kept = [choice for router in routers(learner) if isinstance(choice := router.router_replay, RecordingRouterReplay)]
     left = [x for c in kept for x in (c.target_topk_idx, c.recorded_topk_idx, *c.replay_backward_list) if x is not None]
     return {"live": live, "routers": len(kept), "left": len(left)}
 

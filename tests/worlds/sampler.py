@@ -19,7 +19,7 @@ from mrl.core import Rollout  # noqa: E402
 from mrl.parallel import rank  # noqa: E402
 from mrl.trainers.rl.ahead import Ahead  # noqa: E402
 from mrl.trainers.rl.sampler import Drawn, Sampled, Sampler, Work, when_asked  # noqa: E402
-from mrl.trainers.shared.pulse import Activity  # noqa: E402
+from mrl.trainers.shared.heartbeat import Activity  # noqa: E402
 from mrl.trainers.shared.world import OtherRankError, RankZeroError, World  # noqa: E402
 
 WAIT_S = 60.0

@@ -96,7 +96,7 @@ def main() -> None:
         passed(f"update, {mode}", lambda loss=loss: update(actor, loss))
     passed("update, sft", lambda: update(actor, losses.cross_entropy(weights)))
     passed("update, critic", lambda: update(critic, losses.value(ValueLossConfig(), values, weights, weights, weights)))
-    passed("log-probs of the update", lambda: actor.last.log_probs(rollout))
+    passed("log-probs of the update", lambda: actor.last_outputs.log_probs(rollout))
     kept = passed("copy", lambda: PolicyCopy(actor, offload=True))
     passed("copy follows", lambda: kept.follow(0.5))
     passed("log-probs of the copy", lambda: kept.log_probs(rollout, 1.0))

@@ -26,10 +26,10 @@ from mrl.core import Rollout  # noqa: E402
 from mrl.families import FAMILIES, load_arch  # noqa: E402
 from mrl.families.table import HF_VALUE_HEAD  # noqa: E402
 from mrl.learner import Learner, Loss  # noqa: E402
+from mrl.learner.loss_terms import LossParts  # noqa: E402
 from mrl.learner.reward import RewardTargets, one_pass, two_pass  # noqa: E402
-from mrl.learner.terms import LossParts  # noqa: E402
 from mrl.parallel import Meshes, rank  # noqa: E402
-from mrl.trainers.reward_model.batches import held_against  # noqa: E402
+from mrl.trainers.reward_model.batches import score_inputs_and_targets  # noqa: E402
 from tests import vision_samples as samples  # noqa: E402
 from tests.worlds.gradients import TIMEOUT_S, everywhere, parse  # noqa: E402
 
@@ -104,7 +104,7 @@ def pairs(seen: list[samples.Seen]) -> tuple[Rollout, RewardTargets]:
     texts = samples.rollout_of(samples.pairs_of(seen), per_row=2)
     targets = torch.tensor([1.0, 2.0]).repeat(len(seen))
     own = reward_model_training(loss="bradley_terry", center_rewards_coefficient=0.1)
-    return held_against(own, texts, targets, torch.zeros(len(seen)).double())
+    return score_inputs_and_targets(own, texts, targets, torch.zeros(len(seen)).double())
 
 
 def hub_names(model_dir: str) -> list[str]:
@@ -142,7 +142,7 @@ def one(case: str, model_dir: str, meshes: Meshes, layout: str, options: set[str
     if case in TOKENS:
         rollout, held = pairs(seen)
         out = learner.values(rollout)
-        fits = learner.split.fits(rollout, held.together)
+        fits = learner.planner.fits(rollout, held.together)
         assert fits is (case == "pairs")
         total = learner.total_over_context
         loss = one_pass(held, total, learner.mesh.cp) if fits else two_pass(held, out[None])[0]

@@ -131,7 +131,8 @@ def logits(job: Job) -> dict[str, float]:
     tokens, want = reference["tokens"], reference["logits"]
     every = torch.arange(tokens.numel())
     batch = PackedBatch(
-        tokens=tokens, position_ids=reference["position_ids"], rows=every, labels=tokens[0], dest=every,
+        tokens=tokens, position_ids=reference["position_ids"], output_positions=every, labels=tokens[0],
+        response_indices=every,
         cu_seqlens=reference["cu_seqlens"], max_seqlen=reference["max_seqlen"],
     )  # fmt: skip
     got: list[torch.Tensor] = []

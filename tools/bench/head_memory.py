@@ -35,11 +35,11 @@ LIMIT_S = 900.0
 def log_probs(form: str, hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """And entropies, whose gradient is not wanted."""
     if form.startswith("mrl"):
-        from mrl.kernels.linear_logprob import Slopes, linear_log_prob
+        from mrl.kernels.linear_logprob import LossGradients, linear_log_prob
 
-        slopes = Slopes(lambda log_probs, entropies, rows: (torch.ones_like(log_probs), None))
-        slopes_of = slopes if "formed" in form else None
-        return linear_log_prob(hidden, weight, labels, 1.0, 0, weight.size(0), slopes=slopes_of)[:2]
+        loss_gradients = LossGradients(lambda log_probs, entropies, rows: (torch.ones_like(log_probs), None))
+        slopes_of = loss_gradients if "formed" in form else None
+        return linear_log_prob(hidden, weight, labels, 1.0, 0, weight.size(0), loss_gradients=slopes_of)[:2]
     logits = hidden @ weight.T
     if form == TRL:
         from trl.trainer.utils import selective_log_softmax_and_entropy

@@ -17,7 +17,7 @@ from torch import Tensor
 from mrl.algo import FlatBatch, advantages, policy_loss
 from mrl.data.balance import balance
 from mrl.kernels.head_products import has_bfloat16
-from mrl.kernels.linear_logprob import Slopes, linear_log_prob
+from mrl.kernels.linear_logprob import LossGradients, linear_log_prob
 from mrl.models.attention import packed_attention
 from mrl.models.attention_plan import AttentionPlan
 from mrl.platform.kept_memory import keep_memory
@@ -78,8 +78,8 @@ def _head(dtype: torch.dtype) -> Forms:
             log_probs = log_probs.clone().requires_grad_()
             return torch.autograd.grad(loss(log_probs, rows), log_probs)[0], None
 
-    def mrl(slopes: Slopes | None) -> None:
-        log_probs, *_ = linear_log_prob(hidden, weight, labels, 1.0, 0, HEAD_VOCAB, slopes=slopes)
+    def mrl(loss_gradients: LossGradients | None) -> None:
+        log_probs, *_ = linear_log_prob(hidden, weight, labels, 1.0, 0, HEAD_VOCAB, loss_gradients=loss_gradients)
         torch.autograd.grad(loss(log_probs), (hidden, weight))
 
     def naive() -> None:
@@ -89,7 +89,7 @@ def _head(dtype: torch.dtype) -> Forms:
     limit = dtype if has_bfloat16() else torch.float32
     forms: Forms = {
         "limit: three products": _three_products(hidden.detach().to(limit), weight.detach().to(limit)),
-        "mrl, gradients formed in the forward": lambda: mrl(Slopes(of)),
+        "mrl, gradients formed in the forward": lambda: mrl(LossGradients(of)),
         "mrl, logits computed again": lambda: mrl(None),
     }
     return {**forms, "log_softmax": naive} if dtype == limit else forms

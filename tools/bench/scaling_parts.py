@@ -161,12 +161,12 @@ def a_rollout(samples: int, tokens: int) -> Any:
 
 def an_arch() -> Any:
     """A model of 7B parameters, whose costs are balanced."""
-    from mrl.families import Layer, ModelArch
+    from mrl.families import LayerArch, ModelArch
 
     return ModelArch(
-        family="qwen2", vocab_size=VOCAB, hidden_size=3584, layers=(Layer(18944),) * 28, num_heads=28, num_kv_heads=4,
-        head_dim=128, norm_eps=1e-6, tied_embeddings=False, qkv_bias=True, qk_norm=False, max_positions=1 << 17,
-        initializer_range=0.02, eos_token_ids=(),
+        family="qwen2", vocab_size=VOCAB, hidden_size=3584, layers=(LayerArch(18944),) * 28, num_heads=28,
+        num_kv_heads=4, head_dim=128, norm_eps=1e-6, tied_embeddings=False, qkv_bias=True, qk_norm=False,
+        max_positions=1 << 17, initializer_range=0.02, eos_token_ids=(),
     )  # fmt: skip
 
 
@@ -176,7 +176,7 @@ def host_learner(role: str, ranks: int) -> Any:
 
     from mrl.config.schema import ParallelConfig, PrecisionConfig
     from mrl.learner import Learner
-    from mrl.learner.micro_batches import Split
+    from mrl.learner.micro_batches import MicroBatchPlanner
 
     arch = an_arch()
 
@@ -196,8 +196,8 @@ def host_learner(role: str, ranks: int) -> Any:
                 cfg=ParallelConfig(tensor=8, pipeline=2),
             )
             self.train: Any = SimpleNamespace(max_tokens_per_microbatch=32768, precision=PrecisionConfig())
-            self.split = Split(self.mesh, self.train, arch, self.role, shares=True)
-            self.work: Any = SimpleNamespace(add=lambda *args, **more: None)
+            self.planner = MicroBatchPlanner(self.mesh, self.train, arch, self.role, shares=True)
+            self.flop_counter: Any = SimpleNamespace(add=lambda *args, **more: None)
             self.last: Any = SimpleNamespace(begin=lambda: None, add=lambda *args: None)
             self.adapters = self.replay = None
             self.bare = []
@@ -207,7 +207,9 @@ def host_learner(role: str, ranks: int) -> Any:
 
         def _schedule(self, batches: Any, rollouts: Any, output: Any, on_output: Any, **megatron: Any) -> None:
             for batch in batches:
-                on_output(torch.full((2 if output == "log_probs" else 1, batch.packed.dest.numel()), -1.0), batch)
+                on_output(
+                    torch.full((2 if output == "log_probs" else 1, batch.packed.response_indices.numel()), -1.0), batch
+                )
 
         def _reduce_metrics(self, terms: Any) -> Row:
             return {"loss": sum(float(part.loss) for _, parts in terms for part in parts)}

@@ -92,7 +92,7 @@ def start(ranks: int) -> Row:
 
     platform.install()
     from mrl.config.schema import ParallelConfig
-    from mrl.parallel.agreement import gather
+    from mrl.parallel.error_check import gather
     from mrl.trainers.shared.world import World
 
     os.environ["BENCH_PORT"] = str(a_port())

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mrl import platform
 from mrl.algo import FlatBatch, advantages, policy_loss
-from mrl.kernels.linear_logprob import Slopes, linear_log_prob
+from mrl.kernels.linear_logprob import LossGradients, linear_log_prob
 from tools.gpu.stage import Failed, Numbers, Setting, require
 from tools.gpu.timing import copied_bytes, device_us, random, rounds_of, seconds
 
@@ -34,12 +34,12 @@ def head(setting: Setting) -> Numbers:
     def forward() -> Tensor:
         return linear_log_prob(x, weight, labels, 1.0, 0, vocabulary)[0]
 
-    def both(slopes: Slopes | None = None) -> tuple[Tensor, ...]:
-        log_probs = linear_log_prob(x, weight, labels, 1.0, 0, vocabulary, slopes=slopes)[0]
+    def both(loss_gradients: LossGradients | None = None) -> tuple[Tensor, ...]:
+        log_probs = linear_log_prob(x, weight, labels, 1.0, 0, vocabulary, loss_gradients=loss_gradients)[0]
         return torch.autograd.grad(log_probs.sum(), (x, weight))
 
     def of_tokens() -> tuple[Tensor, ...]:
-        return both(Slopes(lambda log_probs, entropies, rows: (torch.ones_like(log_probs), None)))
+        return both(LossGradients(lambda log_probs, entropies, rows: (torch.ones_like(log_probs), None)))
 
     once = seconds(forward, rounds)
     x.requires_grad_(), weight.requires_grad_()

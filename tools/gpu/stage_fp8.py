@@ -14,8 +14,8 @@ from torch import Tensor
 from mrl import platform
 from mrl.config.schema import FP8Config, PrecisionConfig, TrainConfig
 from mrl.kernels.fp8 import ROLES, Recipe
-from mrl.kernels.head_fused import Fused, _cast
-from mrl.kernels.head_products import Products, Rounded
+from mrl.kernels.head_fused import FusedFP8Products, _cast
+from mrl.kernels.head_products import Products, RoundedProducts
 from mrl.kernels.linear_logprob import linear_log_prob
 from mrl.learner import Learner
 from mrl.models.precision import recipe_of
@@ -67,8 +67,8 @@ def head(recipe: str) -> Check:
 
     def check(setting: Setting) -> Numbers:
         found = _recipe(recipe)
-        emulated: Products = partial(Rounded, recipe=found)
-        fused: Products = emulated if setting.rehearsal else partial(Fused, recipe=found)
+        emulated: Products = partial(RoundedProducts, recipe=found)
+        fused: Products = emulated if setting.rehearsal else partial(FusedFP8Products, recipe=found)
         want, got = _head(emulated), _head(fused)
         numbers: Numbers = {"log-probs": float((got[0] - want[0]).abs().mean())}
         for name, mine, theirs in zip(("hidden", "weight"), got[1:], want[1:]):

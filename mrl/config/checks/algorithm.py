@@ -9,7 +9,7 @@ from mrl.config.checks.reward import OF_A_GROUP, check_function
 from mrl.config.problems import Problem
 from mrl.config.schema import AlgorithmConfig, RefConfig, RLConfig, ValueLossConfig
 from mrl.config.trainers.rl import needs_ref, prompts_per_round
-from mrl.options.estimators import GDPO, OwnEstimator, Whitening
+from mrl.options.estimators import GDPO, CustomEstimator, Whitening
 
 ESTIMATOR = "algorithm.adv_estimator"
 
@@ -62,7 +62,7 @@ def check_files(cfg: RLConfig) -> Iterator[Problem]:
     algorithm, function = cfg.algorithm, cfg.algorithm.filter_groups.function
     if function is not None:
         yield from check_function("algorithm.filter_groups.function", function, OF_A_GROUP)
-    if isinstance(algorithm, OwnEstimator):
+    if isinstance(algorithm, CustomEstimator):
         own = algorithm.advantage
         yield from check_function("algorithm.advantage.function", own.function, ("inputs",), named=[*own.options])
 
@@ -106,7 +106,9 @@ def _gdpo(cfg: RLConfig) -> Iterator[Problem]:
         yield Problem(("algorithm.kl.use_in_reward", ESTIMATOR), message)
     if algorithm.pf_ppo is None or (algorithm.score_clip is None and not _is_drawn_by_centred_scores(algorithm)):
         names = ["use_score_scaling", "use_score_norm", "score_clip"]
-        yield from without_effect(algorithm, "algorithm", names, "gdpo uses components of the reward, not the score", ESTIMATOR)
+        yield from without_effect(
+            algorithm, "algorithm", names, "gdpo uses components of the reward, not the score", ESTIMATOR
+        )
 
 
 def _scores(cfg: RLConfig) -> Iterator[Problem]:

@@ -179,7 +179,9 @@ def check_heads(cfg: RLConfig, archs: Archs) -> Iterator[Problem]:
             judge, "reward.model", ["heads", "std_coef"], "it has one score head", "reward.model.path"
         )
     elif judge.heads == "min":
-        yield from without_effect(judge, "reward.model", ["std_coef"], "heads: min uses the lowest score", "reward.model.heads")
+        yield from without_effect(
+            judge, "reward.model", ["std_coef"], "heads: min uses the lowest score", "reward.model.heads"
+        )
 
 
 def check_critic(cfg: RLConfig) -> Iterator[Problem]:

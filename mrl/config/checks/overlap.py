@@ -23,7 +23,9 @@ def check(cfg: RLConfig) -> Iterator[Problem]:
     if cfg.rollout.overlap == "bounded":
         yield from _bounded(cfg)
     else:
-        yield from without_effect(cfg.rollout, "rollout", ["max_staleness"], "responses do not span weight syncs", OVERLAP)
+        yield from without_effect(
+            cfg.rollout, "rollout", ["max_staleness"], "responses do not span weight syncs", OVERLAP
+        )
     if cfg.rollout.segment_tokens is None:
         yield from without_effect(cfg.rollout, "rollout", ["oversample"], "there are no partial rollouts", SEGMENT)
     else:

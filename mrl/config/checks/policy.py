@@ -9,7 +9,7 @@ from mrl.config.checks.reward import check_function
 from mrl.config.problems import Problem
 from mrl.config.schema import RLConfig
 from mrl.config.trainers.rl import updates_per_step
-from mrl.options.losses import OwnLoss
+from mrl.options.losses import CustomLoss
 
 LOSS, VALUE_LOSS, CORRECTION = "algorithm.policy_loss", "algorithm.value_loss", "algorithm.rollout_correction"
 ONE_UPDATE = "a step makes one update from the trainer's own log-probs, so all ratios are 1"
@@ -27,12 +27,12 @@ def check(cfg: RLConfig) -> Iterator[Problem]:
 def check_file(cfg: RLConfig) -> Iterator[Problem]:
     """A loss of the user's own is defined by its file (read, not run)."""
     loss = cfg.algorithm.policy_loss
-    if isinstance(loss, OwnLoss):
+    if isinstance(loss, CustomLoss):
         yield from check_function(f"{LOSS}.function", loss.function, ("inputs",), named=[*loss.options])
 
 
 def _options(cfg: RLConfig) -> Iterator[Problem]:
-    for keys, message in cfg.algorithm.policy_loss.wrong():
+    for keys, message in cfg.algorithm.policy_loss.problems():
         yield Problem(tuple(f"{LOSS}.{key}" for key in keys), message)
 
 

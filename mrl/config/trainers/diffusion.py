@@ -241,7 +241,9 @@ def _reward(reward: ImageRewardConfig) -> Iterator[Problem]:
     if reward.server is not None:
         yield from check_server("reward.server", reward.server)
         yield from without_effect(reward.server, "reward.server", ["api"], "images use api: mrl", "reward.server")
-        yield from without_effect(reward, "reward", ["workers", "timeout_s"], "a server scores the images", "reward.server")
+        yield from without_effect(
+            reward, "reward", ["workers", "timeout_s"], "a server scores the images", "reward.server"
+        )
     if (reward.function == IMAGE_SCORER) != (reward.scorer is not None):
         yield Problem(("reward.function", "reward.scorer"), f"`function: {IMAGE_SCORER}` and `scorer:` need each other")
 

@@ -95,7 +95,7 @@ def _losses(cfg: DPOConfig) -> Iterator[Problem]:
     if not chosen:
         yield Problem((LOSS,), "names no loss: set at least one")
     for name, loss in chosen.items():
-        yield from (Problem((f"{LOSS}.{name}.{key}",), message) for key, message in loss.wrong())
+        yield from (Problem((f"{LOSS}.{name}.{key}",), message) for key, message in loss.problems())
     paired = [name for name, loss in chosen.items() if not loss.is_unpaired]
     unpaired = [name for name, loss in chosen.items() if loss.is_unpaired]
     if paired and unpaired:

@@ -16,8 +16,8 @@ from mrl.config.sections.reuse import EMAConfig, PTXConfig, ReplayConfig
 from mrl.config.sections.reward import RewardConfig, RewardModelConfig
 from mrl.config.sections.rollout import RolloutConfig, SyncConfig, ValidationConfig
 from mrl.config.trainers.base import Config, DataUse, ModelSpec, ModelUse, StepSize
-from mrl.options.estimators import OwnEstimator
-from mrl.options.losses import OwnLoss
+from mrl.options.estimators import CustomEstimator
+from mrl.options.losses import CustomLoss
 
 
 class RLConfig(Config):
@@ -125,9 +125,9 @@ class RLConfig(Config):
         called = [("reward.function", reward.function), *(("reward.functions", f) for f in reward.functions.values())]
         called += (("reward.recipe", name) for mix in reward.recipe.values() for name in mix)
         called.append(("algorithm.filter_groups.function", algorithm.filter_groups.function))
-        if isinstance(algorithm.policy_loss, OwnLoss):
+        if isinstance(algorithm.policy_loss, CustomLoss):
             called.append(("algorithm.policy_loss.function", algorithm.policy_loss.function))
-        if isinstance(algorithm, OwnEstimator):
+        if isinstance(algorithm, CustomEstimator):
             called.append(("algorithm.advantage.function", algorithm.advantage.function))
         if agent is not None:
             called += [("agent.rollout", agent.rollout), ("agent.parser", agent.parser)]

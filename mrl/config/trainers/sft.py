@@ -95,7 +95,9 @@ def _rows(cfg: SFTConfig) -> Iterator[Problem]:
         yield from without_effect(data, "data", ["chat_template", "completion_only"], because, form)
     if data.form == "text" or not data.completion_only:
         because = "a text has no turns" if data.form == "text" else "all tokens are trained"
-        yield from without_effect(data, "data", ["train_on"], because, form if data.form == "text" else "data.completion_only")
+        yield from without_effect(
+            data, "data", ["train_on"], because, form if data.form == "text" else "data.completion_only"
+        )
     if data.form == "answers" and data.max_tokens is not None and data.max_prompt_tokens >= data.max_tokens:
         message = f"{data.max_prompt_tokens} prompt tokens leave no room for an answer in {data.max_tokens} tokens"
         yield Problem(("data.max_prompt_tokens", "data.max_tokens"), message)

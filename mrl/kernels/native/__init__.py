@@ -28,7 +28,7 @@ def problem() -> str | None:
         return "MRL_KERNELS=torch"
     try:
         _library()
-    except build.CannotBuild as error:
+    except build.BuildError as error:
         return str(error)
     return None
 
@@ -37,16 +37,16 @@ def compiler() -> str | None:
     """Returns the path of the compiler; None if there is none."""
     try:
         return build.compiler()
-    except build.CannotBuild:
+    except build.BuildError:
         return None
 
 
-def serves_float32(*tensors: Tensor) -> bool:
-    """Returns True if `serves` does and all tensors are float32."""
-    return all(x.dtype == torch.float32 for x in tensors) and serves(*tensors)
+def supports_float32_tensors(*tensors: Tensor) -> bool:
+    """Returns True if `supports_tensors` does and all tensors are float32."""
+    return all(x.dtype == torch.float32 for x in tensors) and supports_tensors(*tensors)
 
 
-def serves(*tensors: Tensor) -> bool:
+def supports_tensors(*tensors: Tensor) -> bool:
     """Returns True if the tensors are on a CPU, in a process with one torch thread."""
     usual = all(type(x) in _PLAIN and x.device.type == "cpu" for x in tensors)
     return usual and torch.get_num_threads() == 1 and problem() is None
@@ -90,4 +90,4 @@ def _library() -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(file))
     except OSError as error:
-        raise build.CannotBuild(f"{file} cannot be loaded ({error}): remove it") from error
+        raise build.BuildError(f"{file} cannot be loaded ({error}): remove it") from error

@@ -18,9 +18,9 @@ class _Clip(ctypes.Structure):
     _fields_ = [(name, ctypes.c_float) for name in ("low", "high", "ceiling", "furthest")]
 
 
-def takes(*tensors: Tensor) -> bool:
+def supports(*tensors: Tensor) -> bool:
     """Returns True if the functions below support these tensors, besides masks."""
-    return native.serves_float32(*tensors) and all(x.is_contiguous() for x in tensors)
+    return native.supports_float32_tensors(*tensors) and all(x.is_contiguous() for x in tensors)
 
 
 def gae(

@@ -61,10 +61,14 @@ class _Problem(ctypes.Structure):
         return cls(*sizes, scale, at, *(getattr(of, name).data_ptr() for name in cls._OF_SEGMENTS))
 
 
-def takes(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> bool:
+def supports(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> bool:
     """Returns True if `NativeAttention` supports these tensors."""
     given = (query, key, value) if sinks is None else (query, key, value, sinks)
-    return native.serves_float32(*given) and query.size(-1) == value.size(-1) and not query.size(-1) % native.WIDTH
+    return (
+        native.supports_float32_tensors(*given)
+        and query.size(-1) == value.size(-1)
+        and not query.size(-1) % native.WIDTH
+    )
 
 
 class NativeAttention(torch.autograd.Function):

@@ -19,12 +19,12 @@ _FLAGS += ["-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"]  # NaN and inf
 _FOR_THIS_PROCESSOR = {"x86_64": "-march=native", "AMD64": "-march=native"}
 
 
-class CannotBuild(Exception):
+class BuildError(Exception):
     """The library cannot be built or loaded; the message says why."""
 
 
 def library() -> Path:
-    """Returns the library file, compiled if needed. Raises CannotBuild."""
+    """Returns the library file, compiled if needed. Raises BuildError."""
     flags = [*_FLAGS, _FOR_THIS_PROCESSOR.get(platform.machine(), "-mcpu=native")]
     sources = sorted(_HERE.glob("*.c"))
     said = [*flags, compiler(), _processor(), *(file.read_text() for file in (*sources, *sorted(_HERE.glob("*.h"))))]
@@ -36,17 +36,17 @@ def library() -> Path:
         if not file.exists():
             _compile([compiler(), *flags, *map(str, sources), "-lm"], file)
     except OSError as error:
-        raise CannotBuild(f"{folder} cannot be used: {error.strerror or error}") from error
+        raise BuildError(f"{folder} cannot be used: {error.strerror or error}") from error
     return file
 
 
 def compiler() -> str:
-    """Returns the compiler's path. Raises CannotBuild if there is none."""
+    """Returns the compiler's path. Raises BuildError if there is none."""
     named = os.environ.get("CC")
     for name in [named] if named else ["cc", "gcc", "clang"]:
         if found := shutil.which(name):
             return found
-    raise CannotBuild(f"there is no C compiler ({named or 'cc, gcc or clang'})")
+    raise BuildError(f"there is no C compiler ({named or 'cc, gcc or clang'})")
 
 
 def _processor() -> str:
@@ -59,10 +59,10 @@ def _processor() -> str:
 
 
 def _check_owner(folder: Path) -> None:
-    """Raises CannotBuild if another account may write to the folder, as its files are executed."""
+    """Raises BuildError if another account may write to the folder, as its files are executed."""
     found = folder.stat()
     if found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise CannotBuild(f"{folder} belongs to another user, or other users may write to it")
+        raise BuildError(f"{folder} belongs to another user, or other users may write to it")
 
 
 def _compile(command: list[str], file: Path) -> None:
@@ -72,10 +72,10 @@ def _compile(command: list[str], file: Path) -> None:
     try:
         done = subprocess.run([*command, "-o", name], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
         if done.returncode:
-            raise CannotBuild(f"{command[0]} failed: {done.stderr.strip()[-300:]}")
+            raise BuildError(f"{command[0]} failed: {done.stderr.strip()[-300:]}")
         os.replace(name, file)
     except subprocess.TimeoutExpired:
-        raise CannotBuild(f"{command[0]} took longer than {TIMEOUT_S:g} s") from None
+        raise BuildError(f"{command[0]} took longer than {TIMEOUT_S:g} s") from None
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name)

@@ -17,9 +17,9 @@ class _Decode(ctypes.Structure):
     ]
 
 
-def decodes(query: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> bool:
+def supports_decode_attention(query: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> bool:
     """Returns True if `decode_attention` supports these tensors."""
-    usual = native.serves_float32(query, key, value) and key.is_contiguous() and value.is_contiguous()
+    usual = native.supports_float32_tensors(query, key, value) and key.is_contiguous() and value.is_contiguous()
     if not usual or slots.dtype != torch.int32 or slots.stride(-1) != 1:
         return False
     fits = query.size(-1) == key.size(-1) and query.size(1) % key.size(1) == 0
@@ -54,9 +54,9 @@ def decode_attention(
         out.copy_(made)
 
 
-def draws(log_probs: Tensor) -> bool:
+def supports_draw(log_probs: Tensor) -> bool:
     """Returns True if `draw` supports these log-probs [n, vocab]."""
-    return native.serves_float32(log_probs) and log_probs.stride(-1) == 1
+    return native.supports_float32_tensors(log_probs) and log_probs.stride(-1) == 1
 
 
 def draw(log_probs: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:

@@ -12,9 +12,9 @@ from mrl.kernels import native
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
-def takes(x: Tensor) -> bool:
+def supports(x: Tensor) -> bool:
     """Returns True for logits [k, V] on a CPU with contiguous rows."""
-    of_a_kind = x.dtype in _DTYPES and native.serves(x)
+    of_a_kind = x.dtype in _DTYPES and native.supports_tensors(x)
     return of_a_kind and x.stride(1) == 1
 
 

@@ -11,9 +11,9 @@ from torch.autograd.function import once_differentiable
 from mrl.kernels import native
 
 
-def takes(x: Tensor, *others: Tensor, width: int) -> bool:
+def supports(x: Tensor, *others: Tensor, width: int) -> bool:
     """Returns True if the kernels support these tensors; width: channels of a row, or of each half of it."""
-    return native.serves_float32(x, *others) and width % native.WIDTH == 0
+    return native.supports_float32_tensors(x, *others) and width % native.WIDTH == 0
 
 
 class SwiGLU(torch.autograd.Function):

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from mrl.families import FAMILIES, ModelArch
-from mrl.families.engine_names import VOCAB_MULTIPLE, Source, fused_parameters
-from mrl.families.rows import Row
+from mrl.families.engine_names import VOCAB_MULTIPLE, HubTensor, fused_parameters
+from mrl.families.rows import ParameterMapping
 from mrl.families.stacks import slice_of
 from mrl.families.table import HF_OUTPUT, weight_table
 
@@ -114,17 +114,17 @@ class ModelWeights:
             if not sources[0].row.copy_of
         }
 
-    def _fused(self, sources: Sequence[Source]) -> Tensor:
+    def _fused(self, sources: Sequence[HubTensor]) -> Tensor:
         tensor = torch.cat([self._in_sglang(source) for source in sources])
         if sources[0].row.kind == "vocab" and FAMILIES[self._arch.family].engine_cuts_vocab:
             return nn.functional.pad(tensor, (0, 0, 0, -tensor.shape[0] % VOCAB_MULTIPLE))
         return tensor
 
-    def _in_sglang(self, source: Source) -> Tensor:
+    def _in_sglang(self, source: HubTensor) -> Tensor:
         part = self._places[source.name]
-        return part.mT if source.is_turned else part.float() if source.is_wide else part
+        return part.mT if source.is_transposed else part.float() if source.is_wide else part
 
-    def _part(self, row: Row, i: int) -> Tensor:
+    def _part(self, row: ParameterMapping, i: int) -> Tensor:
         """The tensor number `i` of a row, in the other form that it may have."""
         if (whole := slice_of(row.hf[i])) is not None and whole[0] in self._places:
             return self._places[whole[0]][whole[1]]

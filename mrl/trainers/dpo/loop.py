@@ -13,28 +13,28 @@ import torch
 from torch import Tensor
 
 from mrl.algo import preference_unpaired
-from mrl.algo.preference import Sums
+from mrl.algo.preference import LogProbSums
 from mrl.config.schema import DPOConfig
 from mrl.core import Rollout
 from mrl.data import PreferenceDataset
-from mrl.data.preference import mismatched, with_prompts
-from mrl.learner.preference import Targets, one_pass, targets, two_pass
+from mrl.data.preference import mismatched_pairs, with_prompts
+from mrl.learner.preference import PreferenceTargets, one_pass, targets, two_pass
 from mrl.options.preference import BCO
 from mrl.trainers.dpo import metrics as reported
-from mrl.trainers.dpo.reference import Cached, Live, cached_references, live_reference, sums_of
-from mrl.trainers.shared.best import Best
-from mrl.trainers.shared.head_error import head_error
-from mrl.trainers.shared.held_out import JudgedRun
+from mrl.trainers.dpo.reference import CachedReference, LiveReference, cached_references, live_reference, sums_of
+from mrl.trainers.shared.best_validation import BestValidation
+from mrl.trainers.shared.held_out import ValidatedRun
+from mrl.trainers.shared.lm_head_quantization_error import lm_head_quantization_error
 from mrl.trainers.shared.models import build_learner
 from mrl.trainers.shared.preferences import pictures_of, read_preferences
 from mrl.trainers.shared.references import RefreshedReference
-from mrl.trainers.shared.run import started
+from mrl.trainers.shared.run import set_up_run
 from mrl.trainers.shared.updates import named, require_gradient
 
 MOST_GAP = 0.1  # nats a token: bound on rounding between two computations of one model
 
 
-class Shift:
+class RewardShift:
     """Moving average that is BCO's reward threshold; part of the run's state."""
 
     def __init__(self) -> None:
@@ -54,17 +54,17 @@ class Shift:
 
 
 @dataclass
-class DPORun(JudgedRun):
+class DPORun(ValidatedRun):
     """Run of preference learning. reference: of `data`; held_out_reference: of `held_out`."""
 
     cfg: DPOConfig
     data: PreferenceDataset
     held_out: PreferenceDataset | None
-    reference: Live | Cached | None
-    held_out_reference: Live | Cached | None
-    shift: Shift
+    reference: LiveReference | CachedReference | None
+    held_out_reference: LiveReference | CachedReference | None
+    shift: RewardShift
 
-    def judge(self) -> dict[str, float]:
+    def validate(self) -> dict[str, float]:
         assert self.held_out is not None
         return {f"validation/{name}": value for name, value in of_held_out(self, self.held_out).items()}
 
@@ -79,13 +79,13 @@ def main(cfg: DPOConfig) -> None:
 
 
 def train_step(run: DPORun, step: int) -> None:
-    stats, began = run.saving.new_stats(step + 1), time.monotonic()
+    stats, began = run.checkpointer.new_stats(step + 1), time.monotonic()
     numbers = run.data.of_step(step, run.cfg.batch.rows_per_step, run.cfg.run.seed)
     batch = run.data.batch(step, numbers)
     with run.phase("update", stats):
         of_step = step_targets(run, batch, numbers, run.reference)
         batch = with_prompts(batch) if run.cfg.preference.learns_prompts else batch
-        error = head_error(run.actor, batch, temperature=1.0)
+        error = lm_head_quantization_error(run.actor, batch, temperature=1.0)
         of_step, policy, metrics = update(run, batch, of_step)
         held_against = [of_step.reference[of_step.member]]
         require_gradient(run.actor, metrics)
@@ -127,34 +127,38 @@ def of_held_out(run: DPORun, data: PreferenceDataset) -> dict[str, float]:
     return {"loss": float(held.value(policy)), **found}
 
 
-def step_targets(run: DPORun, batch: Rollout, numbers: Sequence[int], reference: Live | Cached | None) -> Targets:
+def step_targets(
+    run: DPORun, batch: Rollout, numbers: Sequence[int], reference: LiveReference | CachedReference | None
+) -> PreferenceTargets:
     """Returns the loss targets of these rows: the reference's sums and KTO's baseline. Collective."""
     cfg = run.cfg.preference
     of_step = targets(batch, cfg.loss.chosen, run.data.per_row, cfg.ld_alpha, cfg.learns_prompts)
     of_step = replace(of_step, shift=run.shift.value or 0.0)
-    if isinstance(reference, Cached):
+    if isinstance(reference, CachedReference):
         return replace(of_step, reference=reference.of(numbers))
     if reference is not None:
         of_step = replace(of_step, reference=sums_of(run.cfg, reference, batch))
     if cfg.needs_kl:
-        others = mismatched(batch, run.cfg.data.max_tokens)
+        others = mismatched_pairs(batch, run.cfg.data.max_tokens)
         ratios = sums_of(run.cfg, run.actor, others)
         ratios = ratios - sums_of(run.cfg, reference, others) if reference is not None else ratios
         of_step = replace(of_step, kl=preference_unpaired.kl_estimate(ratios))
     return of_step
 
 
-def update(run: DPORun, batch: Rollout, of_step: Targets) -> tuple[Targets, Tensor, dict[str, float]]:
+def update(
+    run: DPORun, batch: Rollout, of_step: PreferenceTargets
+) -> tuple[PreferenceTargets, Tensor, dict[str, float]]:
     """Makes one optimizer update: (loss targets, the policy's sums [2, B] before it, metrics). Collective.
 
     It takes one pass if a row's gradient is independent of other rows and every pair fits into a micro-batch, else two.
     """
     actor, samples = run.actor, range(batch.num_samples)
-    fits = of_step.together == 1 or actor.split.fits(batch, of_step.together)
+    fits = of_step.together == 1 or actor.planner.fits(batch, of_step.together)
     if fits and not run.cfg.preference.couples_rows:
         loss = one_pass(of_step, actor.total_over_context, actor.mesh.cp)
         metrics = actor.backward(batch, samples, loss, temperature=1.0)
-        policy = of_step.sums(actor.last.log_probs(batch)[0])
+        policy = of_step.sums(actor.last_outputs.log_probs(batch)[0])
     else:
         of_step, policy = first_pass(run, batch, of_step)
         of_step = with_shift(run, of_step, policy)
@@ -163,7 +167,7 @@ def update(run: DPORun, batch: Rollout, of_step: Targets) -> tuple[Targets, Tens
     return of_step, policy, metrics | actor.step()
 
 
-def first_pass(run: DPORun, batch: Rollout, of_step: Targets) -> tuple[Targets, Tensor]:
+def first_pass(run: DPORun, batch: Rollout, of_step: PreferenceTargets) -> tuple[PreferenceTargets, Tensor]:
     """Returns the targets with the rows' weights, and the policy's sums [2, B]. Collective."""
     if run.cfg.preference.use_weighting:
         log_probs, _, squares = run.actor.distribution(batch, 1.0)
@@ -174,10 +178,10 @@ def first_pass(run: DPORun, batch: Rollout, of_step: Targets) -> tuple[Targets, 
     return of_step, of_step.sums(run.actor.log_probs(batch, 1.0)[0])
 
 
-def with_shift(run: DPORun, of_step: Targets, policy: Tensor) -> Targets:
+def with_shift(run: DPORun, of_step: PreferenceTargets, policy: Tensor) -> PreferenceTargets:
     """Updates BCO's threshold. policy [2, B]: sums"""
     if isinstance(bco := of_step.losses.get("bco"), BCO):
-        responses = Sums(policy[0], of_step.reference, of_step.tokens)
+        responses = LogProbSums(policy[0], of_step.reference, of_step.tokens)
         found = preference_unpaired.mean_reward(responses, of_step.labels, bco.beta)
         of_step = replace(of_step, shift=run.shift.after(found, bco.shift_decay))
     return of_step
@@ -186,7 +190,7 @@ def with_shift(run: DPORun, of_step: Targets, policy: Tensor) -> Targets:
 @contextlib.contextmanager
 def open_run(cfg: DPOConfig) -> Iterator[DPORun]:
     """Builds the run on every rank; closes files and process group on any exit."""
-    with started(cfg) as start:
+    with set_up_run(cfg) as start:
         data, held_out = read_preferences(cfg, start.recorder)
         for line in balance_notes(cfg, data):
             start.recorder.note(line)
@@ -194,10 +198,10 @@ def open_run(cfg: DPOConfig) -> Iterator[DPORun]:
         cached, held = cached_references(cfg, start, data, held_out) if caches else (None, None)
         pixels = pictures_of(data, held_out)
         actor = build_learner(cfg, start.world, "policy", None, cfg.actor, pixels=pixels)
-        live, shift = live_reference(cfg, start, actor), Shift()
+        live, shift = live_reference(cfg, start, actor), RewardShift()
         parts = {"actor": actor} | ({"ref": live} if isinstance(live, RefreshedReference) else {})
-        best = Best.of(cfg)
-        begun = start.begin(actor, parts=parts, states={"shift": shift}, best=best, ends=data.ends)
+        best = BestValidation.of(cfg)
+        begun = start.begin(actor, parts=parts, states={"shift": shift}, best=best, end_tokens=data.end_tokens)
         begun.speed.watch(live)
         run = DPORun(
             **vars(begun),

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from mrl.algo.preference import log_odds_ratio
 from mrl.data.preference_source import Preference
-from mrl.learner.preference import Targets
+from mrl.learner.preference import PreferenceTargets
 
 
-def of_step(t: Targets, policy: Tensor, rows: Sequence[Preference]) -> dict[str, float]:
-    """Returns means over the step's rows. policy [2, B] float64: sums as of `Targets.sums`; rows: the rows of the
-    sums."""
+def of_step(t: PreferenceTargets, policy: Tensor, rows: Sequence[Preference]) -> dict[str, float]:
+    """Returns means over the step's rows. policy [2, B] float64: sums as of `PreferenceTargets.sums`; rows: the rows of
+    the sums."""
     found = {f"dpo/loss_by_type/{name}": float(values.mean()) for name, values in t.by_loss(policy).items()}
     found["dpo/cut_share"] = sum(row.is_cut for row in rows) / len(rows)
     for name, labels in (("chosen", t.labels), ("rejected", ~t.labels)):
@@ -28,7 +28,7 @@ def of_step(t: Targets, policy: Tensor, rows: Sequence[Preference]) -> dict[str,
         if t.together == 2:
             found |= _accuracies(t, rewards, rows)
     if "orpo" in t.losses:
-        odds = log_odds_ratio(t.sides(policy))
+        odds = log_odds_ratio(t.pairs(policy))
         found |= {
             "log_odds_chosen": float(odds.mean()),
             "log_odds_ratio": float(torch.nn.functional.logsigmoid(odds).mean()),
@@ -40,7 +40,7 @@ def of_step(t: Targets, policy: Tensor, rows: Sequence[Preference]) -> dict[str,
     return {name if "/" in name else f"dpo/{name}": value for name, value in found.items()}
 
 
-def rewards_of(t: Targets, policy: Tensor) -> Tensor | None:
+def rewards_of(t: PreferenceTargets, policy: Tensor) -> Tensor | None:
     """Returns the implicit rewards [B]: beta times the log-ratios, per token if the loss uses means.
 
     The first loss with a beta counts; None if no loss has one.
@@ -53,7 +53,7 @@ def rewards_of(t: Targets, policy: Tensor) -> Tensor | None:
     return None
 
 
-def _of_rewards(t: Targets, rewards: Tensor) -> dict[str, float]:
+def _of_rewards(t: PreferenceTargets, rewards: Tensor) -> dict[str, float]:
     found = {
         f"rewards/{name}": float(rewards[labels].mean())
         for name, labels in (("chosen", t.labels), ("rejected", ~t.labels))
@@ -64,7 +64,7 @@ def _of_rewards(t: Targets, rewards: Tensor) -> dict[str, float]:
     return found
 
 
-def _accuracies(t: Targets, rewards: Tensor, rows: Sequence[Preference]) -> dict[str, float]:
+def _accuracies(t: PreferenceTargets, rewards: Tensor, rows: Sequence[Preference]) -> dict[str, float]:
     """Share of pairs whose chosen response has the higher reward; a tie is wrong. Also by data source, and by whether
     the chosen response is longer or shorter."""
     right = (rewards[0::2] > rewards[1::2]).double()

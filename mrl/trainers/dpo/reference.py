@@ -22,15 +22,15 @@ from mrl.learner import Learner
 from mrl.learner.preference import targets
 from mrl.trainers.shared.models import build_learner
 from mrl.trainers.shared.references import ActorWithoutAdapters, RefreshedReference
-from mrl.trainers.shared.run import Start
+from mrl.trainers.shared.run import RunSetup
 
 FILE, HELD_OUT_FILE = "reference_sums.safetensors", "reference_sums_validation.safetensors"
 ROWS_AT_ONCE = 512
-Live = Learner | RefreshedReference | ActorWithoutAdapters
+LiveReference = Learner | RefreshedReference | ActorWithoutAdapters
 
 
 @dataclass(frozen=True)
-class Cached:
+class CachedReference:
     """Cached reference. sums [rows, responses of a row] float64, by row number."""
 
     sums: Tensor
@@ -41,8 +41,8 @@ class Cached:
 
 
 def cached_references(
-    cfg: DPOConfig, start: Start, data: PreferenceDataset, held_out: PreferenceDataset | None
-) -> tuple[Cached, Cached | None]:
+    cfg: DPOConfig, start: RunSetup, data: PreferenceDataset, held_out: PreferenceDataset | None
+) -> tuple[CachedReference, CachedReference | None]:
     """Returns the sums of all rows, and those of the validation rows. Collective.
 
     Sums come from files in the run directory if these match tokens, weights, dtype and ld_alpha. Otherwise a temporary
@@ -56,8 +56,13 @@ def cached_references(
 
 
 def _cached(
-    cfg: DPOConfig, start: Start, data: PreferenceDataset, rows: Sequence[int], name: str, model: Callable[[], Learner]
-) -> Cached:
+    cfg: DPOConfig,
+    start: RunSetup,
+    data: PreferenceDataset,
+    rows: Sequence[int],
+    name: str,
+    model: Callable[[], Learner],
+) -> CachedReference:
     """Returns the sums of these rows of the data; 0 for the others."""
     file, note = start.run_dir / name, start.recorder.note
 
@@ -73,17 +78,17 @@ def _cached(
     key, sums = start.world.from_main("reading the reference's log-probs", find)
     if sums is not None:
         note(f"reference: using the log-probs of {len(rows)} rows from {file}")
-        return Cached(sums)
+        return CachedReference(sums)
     made = torch.zeros(len(data), data.per_row, dtype=torch.float64)
     for first in range(0, len(rows), ROWS_AT_ONCE):
         numbers = list(rows[first : first + ROWS_AT_ONCE])
         made[numbers] = sums_of(cfg, model(), data.batch(0, numbers)).view(-1, data.per_row)
     start.world.from_main("writing the reference's log-probs", lambda: _write(file, key, made))
     note(f"reference: wrote the log-probs of {len(rows)} rows to {file}; its weights are freed")
-    return Cached(made)
+    return CachedReference(made)
 
 
-def live_reference(cfg: DPOConfig, start: Start, actor: Learner) -> Live | None:
+def live_reference(cfg: DPOConfig, start: RunSetup, actor: Learner) -> LiveReference | None:
     """Returns a model of its own, the delayed actor, or the actor without adapters. Collective.
 
     Returns None if no loss needs a reference, or if it is cached.
@@ -98,7 +103,7 @@ def live_reference(cfg: DPOConfig, start: Start, actor: Learner) -> Live | None:
     return build_learner(cfg, start.world, "policy", cfg.ref.path, cfg.actor, trainable=False, pixels=actor.pixels)
 
 
-def sums_of(cfg: DPOConfig, policy: Live, batch: Rollout) -> Tensor:
+def sums_of(cfg: DPOConfig, policy: LiveReference, batch: Rollout) -> Tensor:
     """Returns sums [B] float64 of the responses' log-probs, weighted as in the losses. Collective."""
     together = 1 if cfg.preference.is_unpaired else 2
     of = targets(batch, {}, together, cfg.preference.ld_alpha)

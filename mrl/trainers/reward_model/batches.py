@@ -11,23 +11,25 @@ from torch import Tensor
 from mrl.config.schema import RewardModelTrainerConfig, RewardModelTrainingConfig
 from mrl.core import Rollout
 from mrl.data import PreferenceDataset
-from mrl.data.scored import at_every_token, at_last_tokens
+from mrl.data.score_inputs import at_every_token, at_last_tokens
 from mrl.learner.reward import RewardTargets
 
 
 @dataclass(frozen=True)
-class Scored:
-    """Batch of some rows. texts: as in the data; fed: as model input; lengths [S]: response tokens of each score;
+class ScoreBatch:
+    """Batch of some rows. texts: as in the data; inputs: as model input; lengths [S]: response tokens of each score;
     sources: data source of each row."""
 
     texts: Rollout
-    fed: Rollout
+    inputs: Rollout
     targets: RewardTargets
     lengths: Tensor
     sources: list[str | None]
 
 
-def scored(cfg: RewardModelTrainerConfig, data: PreferenceDataset, step: int, numbers: Sequence[int]) -> Scored:
+def score_batch(
+    cfg: RewardModelTrainerConfig, data: PreferenceDataset, step: int, numbers: Sequence[int]
+) -> ScoreBatch:
     """Builds the batch of these row numbers."""
     own, rows = cfg.reward_model, [data.rows[number] for number in numbers]
     texts, steps = data.batch(step, numbers), None
@@ -40,8 +42,8 @@ def scored(cfg: RewardModelTrainerConfig, data: PreferenceDataset, step: int, nu
     else:
         targets, lengths = texts.scores if own.form == "scores" else ranks(texts), texts.response_lens
     margin = torch.tensor([row.margin or 0.0 for row in rows], dtype=torch.float64)
-    fed, held = held_against(own, texts, targets, margin, steps)
-    return Scored(texts, fed, held, lengths.double(), sources)
+    inputs, held = score_inputs_and_targets(own, texts, targets, margin, steps)
+    return ScoreBatch(texts, inputs, held, lengths.double(), sources)
 
 
 def ranks(texts: Rollout) -> Tensor:
@@ -51,7 +53,7 @@ def ranks(texts: Rollout) -> Tensor:
     return 1 + texts.scores[first][texts.group] - texts.scores
 
 
-def held_against(
+def score_inputs_and_targets(
     own: RewardModelTrainingConfig,
     texts: Rollout,
     targets: Tensor,
@@ -65,14 +67,14 @@ def held_against(
     steps: for each text, the response token counts after which a step ends; None: one score per text
     """
     if steps is None:
-        fed, places, row_of = at_last_tokens(texts), torch.arange(texts.num_samples), texts.group
+        inputs, places, row_of = at_last_tokens(texts), torch.arange(texts.num_samples), texts.group
     else:
-        fed, counts = at_every_token(texts), torch.tensor([len(ends) for ends in steps])
+        inputs, counts = at_every_token(texts), torch.tensor([len(ends) for ends in steps])
         ends = torch.tensor([end for of_text in steps for end in of_text])
-        places = (fed.response_lens.cumsum(0) - fed.response_lens).repeat_interleave(counts) + ends
+        places = (inputs.response_lens.cumsum(0) - inputs.response_lens).repeat_interleave(counts) + ends
         row_of = texts.group.repeat_interleave(counts)
     together = texts.group.bincount()
-    return fed, RewardTargets(
+    return inputs, RewardTargets(
         own.loss,
         own.options,
         own.form,
@@ -80,6 +82,6 @@ def held_against(
         row_of,
         targets.double(),
         margin,
-        outputs=fed.num_response_tokens,
+        outputs=inputs.num_response_tokens,
         together=tuple(together.tolist()) if len(set(together.tolist())) > 1 else int(together[0]),
     )

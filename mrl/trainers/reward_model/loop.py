@@ -16,22 +16,22 @@ from mrl.learner import Learner
 from mrl.learner.reward import one_pass, two_pass
 from mrl.models.initialise import draw_head
 from mrl.trainers.reward_model import metrics as reported
-from mrl.trainers.reward_model.batches import Scored, scored
-from mrl.trainers.shared.best import Best
-from mrl.trainers.shared.held_out import JudgedRun
+from mrl.trainers.reward_model.batches import ScoreBatch, score_batch
+from mrl.trainers.shared.best_validation import BestValidation
+from mrl.trainers.shared.held_out import ValidatedRun
 from mrl.trainers.shared.models import build_learner
 from mrl.trainers.shared.preferences import pictures_of, read_preferences
-from mrl.trainers.shared.run import started
+from mrl.trainers.shared.run import set_up_run
 from mrl.trainers.shared.updates import named
 
 
 @dataclass
-class RewardModelRun(JudgedRun):
+class RewardModelRun(ValidatedRun):
     cfg: RewardModelTrainerConfig
     data: PreferenceDataset
     held_out: PreferenceDataset | None
 
-    def judge(self) -> dict[str, float]:
+    def validate(self) -> dict[str, float]:
         assert self.held_out is not None
         return {f"validation/{name}": value for name, value in of_held_out(self.cfg, self.actor, self.held_out).items()}
 
@@ -46,13 +46,13 @@ def main(cfg: RewardModelTrainerConfig) -> None:
 
 
 def train_step(run: RewardModelRun, step: int) -> None:
-    stats, began = run.saving.new_stats(step + 1), time.monotonic()
+    stats, began = run.checkpointer.new_stats(step + 1), time.monotonic()
     numbers = run.data.of_step(step, run.cfg.batch.rows_per_step, run.cfg.run.seed)
-    batch = scored(run.cfg, run.data, step, numbers)
+    batch = score_batch(run.cfg, run.data, step, numbers)
     with run.phase("update", stats):
         metrics, scores = update(run.actor, batch)
         metrics |= run.actor.step()
-        run.updates.note("actor", run.actor, batch.fed, range(batch.fed.num_samples), metrics)
+        run.updates.note("actor", run.actor, batch.inputs, range(batch.inputs.num_samples), metrics)
         run.updates.end_of_step(step + 1)
     metrics |= reported.of_rows(batch.targets, scores, batch.lengths, batch.sources)
     stats.metrics |= named("actor", metrics)
@@ -62,25 +62,25 @@ def train_step(run: RewardModelRun, step: int) -> None:
     run.recorder.log(stats)
 
 
-def update(actor: Learner, batch: Scored) -> tuple[dict[str, float], Tensor]:
+def update(actor: Learner, batch: ScoreBatch) -> tuple[dict[str, float], Tensor]:
     """Computes gradients of one optimizer step: (metrics, the scores [heads, S] float64 before it). Collective.
 
     It takes one pass if all texts of a row fit into a micro-batch together, else two.
     """
-    t, fed = batch.targets, batch.fed
-    samples = range(fed.num_samples)
-    if t.together == 1 or actor.split.fits(fed, t.together):
-        metrics = actor.backward(fed, samples, one_pass(t, actor.total_over_context, actor.mesh.cp), temperature=1.0)
-        return metrics, actor.last.outputs(fed, actor.arch.score_heads)[:-1, t.places].double()
-    scores = actor.scores(fed)[:, t.places].double()
+    t, inputs = batch.targets, batch.inputs
+    samples = range(inputs.num_samples)
+    if t.together == 1 or actor.planner.fits(inputs, t.together):
+        metrics = actor.backward(inputs, samples, one_pass(t, actor.total_over_context, actor.mesh.cp), temperature=1.0)
+        return metrics, actor.last_outputs.outputs(inputs, actor.arch.score_heads)[:-1, t.places].double()
+    scores = actor.scores(inputs)[:, t.places].double()
     loss, value = two_pass(t, scores)
-    return actor.backward(fed, samples, loss, temperature=1.0) | {"loss": value}, scores
+    return actor.backward(inputs, samples, loss, temperature=1.0) | {"loss": value}, scores
 
 
 def of_held_out(cfg: RewardModelTrainerConfig, actor: Learner, data: PreferenceDataset) -> dict[str, float]:
     """Returns the loss and the score metrics of the first `validation.rows` rows. Collective."""
-    batch = scored(cfg, data, 0, data.first(cfg.validation.rows))
-    scores = actor.scores(batch.fed)[:, batch.targets.places].double()
+    batch = score_batch(cfg, data, 0, data.first(cfg.validation.rows))
+    scores = actor.scores(batch.inputs)[:, batch.targets.places].double()
     found = reported.of_rows(batch.targets, scores, batch.lengths, batch.sources)
     return {"loss": float(batch.targets.value(scores)), **found}
 
@@ -88,13 +88,13 @@ def of_held_out(cfg: RewardModelTrainerConfig, actor: Learner, data: PreferenceD
 @contextlib.contextmanager
 def open_run(cfg: RewardModelTrainerConfig) -> Iterator[RewardModelRun]:
     """Builds the run on every rank; closes files and process group on any exit."""
-    with started(cfg) as start:
+    with set_up_run(cfg) as start:
         data, held_out = read_preferences(cfg, start.recorder)
         arch = cfg.trained_arch()
         pixels = pictures_of(data, held_out)
         actor = build_learner(cfg, start.world, "critic", None, cfg.actor, arch=arch, pixels=pixels)
         start_head(cfg, actor)
-        best = Best.of(cfg)
+        best = BestValidation.of(cfg)
         run = RewardModelRun(**vars(start.begin(actor, best=best)), best=best, data=data, held_out=held_out)
         run.resume()
         start.is_set_up()

@@ -17,7 +17,7 @@ from typing import Any
 from mrl.core import Rollout
 from mrl.rollout import LacksWeights, RolloutError
 from mrl.trainers.rl.sampler import Drawn, Work
-from mrl.trainers.shared.pulse import Activity
+from mrl.trainers.shared.heartbeat import Activity
 
 CLOSE_S = 15.0  # until a thread whose requests have been cut off has ended
 
@@ -118,13 +118,13 @@ class Ahead:
             return {"ahead": None}
         drawn = self._made.result()
         rows = [json.dumps(row, default=str) for row in drawn.rows]
-        return {"ahead": vars(drawn) | {"rollout": vars(drawn.rollout), "rows": rows}}
+        return {"ahead": vars(drawn) | {"rollout": drawn.rollout.state_dict(), "rows": rows}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """A checkpoint of a run that drew nothing ahead has none."""
         if (ahead := state.get("ahead")) is not None:
             rows = [json.loads(row) for row in ahead["rows"]]
-            self._restored = replace(Drawn(**ahead), rollout=Rollout(**ahead["rollout"]), rows=rows)
+            self._restored = replace(Drawn(**ahead), rollout=Rollout.from_state_dict(ahead["rollout"]), rows=rows)
 
 
 def _do(work: Work, made: Future[Drawn]) -> None:

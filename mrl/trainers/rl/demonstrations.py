@@ -6,7 +6,7 @@ from mrl.algo import aggregate
 from mrl.config.schema import RLConfig
 from mrl.config.trainers.rl import most_updates_per_step
 from mrl.data import PromptDataset, data_notes, load_tokenizer
-from mrl.learner import Term, losses
+from mrl.learner import LossTerm, losses
 
 
 class Demonstrations:
@@ -21,9 +21,9 @@ class Demonstrations:
         notes = data_notes(tokenizer, {"ptx.data.train": self.data})
         self.notes = [note for note in notes if note not in tokenizer.notes]  # what was left out or cut
 
-    def term(self, step: int, update: int) -> Term:
+    def term(self, step: int, update: int) -> LossTerm:
         """For one update of a step, both from 0."""
         count = self._cfg.samples_per_update
         batch = self.data.sft_rollout(step * self._updates + update, count, self._seed)
         weights = batch.flat(aggregate.token_weights("token-mean", batch.response_mask))
-        return Term(batch, range(count), losses.ptx(weights, self._cfg.coef), temperature=1.0)
+        return LossTerm(batch, range(count), losses.ptx(weights, self._cfg.coef), temperature=1.0)

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from mrl import units
-from mrl.algo import advantages, aggregate, kl, own, resampling, token_rewards
+from mrl.algo import advantages, aggregate, custom, kl, resampling, token_rewards
 from mrl.algo.advantages import Estimator
 from mrl.config.schema import AlgorithmConfig, KLConfig, PFPPOConfig, RolloutCorrectionConfig
 from mrl.config.trainers.rl import needs_forward_pass
 from mrl.core import Rollout
 from mrl.learner import Learner
 from mrl.learner.policy_copy import PolicyCopy
-from mrl.options.estimators import OwnEstimator
+from mrl.options.estimators import CustomEstimator
 from mrl.rollout.seeds import sample_seed
 from mrl.trainers.rl.correction import FlatCorrection, correction_of
 from mrl.trainers.rl.replay import Reused
@@ -116,14 +116,14 @@ def forward_passes(
     an actor that replays, in the pass of its own that there must be then. The reference's routers choose by
     themselves."""
     trainers = entropies = squares = experts = None
-    with actor.replay.noting() if notes_experts and actor.replay is not None else contextlib.nullcontext():
+    with actor.replay.recording() if notes_experts and actor.replay is not None else contextlib.nullcontext():
         if cfg.needs_distribution:
             trainers, entropies, squares = actor.distribution(rollout, temperature)
         elif needs_forward_pass(cfg, single_update):
             trainers, entropies = actor.log_probs(rollout, temperature)
     if notes_experts and actor.replay is not None:
-        experts = actor.replay.noted(rollout)
-    ref_log_probs = ref.log_probs(replace(rollout, experts=None), temperature)[0] if ref is not None else None
+        experts = actor.replay.recorded(rollout)
+    ref_log_probs = ref.log_probs(replace(rollout, routed_experts=None), temperature)[0] if ref is not None else None
     values = critic.values(rollout) if critic is not None else None
     return Passes(trainers, entropies, squares, ref_log_probs, values, experts)
 
@@ -134,7 +134,7 @@ def make_experience(
     """What a step learns from its scored samples. reused: which of them are of earlier steps, if any are."""
     old, is_old_policy = _old_policy(cfg, rollout, passes.log_probs, reused)
     penalty, mean_ref_kl = _ref_kl(cfg.kl, rollout, passes, reused)
-    early = None if rollout.rewards is None else rollout.dense(rollout.rewards)
+    early = None if rollout.token_rewards is None else rollout.dense(rollout.token_rewards)
     rewards = token_rewards.compute(rollout.scores, rollout.response_mask, kl=penalty, kl_coef=kl_coef, early=early)
     correction = None
     if passes.log_probs is not None and cfg.rollout_correction != RolloutCorrectionConfig():
@@ -142,7 +142,7 @@ def make_experience(
     importance_weights = correction.weights if correction is not None else None
     adv, returns = _advantages(cfg, rollout, rewards, passes, importance_weights)
     return Experience(
-        rollout=rollout if passes.experts is None else replace(rollout, experts=passes.experts),
+        rollout=rollout if passes.experts is None else replace(rollout, routed_experts=passes.experts),
         advantages=rollout.flat(adv),
         returns=rollout.flat(returns),
         old_log_probs=old,
@@ -211,8 +211,8 @@ def _advantages(
 def chosen_estimator(cfg: AlgorithmConfig, has_values: bool) -> tuple[str | Estimator, dict[str, Any]]:
     """What `advantages.compute` is called with: the estimator and its options. FunctionError for a user's own that
     cannot be used."""
-    if isinstance(cfg, OwnEstimator):
-        return own.load_estimator(cfg.advantage.function, cfg.advantage.options, has_values), {}
+    if isinstance(cfg, CustomEstimator):
+        return custom.load_custom_estimator(cfg.advantage.function, cfg.advantage.options, has_values), {}
     return cfg.adv_estimator, cfg.own_options
 
 

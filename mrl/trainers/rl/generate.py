@@ -279,7 +279,7 @@ class Generator:
         return SamplingParams(cfg.temperature, cfg.top_p, cfg.top_k, cfg.max_new_tokens, cfg.stop, stop_ids, experts)
 
     def _unfiltered(self, temperature: float) -> SamplingParams:
-        return replace(self._params(), temperature=temperature, top_p=1.0, top_k=-1, experts=False)
+        return replace(self._params(), temperature=temperature, top_p=1.0, top_k=-1, return_routed_experts=False)
 
     def _samples(
         self,

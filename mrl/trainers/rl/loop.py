@@ -16,7 +16,7 @@ from mrl.trainers.rl import routing
 from mrl.trainers.rl.experience import Experience, make_experience, resampled, token_weights
 from mrl.trainers.rl.policy_update import check_samples, drop_if_far, policy_targets
 from mrl.trainers.rl.run import RLRun
-from mrl.trainers.shared.head_error import head_error
+from mrl.trainers.shared.lm_head_quantization_error import lm_head_quantization_error
 from mrl.trainers.shared.references import RefreshedReference
 from mrl.trainers.shared.updates import named, over_updates
 
@@ -29,7 +29,7 @@ def train(run: RLRun) -> None:
 
 def train_step(run: RLRun, step: int) -> None:
     """One step: sample with the current weights, learn from the samples, give the engine the new weights."""
-    stats, started, restarts = run.saving.new_stats(step + 1), time.monotonic(), run.engine_restarts
+    stats, started, restarts = run.checkpointer.new_stats(step + 1), time.monotonic(), run.engine_restarts
     with run.phase("rollout", stats):
         rollout, metrics = run.generate(step)
     stats.metrics |= metrics | run.passes.early_metrics(stats.seconds)
@@ -60,7 +60,7 @@ def publish(run: RLRun, step: int, stats: StepStats, again: bool = False) -> Non
         with run.phase("sync", stats):
             stats.metrics |= run.push_weights(step + 1, verify=again).metrics()
             stats.metrics |= run.actor.adapters.metrics() if run.actor.adapters is not None else {}
-    elif run.memory.must_push or again:
+    elif run.memory.needs_weight_sync or again:
         with run.phase("sync", stats):
             run.push_again(verify=again)
 
@@ -109,7 +109,7 @@ def update(run: RLRun, exp: Experience, trains_actor: bool) -> dict[str, float]:
     epochs = run.cfg.batch.epochs_per_step
     if trains_actor:  # first: it finds samples that nothing may be learnt from
         run.memory.begin("actor_update")
-        metrics |= head_error(run.actor, exp.rollout, run.cfg.rollout.sampling.temperature)
+        metrics |= lm_head_quantization_error(run.actor, exp.rollout, run.cfg.rollout.sampling.temperature)
         for epoch in range(epochs):
             for sample_ids in run.minibatches(exp.rollout, epoch):
                 made["actor"].append(update_actor(run, exp, sample_ids, len(made["actor"])))

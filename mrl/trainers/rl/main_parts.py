@@ -13,8 +13,8 @@ from mrl.config import placement
 from mrl.config.derived import Machine
 from mrl.config.schema import AgentConfig, RLConfig
 from mrl.config.trainers.rl import counts_turns, most_tokens
-from mrl.data import Tokenizer, conversation, told
-from mrl.data.opened import open_prompts
+from mrl.data import Tokenizer, conversation, read_template_variables
+from mrl.data.open_data import open_prompts
 from mrl.families import engine_arch
 from mrl.observe import Recorder, SilentRecorder
 from mrl.reward.check import row_check
@@ -29,8 +29,8 @@ from mrl.trainers.rl.models import notes as model_notes
 from mrl.trainers.rl.nodes import NodeEngines, start_engines_elsewhere
 from mrl.trainers.rl.segments import Segments
 from mrl.trainers.rl.under_way import UnderWay
-from mrl.trainers.shared.pulse import Activity
-from mrl.trainers.shared.run import Start
+from mrl.trainers.shared.heartbeat import Activity
+from mrl.trainers.shared.run import RunSetup
 from mrl.weights.sync.transports import begin_early
 
 
@@ -50,7 +50,7 @@ class MainParts:
     """What rank 0 alone has, closed with the setup's stack; the other ranks hold one with nothing in it."""
 
     cfg: RLConfig
-    setup: Start
+    setup: RunSetup
     engine: Engine | None = None
     rewards: RewardManager | None = None
     generator: Generator | None = None
@@ -146,7 +146,10 @@ def make_agents(cfg: RLConfig, agent: AgentConfig, tokenizer: Tokenizer) -> Agen
         stops,
         cfg.data.chat_template,
         by_turn,
-        lambda prompt: (conversation(prompt.row[data.prompt_key], prompt.row, data), told(prompt.row, data)),
+        lambda prompt: (
+            conversation(prompt.row[data.prompt_key], prompt.row, data),
+            read_template_variables(prompt.row, data),
+        ),
         longest_turn(cfg),
     )
 

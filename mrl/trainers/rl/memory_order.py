@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mrl.learner.memory import Level
 from mrl.rollout import Engine, MemoryPart
-from mrl.trainers.shared.memory import AWAKE, Needs
+from mrl.trainers.shared.memory import AWAKE, PhaseMemory
 from mrl.trainers.shared.world import World
 
 ASLEEP: tuple[MemoryPart, ...] = ()
@@ -15,12 +15,12 @@ WEIGHTS: tuple[MemoryPart, ...] = ("weights",)
 AS_IT_IS = None
 
 
-def _row(actor: Level, critic: Level, ref: Level, reward: Level, engine: tuple[MemoryPart, ...] | None) -> Needs:
-    return Needs({"actor": actor, "critic": critic, "ref": ref, "reward": reward}, engine)
+def _row(actor: Level, critic: Level, ref: Level, reward: Level, engine: tuple[MemoryPart, ...] | None) -> PhaseMemory:
+    return PhaseMemory({"actor": actor, "critic": critic, "ref": ref, "reward": reward}, engine)
 
 
 # fmt: off
-ORDER: dict[str, Needs] = {
+ORDER: dict[str, PhaseMemory] = {
     # a frozen reference is a model of its own; one that moves is computed with in the actor's place
     #                      actor         critic        ref           reward        the engines have awake
     "resume":         _row("nothing",    "nothing",    "nothing",    "nothing",    ASLEEP),

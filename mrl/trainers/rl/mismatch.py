@@ -130,7 +130,7 @@ def born(rollout: Rollout) -> Tensor:
     """[R]: the version of the weights that drew each token."""
     assert rollout.weight_versions is not None
     own = rollout.weight_versions.repeat_interleave(rollout.response_lens)
-    return own if rollout.born is None else rollout.born
+    return own if rollout.token_weight_versions is None else rollout.token_weight_versions
 
 
 def by_age(ages: Tensor, gaps: Tensor) -> dict[str, float]:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from mrl.checkpoint import Checkpointable
 from mrl.config.schema import EMAConfig, RLConfig
 from mrl.config.trainers.rl import needs_ref
-from mrl.data import load_eyes
-from mrl.data.picture_store import PictureStore
+from mrl.data import load_image_processor
+from mrl.data.image_store import ImageStore
 from mrl.families import is_reward_model, load_arch, read_hf_config
 from mrl.learner import Learner
 from mrl.learner.policy_copy import PolicyCopy
-from mrl.trainers.shared.memory import put_away
+from mrl.trainers.shared.memory import offload_new_model
 from mrl.trainers.shared.models import build_learner
 from mrl.trainers.shared.references import ActorWithoutAdapters, RefreshedReference
 from mrl.trainers.shared.world import World
@@ -61,16 +61,16 @@ class Models:
 def build_models(cfg: RLConfig, world: World) -> Models:
     """Actor; critic if there is one; reference if a KL term asks for it. Each is put away before the next is built."""
     actor = build_learner(cfg, world, "policy", None, cfg.actor, replays=cfg.actor.routing_replay != "off")
-    put_away("actor", actor)
+    offload_new_model("actor", actor)
     critic = None
     if cfg.critic is not None:
         critic = build_learner(cfg, world, "critic", cfg.critic.path, cfg.critic, trainable=not cfg.critic.frozen)
-        put_away("critic", critic)
+        offload_new_model("critic", critic)
     ema = MovingAverage(actor, cfg.ema) if cfg.ema is not None else None
     ref = _reference(cfg, world, actor, ema) if needs_ref(cfg) else None
     models = Models(actor, critic, ref, _reward_model(cfg, world), ema)
-    if (eyes := load_eyes(cfg.model.path, cfg.data)) is not None:
-        store = PictureStore((*cfg.data.train, *(cfg.data.validation or ())), eyes)
+    if (image_processor := load_image_processor(cfg.model.path, cfg.data)) is not None:
+        store = ImageStore((*cfg.data.train, *(cfg.data.validation or ())), image_processor)
         for learner in models.learners.values():
             learner.pixels = store
     return models
@@ -110,7 +110,7 @@ def _reference(
     if cfg.ref_is_actor:
         return ActorWithoutAdapters(actor)
     reference = build_learner(cfg, world, "policy", cfg.ref.path, cfg.like_actor(cfg.ref), trainable=False)
-    put_away("ref", reference)
+    offload_new_model("ref", reference)
     return reference
 
 
@@ -119,5 +119,5 @@ def _reward_model(cfg: RLConfig, world: World) -> Learner | None:
     if model is None:
         return None
     judge = build_learner(cfg, world, "critic", model.path, cfg.like_actor(model), trainable=False)
-    put_away("reward", judge)
+    offload_new_model("reward", judge)
     return judge

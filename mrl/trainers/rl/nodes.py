@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 from mrl.config.derived import Machine
 from mrl.config.schema import RLConfig
-from mrl.parallel import Agreement, Nodes
+from mrl.parallel import CollectiveErrorCheck, Nodes
 from mrl.ports import HERE, address_towards, free_port
 from mrl.rollout import Home, Offered, Others, Part, start_agent
 from mrl.rollout.adapters import started_with
-from mrl.trainers.shared.run import Start
+from mrl.trainers.shared.run import RunSetup
 
 REACHED_BY_ALL = ("http", "distributed")  # transports by which a sender calls the engines of every node
 
@@ -24,11 +24,11 @@ class NodeError(RuntimeError):
     """A node could not start its engines; raised on every rank, and names it."""
 
 
-class _NodeAgreement(Agreement[str]):
+class _NodeAgreement(CollectiveErrorCheck[str]):
     def report(self, error: BaseException) -> str:
         return str(error) or type(error).__name__
 
-    def verdict(self, what: str, reports: Mapping[int, str]) -> NodeError:
+    def combined_error(self, what: str, reports: Mapping[int, str]) -> NodeError:
         return NodeError(f"{what}: " + "; ".join(f"rank {rank}: {text}" for rank, text in reports.items()))
 
 
@@ -48,7 +48,7 @@ class NodeEngines:
         return {url: self.homes.get(url, own) for url in urls} if self.homes else {}
 
 
-def start_engines_elsewhere(cfg: RLConfig, setup: Start, machine: Machine) -> NodeEngines:
+def start_engines_elsewhere(cfg: RLConfig, setup: RunSetup, machine: Machine) -> NodeEngines:
     """Starts the engines of all nodes but rank 0's, by each one's first rank, and ends them with the setup's stack.
     Collective; returns at once. Raises NodeError."""
     nodes = Nodes.gathered()
@@ -94,7 +94,7 @@ def _meeting(host: str) -> str:
     return f"{host}:{free_port(host)}"
 
 
-def _start(cfg: RLConfig, setup: Start, home: Home, key: str, machine: Machine, part: Part | None) -> Offered:
+def _start(cfg: RLConfig, setup: RunSetup, home: Home, key: str, machine: Machine, part: Part | None) -> Offered:
     where = f"node {home.node} ({socket.gethostname()})"
     logs, model = setup.run_dir / "logs", cfg.model
     agent = start_agent(

@@ -35,7 +35,7 @@ def train_step(run: RLRun, step: int, pending: Pending) -> Pending:
     """One step: take its samples, have the next ones drawn while learning from them, give the engines the weights.
     Gives the next step's samples; after the last step there are none, and these again."""
     cfg, phase = run.cfg, run.phase
-    stats, started, restarts = run.saving.new_stats(step + 1), time.monotonic(), run.engine_restarts
+    stats, started, restarts = run.checkpointer.new_stats(step + 1), time.monotonic(), run.engine_restarts
     with phase("rollout", stats):
         rollout, metrics = pending.result()
     stats.metrics |= metrics

@@ -25,7 +25,8 @@ def policy_targets(run: RLRun, exp: Experience, number: int) -> losses.PolicyTar
     cfg, rollout = run.cfg.algorithm.policy_loss, exp.rollout
     is_old_policy = number == 0 and exp.is_old_policy
     keep = exp.correction.keep if exp.correction is not None else None
-    shown, _ = rollout.apart(range(rollout.num_samples))  # a ratio of many tokens is of those with one context
+    # a ratio of many tokens is of those with one context
+    shown, _ = rollout.split_sequences(range(rollout.num_samples))
     sequences = Sequences.of_mask(shown.response_mask, None if keep is None else shown.dense(keep))
     scale = cfg.loss_scale_factor or run.cfg.rollout.sampling.max_new_tokens
     weights = token_weights(rollout, cfg.aggregation, scale, keep)
@@ -77,7 +78,7 @@ def check_samples(run: RLRun, exp: Experience, sample_ids: Sequence[int], number
     Collective. Raises MismatchError if other weights drew them."""
     if exp.trainer_log_probs is not None:
         return {}
-    log_probs, seen = run.actor.last.log_probs(exp.rollout)
+    log_probs, seen = run.actor.last_outputs.log_probs(exp.rollout)
     drops = run.cfg.actor.lora is not None and run.cfg.actor.lora.dropout > 0
     where = seen & exp.is_new
     metrics = run.mismatch.check(exp.rollout, log_probs, where, sample_ids, run.version, same=number == 0 and not drops)

@@ -48,7 +48,7 @@ class _Step:
         known = {"weight_versions": torch.full_like(rollout["group"], rollout["step"])} | rollout
         if known.get("drawn") is not None and known.get("sequence_counts") is None:
             known |= {"sequence_counts": torch.ones_like(known["seq_lens"]), "sequence_lens": known["seq_lens"]}
-        return cls(Rollout(**known), old_log_probs)
+        return cls(Rollout.from_state_dict(known), old_log_probs)
 
     @property
     def groups(self) -> Tensor:
@@ -99,7 +99,7 @@ class ReplayBuffer:
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain values, which are never changed in place."""
-        return {"steps": [{"rollout": vars(s.rollout), "old_log_probs": s.old_log_probs} for s in self._steps]}
+        return {"steps": [{"rollout": s.rollout.state_dict(), "old_log_probs": s.old_log_probs} for s in self._steps]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._steps = [_Step.restored(**step) for step in state["steps"]]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mrl.config.schema import RewardModelConfig
 from mrl.core import Rollout, Sample
-from mrl.data.scored import at_last_tokens
+from mrl.data.score_inputs import at_last_tokens
 from mrl.learner import Learner
 
 
@@ -26,7 +26,7 @@ def to_score(samples: Sequence[Sample], sees: bool) -> ToScore:
     none, an image token is no picture's, wherever it stands."""
     prompts = [sample.request.prompt for sample in samples]
     if not sees or any(prompt.images is None for prompt in prompts):
-        ids = [(prompt.told_ids, sample.response_ids) for prompt, sample in zip(prompts, samples, strict=True)]
+        ids = [(prompt.text_token_ids, sample.response_ids) for prompt, sample in zip(prompts, samples, strict=True)]
         wholes = [[*asked, *said.tolist()] for asked, said in ids]
         return ToScore(Rollout.of(0, [whole[:1] for whole in wholes], [whole[1:] for whole in wholes]))
     shapes = [shape for prompt in prompts for shape in prompt.images or ()]

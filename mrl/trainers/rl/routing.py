@@ -17,10 +17,10 @@ def before_updates(run: RLRun, exp: Experience) -> dict[str, float]:
     cfg, replay, rollout = run.cfg, run.actor.replay, exp.rollout
     if replay is None:
         return {}
-    changed, every = replay.take_changed(), cfg.actor.routing_compare_steps
+    changed, every = replay.take_changed_share(), cfg.actor.routing_compare_steps
     metrics = {} if changed is None else {"mismatch/routing": changed}
     if every and rollout.step % every == 0:
-        free, _ = run.actor.log_probs(replace(rollout, experts=None), cfg.rollout.sampling.temperature)
+        free, _ = run.actor.log_probs(replace(rollout, routed_experts=None), cfg.rollout.sampling.temperature)
         found = rollout_correction.mismatch(free, rollout.rollout_log_probs, exp.is_new)
         metrics |= {f"mismatch_free/{name}": value for name, value in found.items()}
     return metrics
@@ -29,5 +29,5 @@ def before_updates(run: RLRun, exp: Experience) -> dict[str, float]:
 def after_backward(run: RLRun) -> dict[str, float]:
     """routing/changed: of the choices that were given to an update, the share that the policy's routers would not have
     made by then. Collective."""
-    changed = run.actor.replay.take_changed() if run.actor.replay is not None else None
+    changed = run.actor.replay.take_changed_share() if run.actor.replay is not None else None
     return {} if changed is None else {"routing/changed": changed}

@@ -34,10 +34,10 @@ from mrl.trainers.rl.reward_scores import ToScore, score, to_score
 from mrl.trainers.rl.sampler import Drawn, Sampled, Sampler, when_asked
 from mrl.trainers.rl.scores import ScoreControl
 from mrl.trainers.rl.under_way import UnderWay
-from mrl.trainers.shared.checkpoints import AllKept, Kept
-from mrl.trainers.shared.memory import MemoryOrder, OffloadError
+from mrl.trainers.shared.checkpoints import CombinedState, Stateful
+from mrl.trainers.shared.memory import OffloadError, PhaseMemoryManager
 from mrl.trainers.shared.references import ActorWithoutAdapters
-from mrl.trainers.shared.run import Run, started
+from mrl.trainers.shared.run import Run, set_up_run
 from mrl.trainers.shared.world import RankZeroError
 from mrl.weights.errors import SyncError
 from mrl.weights.sync.engine_sync import EngineSync, SyncReport
@@ -183,7 +183,7 @@ class RLRun(Run):
             verify = True
         if self.generator is not None:
             self.generator.engine.has_pushed(str(version), report.adapter)
-        self.pushed, self.memory.must_push = version, False
+        self.pushed, self.memory.needs_weight_sync = version, False
         return report
 
     def _look_for_engines(self) -> bool:
@@ -202,7 +202,7 @@ class RLRun(Run):
 
     def _give_lost_weights(self) -> None:
         """To engines that were started again while memory moved, when there was nobody to ask for weights."""
-        while self.memory.must_push:
+        while self.memory.needs_weight_sync:
             with self.memory.during("sync"):
                 self.push_again()
 
@@ -212,7 +212,7 @@ class RLRun(Run):
         if self.generator is not None:
             self.generator.engine.end_of_run()
 
-    def let_go(self) -> None:
+    def release_resources(self) -> None:
         """Engines that are not ours are left awake, with the last weights; a note says so if that fails."""
         if self.cfg.rollout.release == "none" or not self.cfg.rollout.urls:
             return
@@ -249,7 +249,7 @@ class RLRun(Run):
 @contextlib.contextmanager
 def open_rl_run(cfg: RLConfig) -> Iterator[RLRun]:
     """Builds the run on every rank; closes engine, reward workers, files and process group on any exit."""
-    with started(cfg, longest_wait(cfg)) as setup:
+    with set_up_run(cfg, longest_wait(cfg)) as setup:
         world, note, main = setup.world, setup.recorder.note, MainParts(cfg, setup)
         waits = world.any(bool(placement.gpus_with_engines(cfg, this_machine())))
         if not waits:
@@ -306,16 +306,16 @@ def build_run(
     scores = ScoreControl(cfg.algorithm)
     replay = Replay(cfg.replay, cfg.run.seed, setup.world) if cfg.replay is not None else None
     ahead = make_ahead(main) if cfg.rollout.overlap == "one_step" else None
-    states: dict[str, Kept] = {"kl_controller": controller, "score_moments": scores.moments}
+    states: dict[str, Stateful] = {"kl_controller": controller, "score_moments": scores.moments}
     own = [main.generator.segments, main.generator.under_way] if main.generator is not None else []
     kept = [replay.buffer if replay is not None else None, ahead, *own]
-    keeps = AllKept(*(each for each in kept if each is not None))
+    keeps = CombinedState(*(each for each in kept if each is not None))
     is_kept = cfg.replay is not None or cfg.rollout.is_behind
     engines = Engines(setup.world, RELEASED_PARTS[cfg.rollout.release], main.engine)
-    order = MemoryOrder(ORDER, models.learners, engines)
+    order = PhaseMemoryManager(ORDER, models.learners, engines)
     generator, stops = main.generator, cfg.rollout.sampling.stop_token_ids
     ends = (*stops, generator.tokenizer.eos_id) if generator is not None else ()
-    base = setup.begin(models.actor, models.saved, states, keeps if is_kept else None, order, ends=ends)
+    base = setup.begin(models.actor, models.saved, states, keeps if is_kept else None, order, end_tokens=ends)
     base.speed.watch(models.critic, models.ref)
     return RLRun(
         **vars(base),

@@ -32,13 +32,13 @@ def sample_metrics(samples: list[Sample]) -> dict[str, float]:
     n = len(samples)
     metrics = {
         "reward/mean": sum(s.score for s in samples) / n,
-        "response/mean_tokens": sum(s.num_drawn for s in samples) / n,
+        "response/mean_tokens": sum(s.num_generated_tokens for s in samples) / n,
         "response/truncated": sum(s.finish_reason == "length" for s in samples) / n,
         "reward/failed": sum(bool(s.reward_error) for s in samples) / n,
     }
     if any(s.messages for s in samples):
         metrics["agent/turns"] = sum(m["role"] == "assistant" for s in samples for m in s.messages) / n
-        metrics["agent/env_tokens"] = sum(len(s.response_ids) - s.num_drawn for s in samples) / n
+        metrics["agent/env_tokens"] = sum(len(s.response_ids) - s.num_generated_tokens for s in samples) / n
         metrics["agent/sequences"] = sum(max(1, len(s.sequence_lens)) for s in samples) / n
     for name in sorted({part for s in samples for part in s.score_parts} - {"score"}):
         values = [s.score_parts[name] for s in samples if name in s.score_parts]

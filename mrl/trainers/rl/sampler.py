@@ -36,7 +36,7 @@ def when_asked(work: Work) -> Work:
 @dataclass(frozen=True)
 class Sampler:
     """A step's samples for every rank. `start` returns at once on each; `Pending.result` is where they meet, and where
-    what rank 0 does is watched (the pulse, the section) and its errors become everybody's.
+    what rank 0 does is watched (by the heartbeat and the section) and its errors become everybody's.
 
     make: rank 0's own work, the samples of a step. It may ask all ranks for `together`.
     write: rank 0's too, in the main thread once they are taken: writes them down

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from mrl.algo.running import RunningMoments
+from mrl.algo.running_moments import RunningMoments
 from mrl.config.schema import AlgorithmConfig
 from mrl.core import Rollout
 

@@ -47,7 +47,7 @@ class Part:
             np.concatenate([self.log_probs, drawn.log_probs]),
             np.concatenate([self.versions, versions]),
             drawn.finish_reason if has_ended else "",
-            joined(self.experts, drawn.experts),
+            joined(self.experts, drawn.routed_experts),
         )
 
 
@@ -114,13 +114,13 @@ class Segments:
         part = group.parts[member]
         prompt = Prompt(request.prompt.index, (*request.prompt.token_ids, *part.ids.tolist()), {})
         known = 0 if part.experts is None else len(part.experts)
-        return replace(request, sample_id=place, prompt=prompt, experts_from=known)
+        return replace(request, sample_id=place, prompt=prompt, routed_experts_start=known)
 
     def _sample(self, group: _Group, member: int) -> Sample:
         part, request = group.parts[member], self._request(group.number, member)
         version, experts = str(part.versions[-1]), None if part.experts is None else whole(part.experts)
         drawn = request, part.ids, part.log_probs, part.finish, version
-        return Sample(*drawn, versions=part.versions, experts=experts)
+        return Sample(*drawn, token_weight_versions=part.versions, routed_experts=experts)
 
     # ---- checkpoints
 

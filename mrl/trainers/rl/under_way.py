@@ -17,7 +17,7 @@ from mrl.core import Request, Sample
 from mrl.rollout import Feed, RolloutError, ServerLost
 from mrl.trainers.rl.groups import Group
 from mrl.trainers.rl.kept_samples import plain, restored
-from mrl.trainers.shared.pulse import Activity
+from mrl.trainers.shared.heartbeat import Activity
 
 CLOSE_S = 15.0  # until a thread whose requests have been cut off has ended
 OnSamples = Callable[[list[Sample]], None]
@@ -91,7 +91,12 @@ class UnderWay:
             found = [self._ended.pop(n) for n in self._admitted[: self._wanted]]
             self._admitted = self._admitted[self._wanted :]
             ready = len(self._ended)
-        versions = [{*sample.versions.tolist()} for group in found for sample in group if sample.versions is not None]
+        versions = [
+            {*sample.token_weight_versions.tolist()}
+            for group in found
+            for sample in group
+            if sample.token_weight_versions is not None
+        ]
         mixed = {"staleness/mixed": sum(len(each) > 1 for each in versions) / len(versions)} if versions else {}
         return found, mixed | {
             "perf/wait_s": self._waited_s,

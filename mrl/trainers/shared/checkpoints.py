@@ -28,7 +28,7 @@ from mrl.observe import (
 )
 from mrl.resilience import preemption
 from mrl.resilience.protocol import attempt, started_by_torchelastic
-from mrl.trainers.shared.best import Best
+from mrl.trainers.shared.best_validation import BestValidation
 from mrl.trainers.shared.exports import Exports
 from mrl.trainers.shared.phases import Phases
 from mrl.trainers.shared.updates import Updates
@@ -37,17 +37,17 @@ from mrl.weights.errors import WeightError
 MIB = 1 << 20
 
 
-class Kept(Protocol):
+class Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]:
         """Returns tensors and plain values that nobody changes in place."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-class AllKept:
+class CombinedState:
     """Several kept states whose keys are disjoint."""
 
-    def __init__(self, *kept: Kept) -> None:
+    def __init__(self, *kept: Stateful) -> None:
         self._kept = kept
 
     def state_dict(self) -> dict[str, Any]:
@@ -58,7 +58,7 @@ class AllKept:
             each.load_state_dict(state)
 
 
-class Exporting(Protocol):
+class WeightExporter(Protocol):
     """Exports of the weights after `step` steps. Every method is collective."""
 
     def of_step(self, step: int) -> None: ...
@@ -99,7 +99,7 @@ def open_run_dir(cfg: AnyConfig, run_dir: Path, stack: ExitStack) -> Recorder:
     return recorder
 
 
-class Saving:
+class Checkpointer:
     """The checkpoints of one run. Construction and all methods but `close` are collective.
 
     parts: the trained models and copies of their weights by name, "actor" among them
@@ -115,18 +115,18 @@ class Saving:
         phase: Phases,
         parts: Mapping[str, Checkpointable],
         updates: Updates,
-        states: Mapping[str, Kept],
-        kept: Kept | None = None,
-        best: Best | None = None,
-        exports: Exporting | None = None,
-        ends: Collection[int] = (),
+        states: Mapping[str, Stateful],
+        kept: Stateful | None = None,
+        best: BestValidation | None = None,
+        exports: WeightExporter | None = None,
+        end_tokens: Collection[int] = (),
     ) -> None:
         self._cfg, self._phase, self._recorder, self._run_dir = cfg, phase, phase.recorder, phase.run_dir
         self._parts, self._updates, self._kept, self._best = parts, updates, kept, best
         self._states = {**states, **({"best": best} if best is not None else {})}
         self._saver = Saver(self._run_dir, cfg.checkpoint, self._note_written)
         self._config = self._from_main("reading the run's configuration and inputs", lambda: resume.snapshot(cfg))
-        self._exports = exports or self._of_actor(ends)
+        self._exports = exports or self._of_actor(end_tokens)
         self._since_row = StepStats(0)
         self._step = 0  # steps done by the learners
         self._best_saved: int | None = None  # step of the best validation when the last save began
@@ -260,10 +260,10 @@ class Saving:
         if self._phase.world.is_main and checkpoint.best_of(path) == path:
             self._recorder.write_guarded("checkpoints/best", lambda: checkpoint.link_best(self._run_dir, step))
 
-    def _of_actor(self, ends: Collection[int]) -> Exports:
+    def _of_actor(self, end_tokens: Collection[int]) -> Exports:
         cfg, actor = self._cfg, self._parts["actor"]
         assert isinstance(cfg, Config) and isinstance(actor, Learner)
-        return Exports(cfg, self._phase, self._config, actor, ends)
+        return Exports(cfg, self._phase, self._config, actor, end_tokens)
 
     def _newest(self) -> int:
         path = self._from_main("looking for a checkpoint", lambda: checkpoint.latest(self._run_dir))

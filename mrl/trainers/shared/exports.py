@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from mrl.cards import Origin, card_of
+from mrl.cards import WeightsOrigin, write_run_card
 from mrl.config.schema import Config
 from mrl.learner import Learner
 from mrl.parallel import gather, rank, world_size
@@ -25,10 +25,10 @@ class Exports:
     """
 
     def __init__(
-        self, cfg: Config, phase: Phases, config: Mapping[str, Any], actor: Learner, ends: Collection[int] = ()
+        self, cfg: Config, phase: Phases, config: Mapping[str, Any], actor: Learner, end_tokens: Collection[int] = ()
     ) -> None:
         self._model, self._phase, self._config, self._actor = cfg.model.path, phase, config, actor
-        self._template, self._eos, self._ends = cfg.model.chat_template, cfg.model.eos_token, ends
+        self._template, self._eos, self._ends = cfg.model.chat_template, cfg.model.eos_token, end_tokens
 
     def of_step(self, step: int) -> None:
         """Writes RUN_DIR/adapter_step_N if the actor has adapters, else RUN_DIR/hf_step_N."""
@@ -60,14 +60,14 @@ class Exports:
         )
 
     def _describe(self, target: Path, step: int) -> Describe:
-        origin = Origin(self._phase.run_dir, self._config, step)
+        origin = WeightsOrigin(self._phase.run_dir, self._config, step)
         base = _digests(origin.base_files())
 
         def describe(export: Path, digests: dict[str, str]) -> None:
             if self._template is not None:
                 shutil.copyfile(self._template, export / CHAT_TEMPLATE)
             name_ends(export, Path(self._model), self._ends, self._eos)
-            if note := card_of(origin, export, target, digests, base):
+            if note := write_run_card(origin, export, target, digests, base):
                 self._phase.recorder.note(note)
 
         return describe

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mrl.core import StepStats
-from mrl.trainers.shared.best import Best
+from mrl.trainers.shared.best_validation import BestValidation
 from mrl.trainers.shared.run import Run
 
 
 @dataclass
-class JudgedRun(Run):
+class ValidatedRun(Run):
     """A run with held-out rows. best: the best validation; None without held-out rows."""
 
-    best: Best | None
+    best: BestValidation | None
 
-    def judge(self) -> dict[str, float]:
+    def validate(self) -> dict[str, float]:
         """Returns the validation/... metrics of the held-out rows, validation/loss among them. Collective."""
         raise NotImplementedError
 
@@ -34,14 +34,14 @@ class JudgedRun(Run):
             return
         if stats.step % cfg.every_steps == 0 or stats.step == self.cfg.run.steps:
             self._validate(stats)
-            self.best.see(stats.step, stats.metrics)
+            self.best.record(stats.step, stats.metrics)
 
     def finish(self) -> None:
-        if self.best is not None and self.saving.is_over:
+        if self.best is not None and self.checkpointer.is_over:
             self.recorder.note(f"early stop: no improvement in {self.best.stalled} validations (best: {self.best})")
         super().finish()
 
     def _validate(self, stats: StepStats) -> None:
         with self.phase("validation", stats):
-            stats.metrics |= self.judge()
+            stats.metrics |= self.validate()
         self.speed.leave_out()

@@ -14,8 +14,8 @@ from typing import Protocol
 from mrl import platform
 from mrl.learner import Learner
 from mrl.learner.memory import Level
-from mrl.parallel import Agreement
-from mrl.parallel.agreement import by_reason
+from mrl.parallel import CollectiveErrorCheck
+from mrl.parallel.error_check import by_reason
 from mrl.rollout import RELEASED_PARTS, MemoryPart
 
 GIB = 1 << 30
@@ -26,16 +26,16 @@ class OffloadError(RuntimeError):
     """Memory could not be offloaded or reloaded; raised on every rank."""
 
 
-class _Together(Agreement[str]):
+class _MemoryErrorCheck(CollectiveErrorCheck[str]):
     def report(self, error: BaseException) -> str:
         return str(error)
 
-    def verdict(self, what: str, reports: Mapping[int, str]) -> OffloadError:
+    def combined_error(self, what: str, reports: Mapping[int, str]) -> OffloadError:
         return OffloadError(f"{what} failed: {by_reason(reports)}")
 
 
 @dataclass(frozen=True)
-class Needs:
+class PhaseMemory:
     """Memory needs of one phase.
 
     models: level of each model on the device; a model that is not named stays as it is
@@ -61,7 +61,7 @@ class EngineMemory(Protocol):
     def resume(self, parts: tuple[MemoryPart, ...]) -> bool: ...
 
 
-class MemoryOrder:
+class PhaseMemoryManager:
     """Moves the memory of models and engines at each phase. All methods but `metrics` are collective.
 
     order: needs by phase; a phase that is not named moves nothing
@@ -71,12 +71,12 @@ class MemoryOrder:
 
     def __init__(
         self,
-        order: Mapping[str, Needs] | None = None,
+        order: Mapping[str, PhaseMemory] | None = None,
         learners: Mapping[str, Learner] | None = None,
         engines: EngineMemory | None = None,
     ) -> None:
         self.phase = ""
-        self.must_push = False  # an engine lacks its weights; the weight sync sets this
+        self.needs_weight_sync = False  # an engine lacks its weights; the weight sync sets this
         self._order, self._learners, self._engines = order or {}, learners or {}, engines
         self._asleep: tuple[MemoryPart, ...] = ()
         self._seconds, self._copied = 0.0, 0
@@ -87,15 +87,15 @@ class MemoryOrder:
         """Moves memory to the needs of the phase. Models and engines offload before anything is reloaded."""
         self._note_peak()
         self.phase, began = phase, time.monotonic()
-        needs = self._order.get(phase, Needs({}))
+        needs = self._order.get(phase, PhaseMemory({}))
         here = {name: level for name, level in needs.models.items() if name in self._learners}
         moving = {name: level for name, level in here.items() if self._learners[name].memory.moves(level)}
         if moving:
-            self._settle("offloading", lambda: self._give_up(moving))
+            self._settle("offloading", lambda: self._offload(moving))
         if self._engines is not None and needs.engine is not None:
             self._move_engines(self._engines, needs.engine)
         if moving:
-            self._settle("reloading", lambda: self._bring(moving))
+            self._settle("reloading", lambda: self._reload(moving))
         self._seconds += time.monotonic() - began
         self._has_peak = platform.reset_peak_memory()
 
@@ -122,46 +122,46 @@ class MemoryOrder:
         self._copied, self._seconds, self._peaks = copied, 0.0, {}
         return found
 
-    def _give_up(self, levels: Mapping[str, Level]) -> None:
+    def _offload(self, levels: Mapping[str, Level]) -> None:
         for name, level in levels.items():
             with _named(name):
-                self._learners[name].memory.give_up(level)
+                self._learners[name].memory.offload_to(level)
         platform.release_cached_memory()
 
-    def _bring(self, levels: Mapping[str, Level]) -> None:
+    def _reload(self, levels: Mapping[str, Level]) -> None:
         for name, level in levels.items():
             with _named(name):
-                self._learners[name].memory.bring(level)
+                self._learners[name].memory.reload_to(level)
 
     def _move_engines(self, engines: EngineMemory, awake: tuple[MemoryPart, ...]) -> None:
         asleep = tuple(part for part in engines.parts if part not in awake)
         release = tuple(part for part in asleep if part not in self._asleep)
         resume = tuple(part for part in self._asleep if part not in asleep)
         if release:
-            self.must_push = engines.release(release)
+            self.needs_weight_sync = engines.release(release)
         if resume:
-            self.must_push = engines.resume(resume)
+            self.needs_weight_sync = engines.resume(resume)
         self._asleep = asleep
 
     def _settle(self, what: str, action: Callable[[], None]) -> None:
-        _TOGETHER.each(f"{what} before {self.phase!r}", action)
+        _ERROR_CHECK.each(f"{what} before {self.phase!r}", action)
 
     def _note_peak(self) -> None:
         if self.phase and self._has_peak:
             self._peaks[self.phase] = max(platform.peak_memory_bytes(), self._peaks.get(self.phase, 0))
 
 
-def put_away(name: str, learner: Learner) -> None:
+def offload_new_model(name: str, learner: Learner) -> None:
     """Offloads what `offload` allows of a model that has just been built, to make room for the next one. Collective.
     Raises OffloadError."""
 
-    def give_up() -> None:
+    def offload() -> None:
         with _named(name):
-            learner.memory.give_up("nothing")
+            learner.memory.offload_to("nothing")
         platform.release_cached_memory()
 
     if learner.memory.moves("nothing"):
-        _TOGETHER.each("offloading after construction", give_up)
+        _ERROR_CHECK.each("offloading after construction", offload)
 
 
 @contextlib.contextmanager
@@ -172,4 +172,4 @@ def _named(model: str) -> Iterator[None]:
         raise OffloadError(f"{model}: {type(error).__name__}: {error}") from error
 
 
-_TOGETHER = _Together()
+_ERROR_CHECK = _MemoryErrorCheck()

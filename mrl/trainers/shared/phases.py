@@ -12,7 +12,7 @@ from mrl.core import StepStats
 from mrl.observe import STRAGGLERS, Recorder, SilentRecorder, append_jsonl
 from mrl.resilience import preemption, sections
 from mrl.resilience.stragglers import StragglerDetector
-from mrl.trainers.shared.memory import MemoryOrder
+from mrl.trainers.shared.memory import PhaseMemoryManager
 from mrl.trainers.shared.world import World
 
 SECTION_OF = {
@@ -35,7 +35,7 @@ class Phases:
     recorder: Recorder | SilentRecorder
     stragglers: StragglerDetector
     save_deadline_s: float
-    memory: MemoryOrder = field(default_factory=MemoryOrder)
+    memory: PhaseMemoryManager = field(default_factory=PhaseMemoryManager)
 
     @classmethod
     def of(
@@ -45,7 +45,7 @@ class Phases:
         run_dir: Path,
         recorder: Recorder | SilentRecorder,
         peers: int,
-        memory: MemoryOrder,
+        memory: PhaseMemoryManager,
     ) -> Phases:
         """Builds the phases of a run. peers: equal on ranks that have the same work"""
         stragglers = StragglerDetector(world.gather, peers, cfg.straggler_every_steps, cfg.straggler_ratio)
@@ -73,7 +73,7 @@ class Phases:
         if note is not None:
             self.recorder.note(f"step {stats.step}: {note}")
 
-    def leave_if_warned(self, step: int, leave: Callable[[float], int]) -> None:
+    def exit_if_preempted(self, step: int, leave: Callable[[float], int]) -> None:
         """Saves and ends this process if a scheduler's signal has reached any rank. Called before a step. Collective.
 
         step: steps done. leave: takes the seconds that saving may need and returns the newest step on disk, 0 if there

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from mrl.config.schema import PreferencesConfig
 from mrl.data import PreferenceDataset, preference_notes
-from mrl.data.opened import open_preferences
-from mrl.data.picture_store import PictureStore
+from mrl.data.image_store import ImageStore
+from mrl.data.open_data import open_preferences
 from mrl.observe import Recorder, SilentRecorder
 
 
@@ -23,7 +23,7 @@ def read_preferences(
     return found["data.train"], found.get("data.validation")
 
 
-def pictures_of(train: PreferenceDataset, held_out: PreferenceDataset | None) -> PictureStore | None:
+def pictures_of(train: PreferenceDataset, held_out: PreferenceDataset | None) -> ImageStore | None:
     """Pictures of all rows that `read_preferences` returned; None for a text-only model."""
     sources = [*train.sources, *(held_out.sources if held_out is not None else ())]
-    return None if train.eyes is None else PictureStore(sources, train.eyes)
+    return None if train.image_processor is None else ImageStore(sources, train.image_processor)

@@ -16,19 +16,19 @@ from mrl.learner import Learner
 from mrl.observe import Recorder, SilentRecorder
 from mrl.parallel import world_size
 from mrl.resilience import sections
-from mrl.trainers.shared.best import Best
-from mrl.trainers.shared.checkpoints import Kept, Saving, open_run_dir
-from mrl.trainers.shared.memory import MemoryOrder
+from mrl.trainers.shared.best_validation import BestValidation
+from mrl.trainers.shared.checkpoints import Checkpointer, Stateful, open_run_dir
+from mrl.trainers.shared.memory import PhaseMemoryManager
 from mrl.trainers.shared.phases import Phases
-from mrl.trainers.shared.planned import planned
 from mrl.trainers.shared.profile import profiled
+from mrl.trainers.shared.run_plan import plan_run
 from mrl.trainers.shared.speed import Speed
 from mrl.trainers.shared.updates import Updates
 from mrl.trainers.shared.world import World
 
 
 @dataclass
-class Loop:
+class TrainingLoop:
     """State of every trainer's loop, on every rank.
 
     start_step: steps done by earlier launches
@@ -40,13 +40,13 @@ class Loop:
     recorder: Recorder | SilentRecorder
     phase: Phases
     updates: Updates
-    saving: Saving
+    checkpointer: Checkpointer
     start_step: int
     _is_deadline_told: bool = field(default=False, init=False)
 
     def resume(self) -> None:
         """Resumes from the run directory's newest complete checkpoint, if there is one. Collective."""
-        self.start_step = self.saving.resume()
+        self.start_step = self.checkpointer.resume()
 
     def steps(self) -> Iterator[int]:
         """Yields the numbers of the remaining steps, from 0; stops early if a validation ends the run. Collective.
@@ -54,13 +54,13 @@ class Loop:
         Before each step the run ends if a scheduler has asked for it. After each step, due checkpoints are saved.
         """
         for step in range(self.start_step, self.cfg.run.last_step):
-            if self.saving.is_over:
+            if self.checkpointer.is_over:
                 return
-            self.leave_if_warned(step)
+            self.exit_if_preempted(step)
             began = time.monotonic()
             with profiled(self.cfg.run, step + 1, self.run_dir, self.recorder):
                 yield step
-            self.saving.after_step(step + 1)
+            self.checkpointer.after_step(step + 1)
             self._compare_with_deadline(step + 1, time.monotonic() - began)
 
     def _compare_with_deadline(self, step: int, seconds: float) -> None:
@@ -75,39 +75,39 @@ class Loop:
             f"resilience.save_deadline_s to {math.ceil(1.5 * seconds)} if the scheduler waits that long before SIGKILL"
         )
 
-    def leave_if_warned(self, step: int) -> None:
+    def exit_if_preempted(self, step: int) -> None:
         """Saves and ends this process if a scheduler has asked the run to stop. `step` steps are done. Collective."""
 
         def leave(deadline_s: float) -> int:
-            saved = self.saving.save_now(deadline_s) if step > self.start_step else step
-            self.let_go()
+            saved = self.checkpointer.save_now(deadline_s) if step > self.start_step else step
+            self.release_resources()
             return saved
 
-        self.phase.leave_if_warned(step, leave)
+        self.phase.exit_if_preempted(step, leave)
 
     def finish(self) -> None:
         """Ends the run after the last step. Raises NonFiniteError, with everything saved, if that step updated no
         weights of a model."""
-        self.saving.finish()
-        self.let_go()
+        self.checkpointer.finish()
+        self.release_resources()
         self.updates.end_of_run()
 
-    def let_go(self) -> None:
+    def release_resources(self) -> None:
         """Leaves external resources, such as engines, as their next users need them, once everything is saved.
         Collective."""
 
 
 @dataclass
-class Run(Loop):
+class Run(TrainingLoop):
     """Run of a language model. Each trainer's subclass adds its other models and its data."""
 
     actor: Learner
-    memory: MemoryOrder
+    memory: PhaseMemoryManager
     speed: Speed
 
 
 @dataclass
-class Start:
+class RunSetup:
     """A run during setup: it has the world and, on rank 0, its directory.
 
     stack: closes, on any exit, what the setup opens
@@ -125,11 +125,11 @@ class Start:
         self,
         actor: Learner,
         parts: Mapping[str, Checkpointable] | None = None,
-        states: Mapping[str, Kept] | None = None,
-        kept: Kept | None = None,
-        memory: MemoryOrder | None = None,
-        best: Best | None = None,
-        ends: Collection[int] = (),
+        states: Mapping[str, Stateful] | None = None,
+        kept: Stateful | None = None,
+        memory: PhaseMemoryManager | None = None,
+        best: BestValidation | None = None,
+        end_tokens: Collection[int] = (),
     ) -> Run:
         """Returns the run of a language model at step 0. Collective.
 
@@ -138,30 +138,32 @@ class Start:
         kept: state of rank 0 alone
         memory: memory needs by phase; None: nothing is moved
         best: the best validation, part of the run's state
-        ends: stop tokens that the actor learns; rank 0's count
+        end_tokens: stop tokens that the actor learns; rank 0's count
         """
-        memory = memory or MemoryOrder()
+        memory = memory or PhaseMemoryManager()
         cfg, run_dir, recorder = self.cfg, self.run_dir, self.recorder
         assert isinstance(cfg, Config)
         phase, updates = self.watch(actor.mesh.pp_rank, memory)
-        saving = Saving(cfg, phase, parts or {"actor": actor}, updates, states or {}, kept, best, ends=ends)
-        self.stack.callback(saving.close)
-        speed = Speed(world_size(), planned(cfg, run_dir, recorder) if self.world.is_main else None)
+        checkpointer = Checkpointer(
+            cfg, phase, parts or {"actor": actor}, updates, states or {}, kept, best, end_tokens=end_tokens
+        )
+        self.stack.callback(checkpointer.close)
+        speed = Speed(world_size(), plan_run(cfg, run_dir, recorder) if self.world.is_main else None)
         speed.watch(actor)
-        return Run(cfg, self.world, run_dir, recorder, phase, updates, saving, 0, actor, memory, speed)
+        return Run(cfg, self.world, run_dir, recorder, phase, updates, checkpointer, 0, actor, memory, speed)
 
-    def watch(self, peers: int, memory: MemoryOrder | None = None) -> tuple[Phases, Updates]:
+    def watch(self, peers: int, memory: PhaseMemoryManager | None = None) -> tuple[Phases, Updates]:
         """Returns the phases and the update counters of the run. Collective.
 
         peers: equal on ranks that have the same work
         """
         cfg, run_dir, recorder = self.cfg, self.run_dir, self.recorder
-        phase = Phases.of(cfg.resilience, self.world, run_dir, recorder, peers, memory or MemoryOrder())
+        phase = Phases.of(cfg.resilience, self.world, run_dir, recorder, peers, memory or PhaseMemoryManager())
         return phase, Updates(run_dir, cfg.run.max_nonfinite_steps, recorder, writes=self.world.is_main)
 
 
 @contextlib.contextmanager
-def started(cfg: AnyConfig, longest_wait_s: float | None = None) -> Iterator[Start]:
+def set_up_run(cfg: AnyConfig, longest_wait_s: float | None = None) -> Iterator[RunSetup]:
     """Joins the world on every rank and owns the run directory on rank 0; closes both, and what the setup opened, on
     exit.
 
@@ -181,7 +183,7 @@ def started(cfg: AnyConfig, longest_wait_s: float | None = None) -> Iterator[Sta
             world.activity.most_s = longest_wait_s
             leave_setup()
 
-        start = Start(cfg, world, run_dir, stack, is_set_up)
+        start = RunSetup(cfg, world, run_dir, stack, is_set_up)
 
         def own_directory() -> None:
             start.recorder = open_run_dir(cfg, run_dir, stack)

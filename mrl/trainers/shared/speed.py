@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mrl.core import Rollout, StepStats
 from mrl.learner import Learner
-from mrl.trainers.shared.planned import Planned
+from mrl.trainers.shared.run_plan import RunPlan
 
 COMPUTING = ("experience", "update")  # phases in which the ranks' models run
 
@@ -16,7 +16,7 @@ class Speed:
     planned: on rank 0, where there is a plan to compare with
     """
 
-    def __init__(self, world_size: int, planned: Planned | None = None) -> None:
+    def __init__(self, world_size: int, planned: RunPlan | None = None) -> None:
         self._world_size, self._planned = world_size, planned
         self._learners: list[Learner] = []
         self._before = 0
@@ -34,7 +34,7 @@ class Speed:
         perf/model_tflop: 10^12 operations of the models' forward and backward passes, with the causal half of
         attention; recomputation, the engines and their reward models are not counted
         perf/tflop_per_s_per_rank: over the seconds of the phases in which the models run
-        perf/mfu: share of the GPU's peak; plan/...: see `Planned.metrics`; both only with a plan
+        perf/mfu: share of the GPU's peak; plan/...: see `RunPlan.metrics`; both only with a plan
         """
         flops = self._since()
         busy = sum(stats.seconds.get(phase, 0.0) for phase in COMPUTING)
@@ -55,6 +55,6 @@ class Speed:
 
     def _since(self) -> int:
         """Operations since the last call."""
-        total = sum(learner.work.total for learner in self._learners)
+        total = sum(learner.flop_counter.total for learner in self._learners)
         flops, self._before = total - self._before, total
         return flops

@@ -140,7 +140,7 @@ class Updates:
 
 def _suspects(learner: Learner, rollout: Rollout, targets: Sequence[Tensor]) -> tuple[str, Sequence[int]]:
     """Returns the source of the suspicion and the indices of the suspect samples in the rollout."""
-    if outputs := learner.last.nonfinite_samples(rollout):
+    if outputs := learner.last_outputs.nonfinite_samples(rollout):
         return "outputs", outputs
     if targets:
         bad = rollout.dense(~torch.stack(list(targets)).isfinite().all(0)).any(1)

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from mrl import failure, platform
-from mrl.parallel import Agreement, Meshes, gather, rank
-from mrl.parallel.agreement import by_reason
-from mrl.trainers.shared.pulse import Activity, Pulse
+from mrl.parallel import CollectiveErrorCheck, Meshes, gather, rank
+from mrl.parallel.error_check import by_reason
+from mrl.trainers.shared.heartbeat import Activity, Heartbeat
 
 T = TypeVar("T")
 
@@ -25,18 +25,18 @@ class OtherRankError(RuntimeError):
     """Another rank failed in work that rank 0 requested from all; raised on rank 0."""
 
 
-class _RankZero(Agreement[str]):
+class _RankZero(CollectiveErrorCheck[str]):
     """Error check of rank 0's work; other ranks receive the result on the heartbeat channel."""
 
     def report(self, error: BaseException) -> str:
         return failure.describe(error)
 
-    def verdict(self, what: str, reports: Mapping[int, str]) -> RankZeroError:
+    def combined_error(self, what: str, reports: Mapping[int, str]) -> RankZeroError:
         return RankZeroError(f"{what} failed: {reports[0]}")
 
 
 @dataclass(frozen=True)
-class _Summons:
+class _CollectiveCall:
     argument: object
 
 
@@ -54,8 +54,8 @@ class World:
         self.meshes = Meshes(timeout_s, seed)
         self._together: Callable[[Any], object] | None = None
         self.activity = Activity(wait_s)
-        self._pulse = Pulse(timeout_s, self.activity)
-        self._control = self._pulse.group
+        self._heartbeat = Heartbeat(timeout_s, self.activity)
+        self._control = self._heartbeat.group
         self._rank_zero = _RankZero()
 
     def from_main(self, what: str, make: Callable[[], T], together: Callable[[Any], object] | None = None) -> T:
@@ -70,20 +70,20 @@ class World:
             return self._follow(what)
         value, problem, cause = None, None, None
         try:
-            with self._pulse.working(what):
+            with self._heartbeat.sent_while_working(what):
                 value, problem, cause = self._rank_zero.run(make)
-            self._pulse.tell((value, problem))
+            self._heartbeat.send((value, problem))
         except Exception:
             if problem is None or cause is None or failure.is_lost_contact(cause):
                 raise
-            raise self._rank_zero.verdict(what, {0: problem}) from cause  # other ranks are out of reach
-        return self._rank_zero.judge(what, [(value, problem)], cause)[0]
+            raise self._rank_zero.combined_error(what, {0: problem}) from cause  # other ranks are out of reach
+        return self._rank_zero.raise_if_failed(what, [(value, problem)], cause)[0]
 
     def together(self, argument: object) -> Any:
         """Runs the `together` of `from_main` on all ranks. Called by rank 0 inside `from_main`."""
         assert self.is_main and self._together is not None
-        with self._pulse.talk:
-            self._pulse.tell(_Summons(argument))
+        with self._heartbeat.lock:
+            self._heartbeat.send(_CollectiveCall(argument))
             found, problem, reports = self._run_together(argument)
             self.activity.note()
             if problem is not None:
@@ -110,10 +110,10 @@ class World:
 
     def _follow(self, what: str) -> Any:
         problem, mine = None, None
-        while isinstance(message := self._pulse.hear(), _Summons):
+        while isinstance(message := self._heartbeat.receive(), _CollectiveCall):
             _, problem, reports = self._run_together(message.argument)
             mine = mine if problem is None or 0 in reports else problem  # otherwise rank 0 handles its own error
-        (value,) = self._rank_zero.judge(what, [message], mine or problem)
+        (value,) = self._rank_zero.raise_if_failed(what, [message], mine or problem)
         if mine is not None:
             raise mine
         return value

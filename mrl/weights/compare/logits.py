@@ -195,10 +195,10 @@ def _packed(prompts: list[Prompt], vision: VisionArch | None) -> PackedBatch:
         0,
         [prompt.ids[:-1].numpy() for prompt in prompts],
         [prompt.ids[-1:].numpy() for prompt in prompts],
-        rows=torch.arange(len(prompts)),
+        output_positions=torch.arange(len(prompts)),
         image_counts=torch.tensor([int(prompt.pixels is not None) for prompt in prompts]),
         images=torch.tensor([(*grid, 0) for grid in seen]).reshape(-1, 3),
     )
     batch = pack(rollout, range(len(prompts)), 1, 0, 1, vision)
     every = torch.arange(batch.tokens.numel())
-    return replace(batch, rows=every, labels=batch.tokens[0], dest=every)
+    return replace(batch, output_positions=every, labels=batch.tokens[0], response_indices=every)

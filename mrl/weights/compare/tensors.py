@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mrl.families.rows import Row
+from mrl.families.rows import ParameterMapping
 from mrl.families.table import weight_table
 from mrl.weights.disk.hf_rows import hf_rows
 from mrl.weights.disk.megatron_dirs import MegatronModel
@@ -75,7 +75,7 @@ def compare_tensors(hf: HFCheckpoint, model: MegatronModel, names: StoredNames, 
     return Comparison(tuple(groups.values()), tuple(dict.fromkeys(problems)))
 
 
-def _here(hf: HFCheckpoint, row: Row, index: int, allow_pickle: bool) -> Rows:
+def _here(hf: HFCheckpoint, row: ParameterMapping, index: int, allow_pickle: bool) -> Rows:
     if row.optional and row.hf[index] not in hf:
         return ZeroRows(flat_shape(row.shapes[index]), torch.float32)
     return hf_rows(hf, row, index, allow_pickle)

@@ -12,7 +12,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from mrl.families import ModelArch
-from mrl.families.rows import Row
+from mrl.families.rows import ParameterMapping
 from mrl.families.stacks import stored_shapes
 from mrl.families.table import Role, weight_table
 from mrl.weights.convert.blocks import Block, FileRange, TensorBlock
@@ -82,7 +82,7 @@ def plan_torch_dist(
 
 
 def _dtypes(
-    found: Mapping[str, tuple[Row, Rows]], source: SourceModel, chosen: torch.dtype | None
+    found: Mapping[str, tuple[ParameterMapping, Rows]], source: SourceModel, chosen: torch.dtype | None
 ) -> dict[str, torch.dtype]:
     """Returns the dtype of each key. Zeros in place of a missing value head take the dtype of the others."""
     by_key: dict[str, set[torch.dtype]] = {}

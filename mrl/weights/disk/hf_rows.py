@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mrl.families import ModelArch
-from mrl.families.rows import Alias, Row
+from mrl.families.rows import ParameterMapping, TensorAlias
 from mrl.weights.disk.rows import AssembledRows, FileRows, Rows, TransformedRows, ZeroRows, flat_shape, stack_rows
 from mrl.weights.disk.safetensors_io import HFCheckpoint, TensorSource
 from mrl.weights.parameter_layout import TRANSFORMED, parameter_shape, segments, to_megatron
@@ -26,7 +26,7 @@ class IndexedRows:
     name: str
     shape: tuple[int, int]
     dtype: torch.dtype
-    alias: Alias | None
+    alias: TensorAlias | None
 
     @property
     def label(self) -> str:
@@ -51,7 +51,7 @@ def _opened(path: Path, allow_pickle: bool) -> HFCheckpoint:
     return HFCheckpoint(path, allow_pickle)
 
 
-def hf_rows(checkpoint: HFCheckpoint, row: Row, index: int, allow_pickle: bool) -> Rows:
+def hf_rows(checkpoint: HFCheckpoint, row: ParameterMapping, index: int, allow_pickle: bool) -> Rows:
     """Returns tensor number `index` of a row, unread, in whichever of its on-disk forms the checkpoint has.
 
     Raises WeightError if it is missing, or has another shape.
@@ -69,7 +69,7 @@ def hf_rows(checkpoint: HFCheckpoint, row: Row, index: int, allow_pickle: bool) 
     return IndexedRows(checkpoint.path, allow_pickle, name, flat_shape(shape), dtype, None)
 
 
-def parameter_rows(checkpoint: HFCheckpoint, row: Row, arch: ModelArch, allow_pickle: bool) -> Rows:
+def parameter_rows(checkpoint: HFCheckpoint, row: ParameterMapping, arch: ModelArch, allow_pickle: bool) -> Rows:
     """Returns the whole Megatron parameter of a row, unread. An optional parameter that the checkpoint lacks is
     zero.
     """
@@ -82,7 +82,7 @@ def parameter_rows(checkpoint: HFCheckpoint, row: Row, arch: ModelArch, allow_pi
     return stack_rows([(parts[segment.source], segment.start, segment.rows) for segment in segments(row, arch)])
 
 
-def _to_megatron_values(row: Row, arch: ModelArch, values: Tensor) -> Tensor:
+def _to_megatron_values(row: ParameterMapping, arch: ModelArch, values: Tensor) -> Tensor:
     return to_megatron(row, [values], arch)
 
 

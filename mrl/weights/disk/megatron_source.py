@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mrl.families import ModelArch
-from mrl.families.rows import Row
+from mrl.families.rows import ParameterMapping
 from mrl.families.stacks import slice_of
 from mrl.families.table import weight_table
 from mrl.weights.disk.rows import (
@@ -43,7 +43,7 @@ class MegatronCheckpoint:
     """
 
     def __init__(
-        self, path: str | Path, names: StoredNames, arch: ModelArch, table: Mapping[str, Row] | None = None
+        self, path: str | Path, names: StoredNames, arch: ModelArch, table: Mapping[str, ParameterMapping] | None = None
     ) -> None:
         """Opens the checkpoint. table: rows of the tensors to read; None: the model's weights"""
         self.path, self._arch, self._names = Path(path), arch, names
@@ -95,7 +95,7 @@ class MegatronCheckpoint:
             at += segment.rows
         return stack_rows([part for _, part in sorted(parts, key=lambda each: each[0])])
 
-    def _parameter(self, name: str, row: Row) -> AssembledRows:
+    def _parameter(self, name: str, row: ParameterMapping) -> AssembledRows:
         """Returns the Megatron parameter, assembled from its blocks, without padded rows of the vocabulary."""
         key, lead = self._locate(name)
         if key not in self._stored:
@@ -128,7 +128,7 @@ class MegatronCheckpoint:
             yield MatrixPiece(at[len(lead)], rows, source, index * rows, column)
 
 
-def _to_hf_values(row: Row, arch: ModelArch, values: Tensor) -> Tensor:
+def _to_hf_values(row: ParameterMapping, arch: ModelArch, values: Tensor) -> Tensor:
     return to_hf(row, [values], arch)[0]
 
 

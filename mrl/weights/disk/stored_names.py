@@ -16,7 +16,7 @@ from typing import Any
 
 from mrl import platform
 from mrl.config.schema import ParallelConfig
-from mrl.families import Layer, ModelArch
+from mrl.families import LayerArch, ModelArch
 from mrl.families.table import Role, weight_table
 from mrl.families.vision import TOWER
 from mrl.models.build import build_skeleton
@@ -118,7 +118,7 @@ def stored_names(arch: ModelArch, hf_path: str, role: Role, meshes: Meshes) -> S
     return StoredNames(keys, tuple(objects.items()))
 
 
-def _objects(entry: ShardedObject, arch: ModelArch, kinds: Sequence[Layer]) -> dict[str, tuple[int, ...]]:
+def _objects(entry: ShardedObject, arch: ModelArch, kinds: Sequence[LayerArch]) -> dict[str, tuple[int, ...]]:
     """Returns the objects of the whole model that one object of the small model stands for."""
     if not arch.layers_differ or _LAYER.match(entry.key) is None:
         return {entry.key: leading_shape(arch, len(entry.global_shape))}

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from mrl.families import FAMILIES, ModelArch
-from mrl.families.rows import Row
+from mrl.families.rows import ParameterMapping
 from mrl.families.stacks import stored_shapes
 from mrl.families.table import EMBEDDING, HF_OUTPUT, HF_VALUE_BIAS, Role
 from mrl.weights.disk.mxfp4 import BLOCKS, SCALES
@@ -36,7 +36,12 @@ class Checkpoint(Protocol):
 
 
 def unused_tensors(
-    checkpoint: Checkpoint, arch: ModelArch, table: Mapping[str, Row], role: Role, *, compare_tied: bool = True
+    checkpoint: Checkpoint,
+    arch: ModelArch,
+    table: Mapping[str, ParameterMapping],
+    role: Role,
+    *,
+    compare_tied: bool = True,
 ) -> Iterator[str]:
     """Yields complaints about tensors that nothing uses. If config.json ties the output layer to the embedding, a
     separate output layer is allowed if it has the same values; `compare_tied` reads and compares both.
@@ -83,7 +88,7 @@ def _more_slices(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> I
     yield f"{checkpoint.path}: {name} has more than the {shape[0]} slices that config.json requires"
 
 
-def _untied(checkpoint: Checkpoint, row: Row) -> Iterator[str]:
+def _untied(checkpoint: Checkpoint, row: ParameterMapping) -> Iterator[str]:
     (name,), (shape,) = row.hf, row.shapes
     try:
         embedding, output = (checkpoint.source(each, shape) for each in (name, HF_OUTPUT))

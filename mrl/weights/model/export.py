@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mrl.families import ModelArch
 from mrl.families.adapters import LoRA, adapter_table
-from mrl.families.rows import Row
+from mrl.families.rows import ParameterMapping
 from mrl.families.stacks import slice_of, stored_name, stored_shapes
 from mrl.families.table import VALUE_HEAD, Role, weight_table
 from mrl.files import sync
@@ -65,8 +65,10 @@ class Exporter:
         self.role: Role = "critic" if any(gather(any(name == VALUE_HEAD for name, _ in parameters))) else "policy"
         table = weight_table(arch, self.role) if lora is None else adapter_table(arch, self.role, lora)
         problems: list[str] = []
-        self._mine: list[tuple[Row, nn.Parameter]] = []
-        self._stacks: dict[str, list[tuple[Row, nn.Parameter]]] = {}  # by name of the stacked tensor in files
+        self._mine: list[tuple[ParameterMapping, nn.Parameter]] = []
+        self._stacks: dict[
+            str, list[tuple[ParameterMapping, nn.Parameter]]
+        ] = {}  # by name of the stacked tensor in files
         self._shapes = stored_shapes(table.values())
         for name, parameter in parameters:
             row = table.get(name)
@@ -102,7 +104,7 @@ class Exporter:
                 yield from zip(row.hf, to_hf(row, shards, self.arch), strict=True)
                 yield from ((name, shards[0].new_zeros(shape)) for name, shape in row.zeros)
 
-    def _take(self, row: Row, parameter: nn.Parameter) -> None:
+    def _take(self, row: ParameterMapping, parameter: nn.Parameter) -> None:
         """Adds a parameter; the first slice of a stack represents all of them."""
         whole = stored_name(row.hf[0])
         if whole != row.hf[0]:
@@ -126,12 +128,12 @@ class Exporter:
         if whole is not None:
             yield name, whole
 
-    def _in_replica(self, row: Row) -> bool:
+    def _in_replica(self, row: ParameterMapping) -> bool:
         if row.expert:
             return self.mesh.edp_rank == 0
         return self.mesh.dp_rank == 0 and self.mesh.cp_rank == 0
 
-    def _gather(self, row: Row, shard: Tensor) -> list[Tensor] | None:
+    def _gather(self, row: ParameterMapping, shard: Tensor) -> list[Tensor] | None:
         """Returns all shards on the sender, None elsewhere."""
         tp, tp_rank = self.mesh.tensor_cut(row.expert)
         if row.tp_dim is None or tp == 1:
@@ -151,7 +153,7 @@ class Exporter:
         ]
         return [meta for metas in gather(mine) for meta in metas]
 
-    def _sends(self, row: Row) -> bool:
+    def _sends(self, row: ParameterMapping) -> bool:
         is_first = slice_of(row.hf[0]) is None or self.mesh.ep_rank == 0
         return is_first and self.mesh.tensor_cut(row.expert)[1] == 0
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mrl import platform
 from mrl.config.model_dirs import is_converted
 from mrl.families import ModelArch, is_reward_model
-from mrl.families.rows import Row
+from mrl.families.rows import ParameterMapping
 from mrl.families.table import EMBEDDING, HF_VALUE_HEAD, OUTPUT, Role, weight_table
 from mrl.models import fp8_params
 from mrl.parallel import Mesh
@@ -36,7 +36,7 @@ class ParameterLoad:
 
     name: str
     parameter: nn.Parameter
-    row: Row
+    row: ParameterMapping
     sources: list[StoredSource]
 
 
@@ -143,7 +143,7 @@ def _load(
 
 
 def _match(
-    chunks: Sequence[nn.Module], table: Mapping[str, Row], problems: list[str]
+    chunks: Sequence[nn.Module], table: Mapping[str, ParameterMapping], problems: list[str]
 ) -> tuple[dict[str, nn.Parameter], list[str]]:
     """Returns this rank's parameters by global name, and the table's rows that no rank of the world holds."""
     held: dict[str, nn.Parameter] = {}
@@ -163,7 +163,7 @@ def _match(
 
 
 def _plan(
-    checkpoint: Checkpoint, table: Mapping[str, Row], held: Mapping[str, nn.Parameter], problems: list[str]
+    checkpoint: Checkpoint, table: Mapping[str, ParameterMapping], held: Mapping[str, nn.Parameter], problems: list[str]
 ) -> list[ParameterLoad]:
     items = []
     for name, parameter in held.items():
@@ -179,7 +179,7 @@ def _plan(
     return items
 
 
-def _source(checkpoint: Checkpoint, row: Row, i: int) -> StoredSource:
+def _source(checkpoint: Checkpoint, row: ParameterMapping, i: int) -> StoredSource:
     """Returns the i-th tensor of a row, in whichever of its on-disk forms the checkpoint has."""
     if row.hf[i] not in checkpoint and row.aliases:
         alias = row.aliases[i]

@@ -140,7 +140,7 @@ def missing_adapters(arch: ModelArch, lora: LoRA, like: Mapping[str, Tensor]) ->
     dtype = next(iter(like.values())).dtype
     found = []
     for _, row in adapted_rows(arch):
-        takes = [lora.takes(layer_of(hf)) for hf in row.hf]
+        takes = [lora.adapts(layer_of(hf)) for hf in row.hf]
         for hf, (rows, columns), has in zip(row.hf, row.shapes, takes, strict=True):
             if any(takes) and not has:
                 for half, shape in (("A", (lora.rank, columns)), ("B", (rows, lora.rank))):

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from mrl.families import FAMILIES, ModelArch
-from mrl.families.engine_names import VOCAB_MULTIPLE, Source, fused_parameters, plain_parameters
-from mrl.families.rows import Row
+from mrl.families.engine_names import VOCAB_MULTIPLE, HubTensor, fused_parameters, plain_parameters
+from mrl.families.rows import ParameterMapping
 from mrl.weights.meta import TensorMeta
 
 WIDE_BYTES = 4  # of a float32
@@ -109,7 +109,7 @@ class _Sharder:
             padding = _nbytes(sources[0], self.metas[sources[0].name], True)
         return EngineParam(name, parts, padding)
 
-    def _parts(self, source: Source) -> Iterator[TensorShard]:
+    def _parts(self, source: HubTensor) -> Iterator[TensorShard]:
         meta, first = self.metas[source.name], 0
         if source.is_stack:
             yield self._of_stack(source, meta)
@@ -126,11 +126,11 @@ class _Sharder:
                 yield TensorShard(meta.name, meta.nbytes // meta.shape[dim] * size, dim, first + start, size)
             first += rows
 
-    def _of_stack(self, source: Source, meta: TensorMeta) -> TensorShard:
+    def _of_stack(self, source: HubTensor, meta: TensorMeta) -> TensorShard:
         """Returns this engine rank's part of stacked experts: column-parallel up projection, row-parallel down
         projection.
         """
-        transposed, wide = source.is_turned and self.shape.fuses, source.is_wide and self.shape.fuses
+        transposed, wide = source.is_transposed and self.shape.fuses, source.is_wide and self.shape.fuses
         nbytes = _nbytes(source, meta, self.shape.fuses)
         if self.tp == 1:
             return TensorShard(meta.name, nbytes, transposed=transposed, wide=wide)
@@ -141,7 +141,7 @@ class _Sharder:
         size = meta.shape[dim] // self.tp
         return TensorShard(meta.name, nbytes // self.tp, dim, self.rank * size, size, transposed, wide)
 
-    def _range(self, row: Row, index: int, rows: int, meta: TensorMeta) -> tuple[int, int, int] | None:
+    def _range(self, row: ParameterMapping, index: int, rows: int, meta: TensorMeta) -> tuple[int, int, int] | None:
         """Returns (dim, start, size) of this engine rank's part of `rows` rows, which are number `index` of the
         row's.
         """
@@ -173,7 +173,7 @@ class _Sharder:
         return self._vocab_rows() * (meta.nbytes // meta.shape[0]) - part.nbytes
 
 
-def _nbytes(source: Source, meta: TensorMeta, fused: bool) -> int:
+def _nbytes(source: HubTensor, meta: TensorMeta, fused: bool) -> int:
     """Returns the size of an exported tensor in the engine's memory."""
     return meta.nbytes // meta.dtype.itemsize * WIDE_BYTES if fused and source.is_wide else meta.nbytes
 

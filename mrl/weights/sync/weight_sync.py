@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mrl import platform
 from mrl.config.schema import SyncConfig
-from mrl.families.engine_names import taken_at_once
+from mrl.families.engine_names import joined_tensors
 from mrl.parallel import Nodes
 from mrl.rollout.access import OPEN, Access
 from mrl.rollout.client import EngineClient
@@ -115,7 +115,7 @@ class WeightSync(EngineSync):
             self._transport.forget(client)
 
     def _plan(self, sender: int) -> tuple[Bucket, ...]:
-        at_once = taken_at_once(self._exporter.arch)
+        at_once = joined_tensors(self._exporter.arch)
         return plan_buckets([m for m in self._metas if m.sender == sender], self._cfg.bucket_mib << 20, at_once)
 
     # ---- phases

@@ -38,7 +38,9 @@ class MultiNodeEngineTransport(MultiNodeTransport):
 
     _kind: type[HandleTransport]
 
-    def __init__(self, kind: type[Transport], engines: Engines, location: SenderLocation, topology: NodeTopology) -> None:
+    def __init__(
+        self, kind: type[Transport], engines: Engines, location: SenderLocation, topology: NodeTopology
+    ) -> None:
         if not issubclass(kind, HandleTransport):
             raise WeightError(f"sync.transport {kind.name} does not support engines over several nodes: leave it out")
         super().__init__(kind, engines, location, topology)

@@ -69,7 +69,7 @@ def _batched(stock: Callable[..., Tensor], make_plan: Plan, attend: Callable[...
         if given["encoder_lens"] is not None or given["is_cross_attn"] or (is_extend and not given["causal"]):
             return stock(self, *args, **kw)
         where = (given["query"], given["k_cache"], given["v_cache"], given["req_to_token"])
-        if not is_extend and native.decodes(*where):
+        if not is_extend and native.supports_decode_attention(*where):
             return _decode(given)
         plans = self.__dict__.setdefault("batched_plans", {})
         key = (make_plan, given["sliding_window_size"])

@@ -26,7 +26,7 @@ _UINT32_MAX = (1 << 32) - 1
 def draw(log_probs: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     """The tokens drawn, [n] int64. log_probs [n, vocab] float32, -inf for what is not to be drawn; seeds, positions
     [n]."""
-    if native.draws(log_probs):
+    if native.supports_draw(log_probs):
         return native.draw(log_probs, seeds, positions)
     n, vocab = log_probs.shape
     drawn = torch.empty(n, dtype=torch.int64)

@@ -35,7 +35,7 @@ def norms_in_one_call(module: Any) -> None:
         more = (*args, *settings.values(), self.variance_size_override, self.override_orig_dtype)
         asks_more = any(given is not None for given in more)
         others = [self.weight] if residual is None else [self.weight, residual]
-        if asks_more or x.size(-1) != self.hidden_size or not native.takes(x, *others, width=x.size(-1)):
+        if asks_more or x.size(-1) != self.hidden_size or not native.supports(x, *others, width=x.size(-1)):
             return stock(self, x, residual, *args, **settings)
         x = (x if residual is None else x + residual).contiguous()
         out, _ = native.normed(x, self.weight, self.variance_epsilon)
@@ -50,7 +50,7 @@ def gates_in_one_call(module: Any) -> None:
     stock = layer.forward_native
 
     def forward_native(self: Any, x: Tensor) -> Tensor:
-        is_taken = native.takes(x, width=x.size(-1) // 2)
+        is_taken = native.supports(x, width=x.size(-1) // 2)
         return native.gated(x.contiguous()) if is_taken else stock(self, x)
 
     layer.forward_native = forward_native
@@ -70,7 +70,7 @@ def _angles(layer: Any, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, head_size: int) -> Tensor:
     """x, [tokens, heads * head_size] or as many heads as a dimension: a new tensor of its shape."""
     heads, width = x.view(len(cos), -1, head_size), cos.size(-1)
-    if native.takes(heads, cos, sin, width=width):
+    if native.supports(heads, cos, sin, width=width):
         return native.rotated(heads, cos, sin, 1).view(x.shape)
     part = heads[..., :width]
     out = (part * cos).addcmul_(part.roll(width // 2, -1), sin)

@@ -11,7 +11,7 @@ from mrl.core import Rollout
 from mrl.parallel import Mesh
 
 
-class LastPass:
+class OutputAccumulator:
     """Outputs [k, r] of response tokens, accumulated over micro-batches.
 
     Every query is collective over the world, refers to the rollout of the last pass, and returns the same on every

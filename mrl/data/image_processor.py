@@ -14,8 +14,8 @@ from torch import Tensor
 from mrl.config.problems import shortened
 from mrl.config.schema import DataConfig
 from mrl.data.errors import DataError
-from mrl.data.pictures import Bounds, PictureError, png, read_picture, size_of
-from mrl.data.rows import reached
+from mrl.data.images import ImageError, SizeBounds, png, read_image, size_of
+from mrl.data.rows import value_at
 from mrl.data.tokenizer import Tokenizer
 from mrl.families import VisionArch
 
@@ -25,7 +25,7 @@ Grid = tuple[int, int]  # rows and columns of patches
 
 
 @dataclass(frozen=True)
-class Picture:
+class ProcessedImage:
     """An image as the engine receives it. digest: checksum of its pixels, for ranks that decode it again"""
 
     png: bytes
@@ -33,7 +33,7 @@ class Picture:
     digest: int
 
 
-class Eyes:
+class ImageProcessor:
     """Image processor of the model at `path`.
 
     Raises DataError if the processor's patch sizes differ from the vision tower's, or `data.max_image_tokens` is below
@@ -61,7 +61,7 @@ class Eyes:
         if most < low:
             message = f"data.max_image_tokens={cfg.max_image_tokens}: must be at least "
             raise DataError(message + f"{-(-low // vision.unit**2)}, the minimum of the model's image processor")
-        self.bounds = Bounds(vision.unit, low, most)
+        self.bounds = SizeBounds(vision.unit, low, most)
 
     @property
     def normalisation(self) -> dict[str, Any]:
@@ -74,38 +74,38 @@ class Eyes:
             raise DataError(f"the tokenizer's {PAD} is not config.json's image_token_id {self.vision.image_token}")
 
     def values(self, row: dict[str, Any]) -> list[Any]:
-        """Returns the row's images as stored; an empty list if it has none. Raises PictureError for too many."""
-        found = reached(row, self.cfg.images_key)
+        """Returns the row's images as stored; an empty list if it has none. Raises ImageError for too many."""
+        found = value_at(row, self.cfg.images_key)
         values = [] if found is None else found if isinstance(found, list) else [found]
         if len(values) > self.cfg.max_images:
-            raise PictureError(f"{len(values)} images, more than data.max_images={self.cfg.max_images}")
+            raise ImageError(f"{len(values)} images, more than data.max_images={self.cfg.max_images}")
         return values
 
     def grids(self, row: dict[str, Any], root: Path) -> tuple[Grid, ...]:
-        """Returns the patch grid of each image, read from its header. Raises PictureError, which names the image."""
+        """Returns the patch grid of each image, read from its header. Raises ImageError, which names the image."""
         return tuple(self._each(row, lambda value: self._grid(self.bounds.fit(*size_of(value, root)))))
 
-    def pictures(self, row: dict[str, Any], root: Path) -> tuple[Picture, ...]:
-        """Returns the row's images, decoded and resized. Raises PictureError, which names the image."""
+    def pictures(self, row: dict[str, Any], root: Path) -> tuple[ProcessedImage, ...]:
+        """Returns the row's images, decoded and resized. Raises ImageError, which names the image."""
 
-        def read(value: Any) -> Picture:
-            image = read_picture(value, root, self.bounds)
-            return Picture(png(image), self._grid(image.size), digest(image))
+        def read(value: Any) -> ProcessedImage:
+            image = read_image(value, root, self.bounds)
+            return ProcessedImage(png(image), self._grid(image.size), digest(image))
 
         return tuple(self._each(row, read))
 
     def image(self, row: dict[str, Any], root: Path, number: int) -> Image.Image:
-        """Returns one image of the row as the model sees it. Raises PictureError."""
-        return read_picture(self.values(row)[number], root, self.bounds)
+        """Returns one image of the row as the model sees it. Raises ImageError."""
+        return read_image(self.values(row)[number], root, self.bounds)
 
     def pixels(self, image: Image.Image) -> Tensor:
         """Returns the pixel values of an image that is already resized, [patches, patch values] float32. Raises
-        PictureError if the model's processor would resize it again.
+        ImageError if the model's processor would resize it again.
         """
         found = self._processor(images=[image], return_tensors="pt")
         rows, columns = self._grid(image.size)
         if found["image_grid_thw"].tolist() != [[1, rows, columns]]:
-            raise PictureError(f"the model's image processor resizes {image.width} x {image.height} pixels again")
+            raise ImageError(f"the model's image processor resizes {image.width} x {image.height} pixels again")
         values: Tensor = found["pixel_values"].to(torch.float32)
         return values
 
@@ -113,7 +113,7 @@ class Eyes:
         """Returns the number of tokens that an image takes."""
         return grid[0] * grid[1] // self.vision.merge**2
 
-    def expanded(self, ids: list[int], grids: tuple[Grid, ...]) -> list[int]:
+    def expand_image_tokens(self, ids: list[int], grids: tuple[Grid, ...]) -> list[int]:
         """Returns ids with each image token repeated once a feature of its image. Raises ValueError if the number of
         image tokens is not the number of images: a text may contain one.
         """
@@ -123,8 +123,8 @@ class Eyes:
         sizes = iter(grids)
         return [each for i in ids for each in ([token] * self.tokens(next(sizes)) if i == token else [i])]
 
-    def shortened(self, ids: list[int], grids: tuple[Grid, ...]) -> list[int]:
-        """Inverts `expanded`."""
+    def collapse_image_tokens(self, ids: list[int], grids: tuple[Grid, ...]) -> list[int]:
+        """Inverts `expand_image_tokens`."""
         found: list[int] = []
         sizes, place = iter(grids), 0
         while place < len(ids):
@@ -140,8 +140,8 @@ class Eyes:
         for number, value in enumerate(self.values(row)):
             try:
                 found.append(read(value))
-            except PictureError as error:
-                raise PictureError(f"image {number}: {error}") from error
+            except ImageError as error:
+                raise ImageError(f"image {number}: {error}") from error
         return found
 
 

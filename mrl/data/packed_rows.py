@@ -16,10 +16,10 @@ import numpy as np
 from mrl.config.schema import PackingConfig
 from mrl.core import Rollout
 from mrl.data.sft import SFTDataset
-from mrl.data.sft_source import Example
+from mrl.data.sft_source import SFTExample
 
 
-class Packs:
+class PackedRows:
     """Packs of a data set's rows. Rows longer than a pack are split into pieces."""
 
     def __init__(self, data: SFTDataset, cfg: PackingConfig, seed: int) -> None:
@@ -33,7 +33,7 @@ class Packs:
         """Returns the number of packs of the first epoch; other epochs may have a few more or less."""
         return len(self._epoch(0))
 
-    def rows(self) -> list[Example]:
+    def rows(self) -> list[SFTExample]:
         """Returns the contents of all packs: rows, and with bfd_split the pieces of long rows."""
         return [piece for pieces in self._pieces for piece in pieces]
 
@@ -42,11 +42,11 @@ class Packs:
         filled = sum(len(row.ids) for pack in self._epoch(0) for row in pack) / (len(self) * self._size)
         yield f"data.train: its rows fill {len(self)} packs of {self._size} tokens per epoch to {filled:.1%}"
         split = sum(len(row.ids) > self._size for row in self._data.rows)
-        without = [piece for piece in self.rows() if piece.is_headless]
+        without = [piece for piece in self.rows() if piece.starts_mid_row]
         if split:
             yield f"data.train: {split} rows are longer than packing.seq_length={self._size} and split into pieces"
         if without and self._data.cfg.form != "text":
-            tokens = sum(piece.learnt for piece in without)
+            tokens = sum(piece.num_trained_tokens for piece in without)
             yield (
                 f"data.train: {len(without)} of these pieces, with {tokens} trained tokens, lack the beginning of "
                 "their row, and with it the question (packing.strategy: bfd truncates long rows instead)"
@@ -57,14 +57,14 @@ class Packs:
         packs = [self.pack(number) for number in range(step * n, (step + 1) * n)]
         return self._data.batch_of(step, [row for pack in packs for row in pack])
 
-    def pack(self, number: int) -> list[Example]:
+    def pack(self, number: int) -> list[SFTExample]:
         """Returns the rows of pack `number` of the run, from 0."""
         while self._before[-1] <= number:
             self._before.append(self._before[-1] + len(self._epoch(len(self._before) - 1)))
         at = int(np.searchsorted(self._before, number, side="right")) - 1
         return self._epoch(at)[number - self._before[at]]
 
-    def _make(self, epoch: int) -> list[list[Example]]:
+    def _make(self, epoch: int) -> list[list[SFTExample]]:
         order = self._data.of_step(epoch, len(self._data), self._seed)
         rows = [piece for number in order for piece in self._pieces[number]]
         packs = [[rows[place] for place in pack] for pack in best_fit([len(row.ids) for row in rows], self._size)]
@@ -99,7 +99,7 @@ def best_fit(sizes: Sequence[int], most: int) -> list[list[int]]:
     return packs
 
 
-def pieces_of(row: Example, most: int) -> Iterator[Example]:
+def pieces_of(row: SFTExample, most: int) -> Iterator[SFTExample]:
     """Yields the row in parts of at most `most` tokens, without parts that have no trained token. The first token of a
     part is not trained: nothing before it is seen.
     """
@@ -110,4 +110,4 @@ def pieces_of(row: Example, most: int) -> Iterator[Example]:
         weights = None if row.weights is None else row.weights[learnt : first + len(ids) - row.prompt]
         if prompt < len(ids) and (weights is None or weights.any()):
             is_cut = row.is_cut or first + most < len(row.ids)
-            yield Example(row.index, ids, prompt, weights, row.source, is_cut, is_headless=first > 0)
+            yield SFTExample(row.index, ids, prompt, weights, row.source, is_cut, starts_mid_row=first > 0)

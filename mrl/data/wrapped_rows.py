@@ -30,7 +30,7 @@ class _Epoch:
     starts: np.ndarray
 
 
-class Wrapped:
+class WrappedRows:
     """Rows of a data set's joined texts. Raises DataError if the texts do not fill one row."""
 
     def __init__(self, data: SFTDataset, cfg: PackingConfig, seed: int) -> None:

@@ -14,7 +14,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-class Agreement(Generic[R]):
+class CollectiveErrorCheck(Generic[R]):
     """Steps that all ranks take together, each followed by a collective error check.
 
     Each step is collective over `group`, which holds all ranks (None: the default group). It raises the same error on
@@ -31,18 +31,18 @@ class Agreement(Generic[R]):
         """Returns the picklable description of this rank's error that all ranks receive."""
         raise NotImplementedError
 
-    def verdict(self, what: str, reports: Mapping[int, R]) -> Exception:
+    def combined_error(self, what: str, reports: Mapping[int, R]) -> Exception:
         """Returns the error that every rank raises; `reports` of the failed ranks, by rank."""
         raise NotImplementedError
 
-    def lost(self, what: str, error: RuntimeError, cause: BaseException | None) -> None:
+    def peer_lost(self, what: str, error: RuntimeError, cause: BaseException | None) -> None:
         """Raises the subclass's error for a rank that does not answer, or returns to leave torch's own; `cause`: the
         error of this rank.
         """
 
     def each(self, what: str, action: Callable[[], T]) -> list[T]:
         """Returns every rank's result of `action` (small, picklable), by rank, on every rank."""
-        return self.settle(what, *self.run(action))
+        return self.exchange(what, *self.run(action))
 
     def together(self, what: str, action: Callable[[], T]) -> T:
         """Returns this rank's own result of `action`, which may be anything.
@@ -68,23 +68,27 @@ class Agreement(Generic[R]):
         return values or []
 
     def run(self, action: Callable[[], T]) -> tuple[T | None, R | None, BaseException | None]:
-        """Returns the action's result, or the report of its error and the error itself. Local, like `judge`."""
+        """Returns the action's result, or the report of its error and the error itself. Local, like
+        `raise_if_failed`.
+        """
         try:
             return action(), None, None
         except self.caught as error:
             return None, self.report(error), error
 
-    def settle(self, what: str, value: T | None, report: R | None, cause: BaseException | None = None) -> list[T]:
-        """Returns every rank's value. Raises the verdict if any rank has a report."""
+    def exchange(self, what: str, value: T | None, report: R | None, cause: BaseException | None = None) -> list[T]:
+        """Returns every rank's value. Raises the combined error if any rank has a report."""
         with self._contact(what, cause):
             answers = gather((value, report), self.group)
-        return self.judge(what, answers, cause)
+        return self.raise_if_failed(what, answers, cause)
 
-    def judge(self, what: str, answers: Sequence[tuple[Any, R | None]], cause: BaseException | None) -> list[Any]:
-        """Returns the values of ranks 0, 1, ...; raises the verdict if there is a report."""
+    def raise_if_failed(
+        self, what: str, answers: Sequence[tuple[Any, R | None]], cause: BaseException | None
+    ) -> list[Any]:
+        """Returns the values of ranks 0, 1, ...; raises the combined error if there is a report."""
         reports = {number: report for number, (_, report) in enumerate(answers) if report is not None}
         if reports:
-            raise self.verdict(what, reports) from cause
+            raise self.combined_error(what, reports) from cause
         return [value for value, _ in answers]
 
     @contextlib.contextmanager
@@ -92,7 +96,7 @@ class Agreement(Generic[R]):
         try:
             yield
         except RuntimeError as error:
-            self.lost(what, error, cause)
+            self.peer_lost(what, error, cause)
             raise
 
 

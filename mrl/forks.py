@@ -1,4 +1,4 @@
-"""Forked processes: the order that a fork server receives, and how the fork becomes that process."""
+"""Forked processes: the request that a fork server receives, and how the fork becomes that process."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from typing import NoReturn
 _OPENED_BY_CUDA = ("/dev/nvidia-uvm", "/dev/dxg")
 _NUMBER = 8  # bytes
 _SET_DEATH_SIGNAL = 1  # of prctl
-BIRTH_S = 60.0  # timeout of a fork, which is fast unless memory is short
+FORK_TIMEOUT_S = 60.0  # timeout of a fork, which is fast unless memory is short
 
 
 @dataclass(frozen=True)
-class Order:
-    """Order of a process. arguments: after `python -m`. folder: working directory."""
+class ForkRequest:
+    """Request to start a process. arguments: after `python -m`. folder: working directory."""
 
     arguments: Sequence[str]
     env: Mapping[str, str]
     folder: str
 
-    def send(self, line: socket.socket, files: Sequence[int]) -> None:
-        """Sends the order. files: its stdin, stdout and stderr. Raises OSError if the other side has ended."""
+    def send(self, connection: socket.socket, files: Sequence[int]) -> None:
+        """Sends the request. files: its stdin, stdout and stderr. Raises OSError if the other side has ended."""
         text = json.dumps(asdict(self)).encode()
-        socket.send_fds(line, [packed(len(text))], files)
-        line.sendall(text)
+        socket.send_fds(connection, [pack_number(len(text))], files)
+        connection.sendall(text)
 
     @classmethod
-    def receive(cls, line: socket.socket) -> tuple[Order, list[int]] | None:
-        """Returns an order with its files, for `speak_through`; None at the end of the stream."""
-        size, files, _, _ = socket.recv_fds(line, _NUMBER, 3)
-        return (cls(**json.loads(read(line, int.from_bytes(size, "big")))), files) if size else None
+    def receive(cls, connection: socket.socket) -> tuple[ForkRequest, list[int]] | None:
+        """Returns a request with its files, for `redirect_stdio`; None at the end of the stream."""
+        size, files, _, _ = socket.recv_fds(connection, _NUMBER, 3)
+        return (cls(**json.loads(read(connection, int.from_bytes(size, "big")))), files) if size else None
 
 
 class Process:
@@ -67,34 +67,34 @@ class Process:
         return code
 
 
-def packed(number: int) -> bytes:
+def pack_number(number: int) -> bytes:
     return number.to_bytes(_NUMBER, "big")
 
 
-def read_number(line: socket.socket) -> int | None:
-    """Returns a number written by `packed`; None if the other side ended before."""
-    found = read(line, _NUMBER)
+def read_number(connection: socket.socket) -> int | None:
+    """Returns a number written by `pack_number`; None if the other side ended before."""
+    found = read(connection, _NUMBER)
     return int.from_bytes(found, "big") if found else None
 
 
-def read(line: socket.socket, size: int) -> bytes:
+def read(connection: socket.socket, size: int) -> bytes:
     """Returns `size` bytes; empty if the other side ended before."""
     found = b""
     while len(found) < size:
-        piece = line.recv(size - len(found))
+        piece = connection.recv(size - len(found))
         if not piece:
             return b""
         found += piece
     return found
 
 
-def cannot_be_copied() -> bool:
+def cannot_fork() -> bool:
     """True if this process has threads, which a fork would lack, or CUDA, which does not work in a fork."""
     links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
     return len(os.listdir("/proc/self/task")) > 1 or any(link.startswith(_OPENED_BY_CUDA) for link in links)
 
 
-def speak_through(files: Sequence[int]) -> None:
+def redirect_stdio(files: Sequence[int]) -> None:
     """Replaces stdin, stdout and stderr by these files."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -103,20 +103,20 @@ def speak_through(files: Sequence[int]) -> None:
         os.close(file)
 
 
-def live(order: Order) -> NoReturn:
-    """Runs `python -m` of the order in a forked process. Ends by SystemExit."""
+def run_module(request: ForkRequest) -> NoReturn:
+    """Runs `python -m` of the request in a forked process. Ends by SystemExit."""
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
-    os.environ.update(order.env)
-    os.chdir(order.folder)
+    os.environ.update(request.env)
+    os.chdir(request.folder)
     tempfile.tempdir = None  # cached by an import
     warnings.filterwarnings("ignore", ".* found in sys.modules after import", RuntimeWarning)  # intended here
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    module, *arguments = order.arguments
+    module, *arguments = request.arguments
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
     sys.exit(0)

@@ -19,7 +19,7 @@ def is_chosen() -> bool:
     return os.environ.get("MRL_KERNELS") != "torch" and problem() is None
 
 
-def takes(*tensors: Tensor) -> bool:
+def supports(*tensors: Tensor) -> bool:
     """Returns True if the kernels of `mrl.kernels.algo_triton` support these tensors, besides masks."""
     fits = all(x.is_cuda and x.dtype == torch.float32 and x.is_contiguous() for x in tensors)
     return fits and is_chosen()
@@ -40,7 +40,7 @@ def compiler_problem() -> str | None:
     """Returns what an installed triton lacks to compile its C launcher at run time; None if nothing."""
     try:
         build.compiler()
-    except build.CannotBuild as error:
+    except build.BuildError as error:
         return f"{error}, which triton calls at run time"
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     elsewhere = [Path(folder) / "Python.h" for folder in os.environ.get("CPATH", "").split(os.pathsep) if folder]

@@ -11,7 +11,7 @@ from mrl.config import resume
 from mrl.config.schema import Config, HeldOutConfig
 
 
-class Best:
+class BestValidation:
     """Tracks the best validation and the validations without progress.
 
     value, step: of the best validation, None before the first. stalled: validations since the last improvement by more
@@ -25,7 +25,7 @@ class Best:
         self.stalled = 0
 
     @classmethod
-    def of(cls, cfg: Config) -> Best | None:
+    def of(cls, cfg: Config) -> BestValidation | None:
         """Returns None if no held-out rows judge the run."""
         held_out, sources = cfg.held_out(), cfg.data.validation
         if held_out is None or sources is None:
@@ -33,7 +33,7 @@ class Best:
         contents = [(source.model_dump(mode="json"), resume.contents(Path(source.path))) for source in sources]
         return cls(held_out, json.dumps([contents, held_out.rows]))
 
-    def see(self, step: int, metrics: dict[str, float]) -> None:
+    def record(self, step: int, metrics: dict[str, float]) -> None:
         """Records the validation after `step` steps; metrics: all metrics of that validation."""
         value = metrics[f"validation/{self._cfg.metric}"]
         better = math.isfinite(value) and (self.value is None or self._gain(value) > 0)

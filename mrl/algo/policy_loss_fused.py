@@ -6,8 +6,8 @@ from functools import partial
 
 from torch import Tensor
 
-from mrl.algo.policy_loss import LOG_RATIO_BOUND, ONE_PASS, PolicyInputs, TokenLoss
-from mrl.kernels.clipped_loss import Clip, clipped_loss, fits
+from mrl.algo.policy_loss import FUSED_LOSSES, LOG_RATIO_BOUND, PolicyInputs, TokenLoss
+from mrl.kernels.clipped_loss import Clip, clipped_loss, supports_clipped_loss
 
 
 def vanilla(
@@ -18,11 +18,11 @@ def vanilla(
     """
     low, high, ceiling = (loss.keywords[key] for key in ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c"))
     vectors = (t.log_probs, t.old_log_probs, t.advantages, weights, metric_weights)
-    if ceiling <= 1 or not fits(*vectors):
+    if ceiling <= 1 or not supports_clipped_loss(*vectors):
         return None
     log_probs, old, advantages, weights, metric_weights = (x.reshape(-1) for x in vectors)
     clip = Clip(low, high, ceiling, LOG_RATIO_BOUND)
     return clipped_loss(log_probs, old, advantages, weights, metric_weights, clip)
 
 
-ONE_PASS["vanilla"] = vanilla
+FUSED_LOSSES["vanilla"] = vanilla

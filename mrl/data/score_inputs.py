@@ -13,10 +13,10 @@ def at_last_tokens(batch: Rollout) -> Rollout:
     """Returns each text with one more token, the only one in the action mask: the one output of each text is the score
     at its last token, [B]. Prompts stay unchanged: only their images are seen.
     """
-    fed = _with_one_more(batch)
-    drawn = torch.zeros_like(fed.tokens, dtype=torch.bool)
-    drawn[fed.seq_lens.cumsum(0) - 1] = True
-    return replace(fed, drawn=drawn, rollout_log_probs=torch.zeros(fed.num_samples))
+    inputs = _with_one_more(batch)
+    drawn = torch.zeros_like(inputs.tokens, dtype=torch.bool)
+    drawn[inputs.seq_lens.cumsum(0) - 1] = True
+    return replace(inputs, action_mask=drawn, rollout_log_probs=torch.zeros(inputs.num_samples))
 
 
 def at_every_token(batch: Rollout) -> Rollout:

@@ -11,26 +11,26 @@ from torch import Tensor
 
 from mrl.config.schema import SourceConfig
 from mrl.data.errors import DataError
-from mrl.data.eyes import Eyes, digest
-from mrl.data.image_places import UNKNOWN
-from mrl.data.pictures import PictureError
+from mrl.data.image_positions import UNKNOWN
+from mrl.data.image_processor import ImageProcessor, digest
+from mrl.data.images import ImageError
 from mrl.data.sources import OpenSource
 
 KEPT_BYTES = 256 << 20  # of pixels
 
 
-class PictureStore:
+class ImageStore:
     """Pixel values of the images of several sources, whose rows are numbered one source after the other. A source is
     opened when its first image is needed; recently used pixels are cached.
     """
 
-    def __init__(self, sources: Sequence[SourceConfig | OpenSource], eyes: Eyes) -> None:
-        self._given, self._eyes = sources, eyes
+    def __init__(self, sources: Sequence[SourceConfig | OpenSource], image_processor: ImageProcessor) -> None:
+        self._given, self._image_processor = sources, image_processor
         self._kept: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()
         self._bytes = 0
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Returns the pixel values of images [k, 5], named as in `mrl.data.image_places`: [patches, patch values]
+        """Returns the pixel values of images [k, 5], named as in `mrl.data.image_positions`: [patches, patch values]
         float32, concatenated.
 
         Raises DataError for an image that has changed since its prompt was sampled.
@@ -44,9 +44,9 @@ class PictureStore:
             return self._kept[key]
         source = next(each for each in reversed(self._sources) if each.first_index <= row)
         try:
-            image = self._eyes.image(source.rows[row - source.first_index], source.root, number)
-            pixels = self._eyes.pixels(image)
-        except (PictureError, IndexError) as error:
+            image = self._image_processor.image(source.rows[row - source.first_index], source.root, number)
+            pixels = self._image_processor.pixels(image)
+        except (ImageError, IndexError) as error:
             raise DataError(f"{source.where(row)}: image {number}: {error}") from error
         if (crc != UNKNOWN and digest(image) != crc) or len(pixels) != rows * columns:
             than = "on rank 0" if crc != UNKNOWN else "its header said at the start of the run"

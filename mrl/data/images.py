@@ -30,12 +30,12 @@ ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)  # EXIF's tag, and its values that ex
 TAIL_BYTES, JPEG_END = 1 << 16, b"\xff\xd9"
 
 
-class PictureError(ValueError):
+class ImageError(ValueError):
     """An image cannot be used; the message says why."""
 
 
 @dataclass(frozen=True)
-class Bounds:
+class SizeBounds:
     """Bounds of image sizes: sides are multiples of `unit` pixels, areas lie between `low` and `high` pixels."""
 
     unit: int
@@ -44,10 +44,10 @@ class Bounds:
 
     def fit(self, width: int, height: int) -> tuple[int, int]:
         """Returns (width, height) of about the same aspect ratio within the bounds, by the rule of transformers'
-        Qwen2-VL processor; a size that fits stays as it is. Raises PictureError for an aspect ratio above MAX_RATIO.
+        Qwen2-VL processor; a size that fits stays as it is. Raises ImageError for an aspect ratio above MAX_RATIO.
         """
         if max(width, height) > MAX_RATIO * min(width, height):
-            raise PictureError(f"{width} x {height}: its aspect ratio is above {MAX_RATIO}")
+            raise ImageError(f"{width} x {height}: its aspect ratio is above {MAX_RATIO}")
         unit = self.unit
         wide, high = (round(side / unit) * unit for side in (width, height))
         if wide * high > self.high:
@@ -60,18 +60,18 @@ class Bounds:
 
 
 def size_of(value: Any, root: Path) -> tuple[int, int]:
-    """Returns (width, height) as displayed, without decoding. Raises PictureError, also for a truncated image."""
+    """Returns (width, height) as displayed, without decoding. Raises ImageError, also for a truncated image."""
     with _opened(value, root) as (image, file):
         turned = _has_exif(image) and image.getexif().get(ORIENTATION) in TURNED
         ends = WHOLE.get(image.format or "")
         if ends is not None and not ends(file):
-            raise PictureError("the file is truncated")
+            raise ImageError("the file is truncated")
         return (image.height, image.width) if turned else (image.width, image.height)
 
 
-def read_picture(value: Any, root: Path, bounds: Bounds) -> Image.Image:
+def read_image(value: Any, root: Path, bounds: SizeBounds) -> Image.Image:
     """Returns the RGB image in the size that the model sees: upright, the first frame, transparency on white. Raises
-    PictureError.
+    ImageError.
     """
     with _opened(value, root) as (image, _):
         upright = ImageOps.exif_transpose(image) if _has_exif(image) else image
@@ -92,19 +92,19 @@ def png(image: Image.Image) -> bytes:
 
 @contextmanager
 def _opened(value: Any, root: Path) -> Iterator[tuple[Image.Image, IO[bytes]]]:
-    """Yields the image and its file, not yet decoded. Any error of PIL on a foreign file becomes a PictureError."""
+    """Yields the image and its file, not yet decoded. Any error of PIL on a foreign file becomes an ImageError."""
     try:
         with _stored(value, root) as file, warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             image = Image.open(file, formats=FORMATS)
             if image.width * image.height > MAX_PIXELS:
-                raise PictureError(f"{image.width} x {image.height} pixels; the limit is {MAX_PIXELS} pixels")
+                raise ImageError(f"{image.width} x {image.height} pixels; the limit is {MAX_PIXELS} pixels")
             yield image, file
-    except PictureError:
+    except ImageError:
         raise
     except (Exception, Image.DecompressionBombWarning) as error:
         what = " ".join(str(error).split())[:200] or type(error).__name__
-        raise PictureError("it is not a readable image (" + what.replace(f"{root}/", "") + ")") from error
+        raise ImageError("it is not a readable image (" + what.replace(f"{root}/", "") + ")") from error
 
 
 def _has_exif(image: Image.Image) -> bool:
@@ -149,37 +149,37 @@ def _stored(value: Any, root: Path) -> IO[bytes]:
     if isinstance(value, str):
         return io.BytesIO(_inline(value)) if value.startswith("data:") else _below(root, value).open("rb")
     if not isinstance(value, bytes):
-        raise PictureError(f"an image must be a path, bytes or a data: URL, not {type(value).__name__}")
+        raise ImageError(f"an image must be a path, bytes or a data: URL, not {type(value).__name__}")
     if len(value) > MAX_BYTES:
-        raise PictureError(f"{len(value)} bytes; the limit is {MAX_BYTES}")
+        raise ImageError(f"{len(value)} bytes; the limit is {MAX_BYTES}")
     return io.BytesIO(value)
 
 
 def _inline(text: str) -> bytes:
     head, _, body = text.partition(",")
     if not head.endswith(";base64"):
-        raise PictureError("a data: URL must be base64")
+        raise ImageError("a data: URL must be base64")
     if len(body) > MAX_BYTES * 4 // 3 + 4:
-        raise PictureError(f"more than the limit of {MAX_BYTES} bytes")
+        raise ImageError(f"more than the limit of {MAX_BYTES} bytes")
     try:
         return base64.b64decode(body, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise PictureError(f"the data: URL is not base64: {error}") from error
+        raise ImageError(f"the data: URL is not base64: {error}") from error
 
 
 def _below(root: Path, name: str) -> Path:
     if "://" in name:
-        raise PictureError(f"{name[:60]!r}: mrl downloads no images: store them below the data's directory")
+        raise ImageError(f"{name[:60]!r}: mrl downloads no images: store them below the data's directory")
     try:
         path = (root / name).resolve()
         if not path.is_relative_to(root.resolve()):
-            raise PictureError(f"{name[:200]!r} is outside of {root}")
+            raise ImageError(f"{name[:200]!r} is outside of {root}")
         if not path.is_file():
-            raise PictureError(f"{name[:200]!r} is not a file below {root}")
+            raise ImageError(f"{name[:200]!r} is not a file below {root}")
         if (size := path.stat().st_size) > MAX_BYTES:
-            raise PictureError(f"{name[:200]!r} has {size} bytes; the limit is {MAX_BYTES}")
+            raise ImageError(f"{name[:200]!r} has {size} bytes; the limit is {MAX_BYTES}")
     except (OSError, ValueError, RuntimeError) as error:
-        if isinstance(error, PictureError):
+        if isinstance(error, ImageError):
             raise
-        raise PictureError(f"{name[:60]!r} is not a path: {error}") from error
+        raise ImageError(f"{name[:60]!r} is not a path: {error}") from error
     return path

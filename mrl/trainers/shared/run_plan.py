@@ -20,7 +20,7 @@ from mrl.plan.plan import Plan, make_plan, read_shapes
 from mrl.plan.workload import models_of
 
 
-class Planned:
+class RunPlan:
     """Plan of a run on GPUs that the planner knows; exists on rank 0."""
 
     def __init__(self, plan: Plan) -> None:
@@ -50,7 +50,7 @@ class Planned:
         return {f"plan/{phase}_s": seconds for phase, seconds in {**found, "step": sum(found.values())}.items()}
 
 
-def planned(cfg: Config, run_dir: Path, recorder: Recorder | SilentRecorder) -> Planned | None:
+def plan_run(cfg: Config, run_dir: Path, recorder: Recorder | SilentRecorder) -> RunPlan | None:
     """Writes RUN_DIR/plan.json and ranks.svg on rank 0, once the models are built.
 
     Returns None, with a note, if the planner does not know this hardware. A plan that fails leaves a note, and the run
@@ -73,7 +73,7 @@ def planned(cfg: Config, run_dir: Path, recorder: Recorder | SilentRecorder) -> 
         recorder.note(f"no MFU and no predicted step times: {why}")
         return None
     recorder.note(" ".join(filter(None, ("the plan:", text.bottleneck(plan), text.deadline_warning(plan)))))
-    return Planned(plan)
+    return RunPlan(plan)
 
 
 def _chip(cfg: Config) -> tuple[Chip | None, str]:

@@ -16,7 +16,7 @@ UNKNOWN = -1  # digest of an image that no rank has decoded for the others
 
 
 @dataclass(frozen=True)
-class ImagePlaces:
+class ImagePositions:
     """Image positions of the tokens [n] of some samples, one sample after the other.
 
     position_ids [3, n] int64
@@ -29,7 +29,7 @@ class ImagePlaces:
     images: Tensor
 
 
-def image_places(part: Rollout, vision: VisionArch) -> ImagePlaces:
+def image_positions(part: Rollout, vision: VisionArch) -> ImagePositions:
     """Returns the image positions of all samples of `part`.
 
     Text counts up by one on all three axes; an image of h x w features at `now` has now + (0, row, column), and the
@@ -50,7 +50,7 @@ def image_places(part: Rollout, vision: VisionArch) -> ImagePlaces:
     nothing = torch.zeros_like(held)
     _check_counts(nothing.index_add(0, owner, count), nothing.index_add(0, sample, is_image.long()))
     if not is_image.any():
-        return ImagePlaces(offset.expand(3, -1), torch.full_like(offset, -1), none.new_empty(0, 5))
+        return ImagePositions(offset.expand(3, -1), torch.full_like(offset, -1), none.new_empty(0, 5))
 
     at = is_image.nonzero()[:, 0]
     image = torch.arange(count.numel()).repeat_interleave(count)
@@ -72,7 +72,7 @@ def image_places(part: Rollout, vision: VisionArch) -> ImagePlaces:
     features = (images[:, 2:4] // vision.merge).prod(1)
     feature = torch.full_like(offset, -1)
     feature[at] = (features.cumsum(0) - features)[which[image]] + within
-    return ImagePlaces(position_ids, feature, images)
+    return ImagePositions(position_ids, feature, images)
 
 
 def _check_counts(wanted: Tensor, found: Tensor) -> None:

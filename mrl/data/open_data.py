@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from mrl.config.schema import Config, PreferencesConfig, SFTConfig
 from mrl.data.dataset import PromptDataset
-from mrl.data.image_prompts import load_eyes
-from mrl.data.packs import Packs
+from mrl.data.image_prompts import load_image_processor
+from mrl.data.packed_rows import PackedRows
 from mrl.data.preference import PreferenceDataset
 from mrl.data.rows import RowCheck
 from mrl.data.sft import SFTDataset, sft_notes
 from mrl.data.tokenizer import load_tokenizer
-from mrl.data.wrapped import Wrapped
+from mrl.data.wrapped_rows import WrappedRows
 
 
 def open_prompts(cfg: Config, check: RowCheck | None = None) -> dict[str, PromptDataset]:
@@ -28,12 +28,12 @@ def open_prompts(cfg: Config, check: RowCheck | None = None) -> dict[str, Prompt
     """
     use, found = cfg.data_uses()["data"], dict[str, PromptDataset]()
     tokenizer = load_tokenizer(cfg.model.path, cfg.model.eos_token, cfg.model.chat_template)
-    eyes = load_eyes(cfg.model.path, use.cfg) if cfg.sees_pictures else None
+    image_processor = load_image_processor(cfg.model.path, use.cfg) if cfg.sees_pictures else None
     for key, sources in (("data.train", use.cfg.train), ("data.validation", use.cfg.validation)):
         if sources is not None:
             before = sum(len(source.rows) for data in found.values() for source in data.sources)
             has_answers = key == "data.train" and not use.is_sampled
-            found[key] = PromptDataset(sources, use.cfg, tokenizer, has_answers, check, eyes, before)
+            found[key] = PromptDataset(sources, use.cfg, tokenizer, has_answers, check, image_processor, before)
     return found
 
 
@@ -42,18 +42,18 @@ def open_preferences(cfg: PreferencesConfig) -> dict[str, PreferenceDataset]:
     use, found = cfg.data_uses()["data"], dict[str, PreferenceDataset]()
     assert use.preferences is not None
     tokenizer = load_tokenizer(cfg.model.path, cfg.model.eos_token, cfg.model.chat_template)
-    eyes, rows = load_eyes(cfg.model.path, cfg.data), 0
+    image_processor, rows = load_image_processor(cfg.model.path, cfg.data), 0
     for key, sources in (("data.train", cfg.data.train), ("data.validation", cfg.data.validation)):
         if sources is not None:
             found[key] = PreferenceDataset(
-                sources, cfg.data, tokenizer, use.preferences, use.margins, use.cuts, eyes, rows
+                sources, cfg.data, tokenizer, use.preferences, use.margins, use.cuts, image_processor, rows
             )
             rows += sum(len(source.rows) for source in found[key].sources)
     return found
 
 
 @dataclass(frozen=True)
-class SFTRows:
+class SFTDatasets:
     """Rows of a run of supervised fine-tuning.
 
     packed: the packed rows that a step takes; None: a step takes the rows of `train`
@@ -61,7 +61,7 @@ class SFTRows:
 
     train: SFTDataset
     held_out: SFTDataset | None
-    packed: Packs | Wrapped | None
+    packed: PackedRows | WrappedRows | None
 
     def __len__(self) -> int:
         """Returns the length of an epoch in the unit of `batch.samples_per_step`."""
@@ -70,7 +70,7 @@ class SFTRows:
     @property
     def unit(self) -> str:
         """Unit that `batch.samples_per_step` counts."""
-        return "rows" if not isinstance(self.packed, Packs) else "packs"
+        return "rows" if not isinstance(self.packed, PackedRows) else "packs"
 
     def notes(self) -> Iterator[str]:
         """Yields a sentence for each correction of the rows: dropped, truncated or packed."""
@@ -84,18 +84,18 @@ class SFTRows:
             yield from self.packed.notes()
 
 
-def open_sft(cfg: SFTConfig) -> tuple[SFTRows, SFTConfig]:
+def open_sft(cfg: SFTConfig) -> tuple[SFTDatasets, SFTConfig]:
     """Reads the rows; returns them and the configuration with its number of steps. Raises as `open_prompts`."""
     tokenizer = load_tokenizer(cfg.model.path, cfg.model.eos_token, cfg.model.chat_template)
     data, validation = cfg.imitated(), cfg.data.validation
     train = SFTDataset(data.train, data, tokenizer)
     held_out = SFTDataset(validation, data, tokenizer) if validation is not None else None
-    packed: Packs | Wrapped | None = None
+    packed: PackedRows | WrappedRows | None = None
     if cfg.is_packed:
-        packed = (Wrapped if cfg.is_wrapped else Packs)(train, cfg.packing, cfg.run.seed)
-    rows = SFTRows(train, held_out, packed)
+        packed = (WrappedRows if cfg.is_wrapped else PackedRows)(train, cfg.packing, cfg.run.seed)
+    rows = SFTDatasets(train, held_out, packed)
     cfg = with_steps(cfg, len(rows))
-    if isinstance(packed, Wrapped):
+    if isinstance(packed, WrappedRows):
         packed.require(cfg.run.steps * cfg.batch.samples_per_step)
     return rows, cfg
 

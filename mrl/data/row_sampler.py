@@ -10,7 +10,7 @@ from mrl.config.schema import SourceConfig
 from mrl.data.mixture import Mixture
 
 
-class Order:
+class RowSampler:
     """Endless sequence of places over the usable rows of all sources, with `sizes` rows each. Each source goes through
     epochs, each a permutation of its rows. Without weights an epoch of all sources has each row once.
     """
@@ -34,7 +34,7 @@ class Order:
         return self._at(range(min(n, sum(self._sizes))), None)
 
     def _at(self, places: range, seed: int | None) -> list[tuple[int, int]]:
-        source, epoch, at = self.mixture.draws(np.arange(places.start, places.stop))
+        source, epoch, at = self.mixture.rows_at(np.arange(places.start, places.stop))
         order = {key: self._order(*key, seed) for key in set(zip(source.tolist(), epoch.tolist(), strict=True))}
         return [(int(s), int(order[s, e][a])) for s, e, a in zip(source, epoch, at, strict=True)]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from mrl.core import Rollout
-from mrl.models.batch import NOTHING, Extras
+from mrl.models.batch import DEFAULT_PASS_OPTIONS, PassOptions
 
 Together = int | tuple[int, ...]
 
@@ -35,12 +35,12 @@ class Loss:
     compute: Callable[[Tensor, Tensor], LossParts]
     sums: tuple[str, ...]
     together: Together = 1
-    extras: Extras = NOTHING
+    extras: PassOptions = DEFAULT_PASS_OPTIONS
     local: bool = False
 
 
 @dataclass(frozen=True)
-class Term:
+class LossTerm:
     """Loss over some samples of a rollout, with log-probs at `temperature`. An update may sum several."""
 
     rollout: Rollout

@@ -27,7 +27,7 @@ Options = Mapping[str, float | str | bool]
 TRIAL_MASK = torch.tensor([[True, True, True], [True, True, False], [True, False, False], [False, False, False]])
 
 
-def load_loss(spec: str, options: Options) -> PolicyLoss:
+def load_custom_loss(spec: str, options: Options) -> PolicyLoss:
     """Returns the user's loss with its options bound, f(PolicyInputs) -> TokenLoss.
 
     Raises FunctionError if it cannot be loaded or fails on a few tokens; the returned function raises it for bad
@@ -36,11 +36,11 @@ def load_loss(spec: str, options: Options) -> PolicyLoss:
     return _loss(spec, tuple(sorted(options.items())))
 
 
-def load_estimator(spec: str, options: Options, has_values: bool) -> Estimator:
+def load_custom_estimator(spec: str, options: Options, has_values: bool) -> Estimator:
     """Returns the user's estimator with its options bound, f(AdvantageInputs) -> (advantages, returns) [B, T], 0
     outside the mask.
 
-    has_values: True if a critic provides values. Raises FunctionError as `load_loss` does.
+    has_values: True if a critic provides values. Raises FunctionError as `load_custom_loss` does.
     """
     return _estimator(spec, tuple(sorted(options.items())), has_values)
 

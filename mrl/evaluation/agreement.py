@@ -7,12 +7,12 @@ from dataclasses import asdict
 from typing import Any
 
 from mrl.config.schema import RewardModelTrainerConfig
-from mrl.data import PreferenceDataset, load_eyes, load_tokenizer
+from mrl.data import PreferenceDataset, load_image_processor, load_tokenizer
 from mrl.evaluation.estimates import Estimate
-from mrl.scoring import judge
+from mrl.scoring import score_rows
 
 
-def agreed(cfg: RewardModelTrainerConfig, weights: str, rows: int | None) -> dict[str, Any]:
+def reward_model_agreement(cfg: RewardModelTrainerConfig, weights: str, rows: int | None) -> dict[str, Any]:
     """Returns `agreement` (share of rows whose best response has the strictly highest score), also by source, and
     `margin`.
 
@@ -26,9 +26,11 @@ def agreed(cfg: RewardModelTrainerConfig, weights: str, rows: int | None) -> dic
     if own.form not in ("pairs", "lists"):
         raise ValueError(f"rows of the form {own.form} say not which of several responses is better")
     tokenizer = load_tokenizer(weights, cfg.model.eos_token, cfg.model.chat_template)
-    eyes = load_eyes(weights, cfg.data)
-    data = PreferenceDataset(held, cfg.data, tokenizer, own.form, own.uses_margin, cuts=False, eyes=eyes)
-    judged = judge(weights, data, cfg.actor.max_tokens_per_microbatch, lambda done, all_of_them: None)
+    image_processor = load_image_processor(weights, cfg.data)
+    data = PreferenceDataset(
+        held, cfg.data, tokenizer, own.form, own.uses_margin, cuts=False, image_processor=image_processor
+    )
+    judged = score_rows(weights, data, cfg.actor.max_tokens_per_microbatch, lambda done, all_of_them: None)
     judged = judged[: rows or sys.maxsize]
     kinds = sorted({one.subset for one in judged if one.subset is not None})
     estimates = {
