@@ -146,7 +146,9 @@ def test_a_request_asks_for_the_experts_that_it_does_not_know() -> None:
                 "prompt_tokens": len(each.prompt.token_ids),
                 "weight_version": "0",
                 "output_token_logprobs": [[-0.5, 7, None]],
-                "routed_experts": SHAPE.written(np.array(experts[each.routed_experts_start : len(each.prompt.token_ids)])),
+                "routed_experts": SHAPE.written(
+                    np.array(experts[each.routed_experts_start : len(each.prompt.token_ids)])
+                ),
             },
         }
         for each in requests
