@@ -114,7 +114,9 @@ def terms(world: World, case: str, layout: str, model: str) -> None:
         apart=error(of_both, of_first),
         metrics=max(abs(both[n] - x) for n, x in (first | want).items()),
         coefficient=second["loss"] / second["ptx/loss"],
-        seen=bool(torch.equal(learner.last_outputs.log_probs(a)[1], torch.ones(a.num_response_tokens, dtype=torch.bool))),
+        seen=bool(
+            torch.equal(learner.last_outputs.log_probs(a)[1], torch.ones(a.num_response_tokens, dtype=torch.bool))
+        ),
     )
 
 
