@@ -214,11 +214,6 @@ def test_a_template_that_dresses_nothing(
     assert line.startswith("rows.jsonl:1: ") and all(part in line for part in bad.says), line
 
 
-def test_there_are_more_than_sixty() -> None:
-    names = [bad.id for bad in (*FILES, *VALUES, *OVERRIDES, *ROWS, *FUNCTIONS, *TEMPLATES)]
-    assert len(names) > 60
-
-
 def test_a_byte_order_mark_is_no_mistake(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(model, b"\xef\xbb\xbf" + GOOD_ROW.encode())
     Path("c.yaml").write_bytes(b"\xef\xbb\xbf" + Path("c.yaml").read_bytes())

@@ -80,6 +80,7 @@ def refusal(text: str, *overrides: str, machine: Machine | None = None, gpus: in
 
 @pytest.mark.parametrize("bad", EVERY_BAD, ids=lambda bad: bad.id)
 def test_a_bad_configuration_is_refused_with_place_key_and_reason(bad: Bad) -> None:
+    """Settings that disagree are all named, and nothing is reported that follows from something already reported."""
     text = bad.base.replace(bad.old, bad.new)
     before = text[: text.index(bad.at)] if bad.at else text[: text.index(bad.new) + len(bad.new.rstrip("\n"))]
     line = before.count("\n") + 1
@@ -87,27 +88,10 @@ def test_a_bad_configuration_is_refused_with_place_key_and_reason(bad: Bad) -> N
     found = [p for p in error.problems if p.keys[0] == bad.key]
     assert found, str(error)
     assert found[0].places[0] == f"c.yaml:{line}", str(error)
-    for part in bad.says:
+    for part in (*bad.says, *(found[0].keys if len(found[0].keys) > 1 else ())):
         assert part in str(found[0])
     assert str(found[0]) in str(error)
-
-
-@pytest.mark.parametrize("bad", [bad for bad in EVERY_BAD if bad.id != "unknown key"], ids=lambda bad: bad.id)
-def test_one_mistake_gives_one_problem(bad: Bad) -> None:
-    """Nothing is reported that follows from something already reported."""
-    error = refusal(bad.base.replace(bad.old, bad.new))
-    assert len(error.problems) == 1, str(error)
-
-
-def test_settings_that_disagree_are_all_named() -> None:
-    """The table holds contradictions and settings without effect of every section; each names all keys of it."""
-    found = [problem for bad in EVERY_BAD for problem in refusal(bad.base.replace(bad.old, bad.new)).problems[:1]]
-    pairs = [problem for problem in found if len(problem.keys) > 1]
-    assert len(pairs) >= 100, len(pairs)
-    for problem in pairs:
-        assert all(key in str(problem) for key in problem.keys), str(problem)
-    sections = {key.split(".")[0] for problem in pairs for key in problem.keys}
-    assert sections >= RLConfig.model_fields.keys()
+    assert len(error.problems) == 1 or bad.id == "unknown key", str(error)
 
 
 def test_the_models_with_experts_have_rules_of_their_own() -> None:
@@ -431,7 +415,7 @@ def test_a_loss_has_its_own_keys_with_its_own_defaults(loss: str, options: dict[
 def test_the_named_rewards_are_the_built_in_ones(name: str) -> None:
     from mrl.reward.loading import load
 
-    assert callable(load(name, settings={"code": CodeConfig().model_dump()}))
+    assert callable(load(name, settings={"code": CodeConfig(isolation="none").model_dump()}))
 
 
 THEIRS = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,10 @@ TOOL = Path(__file__).parents[1] / "tools" / "make_sort_task.py"
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("task")
-    command = [sys.executable, str(TOOL), str(out), "--train-rows", "60", "--validation-rows", "20", "--digits", "2"]
-    subprocess.run(command, check=True, timeout=120, capture_output=True)
+    arguments = [str(TOOL), str(out), "--train-rows", "60", "--validation-rows", "20", "--digits", "2"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", arguments)
+        runpy.run_path(str(TOOL), run_name="__main__")
     return out
 
 

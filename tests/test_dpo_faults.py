@@ -1,5 +1,4 @@
-"""`trainer: dpo` outlives faults: ranks that die, fail or hang, signals, a full disk, what is not finite, another
-configuration; in the end it is the run that was never disturbed."""
+"""`trainer: dpo` survives killed ranks, signals, a full disk, and a loss that is not finite."""
 
 from __future__ import annotations
 
@@ -30,11 +29,8 @@ MATRIX: list[dict[str, Any]] = [
     {"kind": "kill", "section": "setup", "rank": 1, "nth": 1},  # while the reference's sums are computed
     {"kind": "kill", "section": "setup", "rank": 1, "nth": 1, "early": True},  # as soon as its monitor knows of it
     {"kind": "kill", "section": "update", "rank": 1, "nth": 2},
-    {"kind": "exception", "section": "update", "rank": 0, "nth": 1},
-    {"kind": "hang", "section": "update", "rank": 1, "nth": 1},
     {"kind": "kill", "section": "checkpoint", "rank": 0, "nth": 1},
-    {"kind": "exception", "section": "checkpoint", "rank": 1, "nth": 1},
-]
+]  # exceptions and hangs, which the launcher sees alike for every trainer: tests/test_survival.py
 LIMITS = {"setup": 40.0, "update": 12.0, "checkpoint": 12.0, "out_of_section": 40.0}
 TWO = {"actor": {"optimizer": {"lr": 1e-3}, "parallel": {"tensor": 2}, "max_tokens_per_microbatch": 64}}
 
@@ -84,30 +80,6 @@ def test_sigterm_saves_and_leaves(folder: Path) -> None:
     said = train(folder, config, "run.name=signals").terminal
     assert "resuming from" in said and f"using the log-probs of 12 rows from {folder}" in said
     assert_undisturbed(folder, "signals")
-
-
-def test_a_rank_killed_is_named(folder: Path) -> None:
-    with Train(folder, folder / "config.yaml", "run.name=dead", "run.steps=500") as run:
-        run.wait_for("step 1/", RUN_S)
-        os.kill(run.pid_of_rank(1), signal.SIGKILL)
-        assert run.wait(RUN_S) == 137
-        assert run.left_running() == {}
-    assert run.terminal.count("mrl: error: rank 1 failed first (killed by SIGKILL") == 1, run.terminal
-
-
-OTHER = {
-    "preference.loss.sigmoid.beta=0.3": "preference.loss.sigmoid.beta: 0.1 -> 0.3",
-    "preference.loss.sft=null": "preference.loss.sft: ",
-    "data.max_tokens=24": "data.max_tokens: 32 -> 24",
-    "batch.rows_per_step=4": "batch.rows_per_step: 6 -> 4",
-}
-
-
-def test_another_configuration_is_refused_before_anything_starts(folder: Path) -> None:
-    with Train(folder, folder / "config.yaml", "run.name=undisturbed", "run.steps=7", *OTHER) as run:
-        assert run.wait(RUN_S) != 0
-    assert "was written with another configuration" in run.terminal
-    assert all(said in run.terminal for said in OTHER.values()), run.terminal
 
 
 def test_a_cache_that_does_not_fit_on_the_disk(folder: Path, tmp_path: Path) -> None:

@@ -71,10 +71,6 @@ def test_a_seeded_mistake_is_named(mistake: Mistake, run: Callable[..., tuple[in
     assert any(all(part in problem for part in mistake.says) for problem in problems), problems
 
 
-def test_there_are_more_than_forty() -> None:
-    assert len(MISTAKES) > 40 and len({mistake.id for mistake in MISTAKES}) == len(MISTAKES)
-
-
 def test_of_a_good_run_everything_is_ok(
     run: Callable[..., tuple[int, dict[str, Any]]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,7 @@
 """An engine that answers the sync protocol without a model. Usage: fake_engine.py PORT_FILE BEHAVIOUR
 
 BEHAVIOUR: ok | no_session | refuses_begin | refuses_group | error_500 | dies | hangs | busy | busy_at_first; an update
-goes wrong at the second one. generate_500 | generate_hangs: of a rollout. It says that it serves a llama on two
+goes wrong at the second one. generate_hangs: of a rollout. It says that it serves a llama on two
 tensor-parallel ranks, and every answer to a prompt is the same few tokens.
 """
 
@@ -31,8 +31,6 @@ def sample(prompt: list[int]) -> dict[str, Any]:
 def generate(body: dict[str, Any]) -> tuple[int, Any]:
     if "rid" not in body:  # the check of a server before its first use
         return 200, sample(body["input_ids"])
-    if BEHAVIOUR == "generate_500":
-        return 500, {"error": {"message": "internal: the cache is on fire"}}
     if BEHAVIOUR == "generate_hangs":
         calls.append(BEHAVIOUR)
         time.sleep(600)
