@@ -8,7 +8,7 @@ GPU := .venv-gpu/bin
 GPU_PYTHON ?= $(firstword $(wildcard $(GPU)/python) python3)
 GPU_PIP := $(GPU)/python -m pip --disable-pip-version-check install
 
-.PHONY: quickstart quickstart-real quickstart-ddpo test test-gpu test-triton lint slurm compiled docs gpu-env clean
+.PHONY: quickstart quickstart-real quickstart-ddpo test test-unit test-gpu test-triton lint slurm compiled docs gpu-env clean
 
 quickstart: .venv/.mrl-run  ## train a tiny model by SFT and PPO, TP2 x PP2, with SGLang, on this machine
 	@$(BIN)/python tools/quickstart.py
@@ -31,8 +31,11 @@ test: .venv/.mrl-dev
 	echo "FAILED ABOVE, AND NOW ONCE MORE, ALONE:" && \
 	{ $(BIN)/python -m pytest -q --last-failed --last-failed-no-failures none --maxfail 3 || test $$? = 5; }; }
 
+test-unit: .venv/.mrl-dev  ## the unit tests alone, which start no process; DIRS=tests/unit/algo for those of one package
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile $(or $(DIRS),tests/unit)
+
 compiled: .venv/.mrl-dev
-	@$(BIN)/python -m compileall -q -x '/tests/test_' mrl tests tools
+	@$(BIN)/python -m compileall -q -x '/test_' mrl tests tools
 
 docs: .venv/.mrl-run  ## the pages of docs/ as a site, in site/; a broken link fails
 	@$(PIP) --constraint constraints.txt --editable '.[docs]'
@@ -55,8 +58,8 @@ test-triton: .venv/.mrl-dev  ## the kernels for GPUs, by triton's interpreter an
 	@realpath .venv/lib/python3*/site-packages > $$(ls -d .venv-triton/lib/python3*/site-packages)/trainer.pth
 	@if ! $(TRITON) -m pip --disable-pip-version-check install -q --no-deps triton==3.9.0; then \
 	echo "triton 3.9.0 cannot be installed here: its kernels are not tested"; else export OMP_NUM_THREADS=1; \
-	(TRITON_INTERPRET=1 $(TRITON) -m pytest -q tests/test_triton_head.py tests/test_triton_algo.py && \
-	$(TRITON) -m pytest -q tests/test_triton_compiles.py) 2>.venv-triton/stderr || { cat .venv-triton/stderr; exit 1; }; fi
+	(TRITON_INTERPRET=1 $(TRITON) -m pytest -q tests/system/gpu/test_triton_head.py tests/system/gpu/test_triton_algo.py && \
+	$(TRITON) -m pytest -q tests/system/gpu/test_triton_compiles.py) 2>.venv-triton/stderr || { cat .venv-triton/stderr; exit 1; }; fi
 
 lint: .venv/.mrl-dev
 	@$(BIN)/ruff check .

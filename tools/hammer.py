@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from mrl.config.engines import ENGINES  # noqa: E402
-from tests.tiny import make_tiny  # noqa: E402
-from tests.train_tools import Train, write_config  # noqa: E402
+from tests.helpers.tiny import make_tiny  # noqa: E402
+from tests.helpers.train_tools import Train, write_config  # noqa: E402
 
 RUN_S = 1200.0
 

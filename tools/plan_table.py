@@ -23,8 +23,16 @@ import torch  # noqa: E402
 from mrl.config.loader import load  # noqa: E402
 from mrl.plan.chips import CHIPS, DEFAULT, GIB, Assumptions, Cluster  # noqa: E402
 from mrl.plan.plan import machine_of, make_plan, read_shapes  # noqa: E402
-from tests.plan_measured import HEADED, LAYOUTS, Case, TinyModels, padded_as_on_gpus, saved_activations, state_bytes  # noqa: E402
-from tests.tiny import make_tiny  # noqa: E402
+from tests.helpers.plan_measured import (  # noqa: E402
+    HEADED,
+    LAYOUTS,
+    Case,
+    TinyModels,
+    padded_as_on_gpus,
+    saved_activations,
+    state_bytes,
+)
+from tests.helpers.tiny import make_tiny  # noqa: E402
 
 from mrl.plan.dry_run import rank_kinds  # noqa: E402 isort:skip (after megatron's adaptations)
 

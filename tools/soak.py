@@ -29,8 +29,8 @@ sys.path.insert(0, str(ROOT))
 from mrl.observe import read_metrics  # noqa: E402
 from mrl.resilience import EXIT_PREEMPTED  # noqa: E402
 from mrl.resilience.protocol import MARKER, read_statuses  # noqa: E402
-from tests.tiny import make_tiny  # noqa: E402
-from tests.train_tools import write_config  # noqa: E402
+from tests.helpers.tiny import make_tiny  # noqa: E402
+from tests.helpers.train_tools import write_config  # noqa: E402
 from tools.bench import record  # noqa: E402
 
 RANKS = 2

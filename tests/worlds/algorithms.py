@@ -28,7 +28,7 @@ from mrl.options.losses import POLICY_LOSSES  # noqa: E402
 from mrl.parallel import Mesh, Meshes, rank  # noqa: E402
 from mrl.trainers.rl.experience import forward_passes, make_experience  # noqa: E402
 from mrl.trainers.rl.loop import update  # noqa: E402
-from tests.bare_run import bare_run  # noqa: E402
+from tests.helpers.bare_run import bare_run  # noqa: E402
 from tests.worlds.gradients import TEN_STEPS, TIMEOUT_S, build, compare, everywhere, make_rollout, parse  # noqa: E402
 
 STEPS = 5

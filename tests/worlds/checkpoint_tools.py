@@ -24,7 +24,7 @@ from mrl.config.schema import CheckpointConfig, OptimizerConfig, TrainConfig, Va
 from mrl.families import load_arch  # noqa: E402
 from mrl.learner import Learner, losses  # noqa: E402
 from mrl.parallel import Meshes, rank, world_size  # noqa: E402
-from tests.stored import differences  # noqa: E402
+from tests.helpers.stored import differences  # noqa: E402
 
 OPTIMIZER = OptimizerConfig(lr=2e-2, warmup_steps=6, weight_decay=0.1)  # still warming up when saved
 Weights = dict[str, torch.Tensor]

@@ -16,7 +16,7 @@ from mrl import platform
 
 platform.install()
 
-from tests.stored import differences  # noqa: E402
+from tests.helpers.stored import differences  # noqa: E402
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:

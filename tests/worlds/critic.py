@@ -32,7 +32,7 @@ from mrl.models.batch import ModelBatch  # noqa: E402
 from mrl.parallel import Mesh, Meshes  # noqa: E402
 from mrl.trainers.rl.loop import experience_of, update  # noqa: E402
 from mrl.trainers.rl.run import RLRun  # noqa: E402
-from tests.bare_run import bare_run  # noqa: E402
+from tests.helpers.bare_run import bare_run  # noqa: E402
 
 STEPS, SAMPLES, KEYS, RESPONSE = 60, 128, 8, 6
 RIGHT = torch.tensor([3, 6, 1, 4, 7, 2, 5, 0])  # the first token that each key asks for

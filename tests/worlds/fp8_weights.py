@@ -1,4 +1,4 @@
-"""Run under torchrun: a model that holds its layers' matrices in fp8 (tests/fake_fp8.py), loaded, trained, pushed into
+"""Run under torchrun: a model that holds its layers' matrices in fp8 (fake_fp8.py), loaded, trained, pushed into
 a running engine, saved and gone on from.
 
 Usage: fp8_weights.py WORK_DIR MODEL_DIR ENGINE_JSON RESULT_JSON LAYOUT [LAYOUT ...]. ENGINE_JSON: {url, api_key}.
@@ -31,7 +31,7 @@ from mrl.models.initialise import initialise  # noqa: E402
 from mrl.parallel import Meshes, rank  # noqa: E402
 from mrl.rollout import Access, EngineClient  # noqa: E402
 from mrl.weights.sync.weight_sync import WeightSync  # noqa: E402
-from tests import fake_fp8  # noqa: E402
+from tests.helpers import fake_fp8  # noqa: E402
 
 
 def in_fp8(*args: Any, **kwargs: Any) -> Any:

@@ -44,7 +44,7 @@ from mrl.parallel import Mesh, Meshes, rank  # noqa: E402
 from mrl.trainers.rl.experience import forward_passes, make_experience  # noqa: E402
 from mrl.trainers.rl.loop import update  # noqa: E402
 from mrl.weights.model.export import Exporter  # noqa: E402
-from tests.bare_run import bare_run  # noqa: E402
+from tests.helpers.bare_run import bare_run  # noqa: E402
 
 TIMEOUT_S = 600  # of a collective: a busy machine starts eight processes minutes apart
 Result = tuple[float, dict[str, torch.Tensor]]

@@ -1,7 +1,7 @@
 """Run under torchrun with 4 processes: steps of runs that differ only in what they give up to host memory.
 
 Usage: memory.py WORK_DIR DENSE_MODEL MOE_MODEL. Prints one JSON object a case: {"case": ..., ...}; see
-tests/test_memory.py for what they must be.
+tests/distributed/learner/test_memory.py for what they must be.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mrl.trainers.rl.memory_order import ORDER
 from mrl.trainers.rl.models import MovingAverage, build_models
 from mrl.trainers.rl.reward_scores import score
 from mrl.trainers.shared.memory import PhaseMemoryManager, offload_new_model
-from tests.bare_run import bare_run, passes_of
+from tests.helpers.bare_run import bare_run, passes_of
 
 OFFLOADS = ("none", "optimizer", "all")
 STEPS, SAVED_AFTER = 3, 2

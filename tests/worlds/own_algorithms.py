@@ -22,7 +22,7 @@ from mrl.learner import losses  # noqa: E402
 from mrl.parallel import Meshes, rank  # noqa: E402
 from mrl.trainers.rl.experience import forward_passes, make_experience  # noqa: E402
 from mrl.trainers.rl.policy_update import policy_targets  # noqa: E402
-from tests.bare_run import bare_run  # noqa: E402
+from tests.helpers.bare_run import bare_run  # noqa: E402
 from tests.worlds.gradients import TEN_STEPS, TIMEOUT_S, build, compare, everywhere, make_rollout, parse  # noqa: E402
 
 Result = tuple[dict[str, float], dict[str, torch.Tensor]]

@@ -1,7 +1,7 @@
 """Run under torchrun: updates of the actor with what corrects them and holds them back.
 
 Usage: policy_update.py MODEL_DIR RESULT_JSON LAYOUT. RESULT_JSON gets {case: metrics of an update of all samples at
-learning rate 0, or of a step}; see tests/test_policy_update.py for what they must be.
+learning rate 0, or of a step}; see tests/distributed/algo/test_policy_update.py for what they must be.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mrl.trainers.rl.experience import forward_passes, make_experience  # noqa: 
 from mrl.trainers.rl.loop import update, update_actor  # noqa: E402
 from mrl.trainers.rl.policy_update import policy_targets  # noqa: E402
 from mrl.trainers.rl.run import RLRun  # noqa: E402
-from tests.bare_run import bare_run  # noqa: E402
+from tests.helpers.bare_run import bare_run  # noqa: E402
 from tests.worlds.gradients import SEQ, TEN_STEPS, TIMEOUT_S, build, make_rollout, parse  # noqa: E402
 
 EVERY = range(len(SEQ))

@@ -1,4 +1,4 @@
-"""Run by tests.world: what ranks do between asking for a step's samples and taking them. Usage: sampler.py
+"""Run by tests.helpers.world: what ranks do between asking for a step's samples and taking them. Usage: sampler.py
 
 Rank 0 makes its samples in a thread; between `start` and `result` all ranks compute something together.
 """

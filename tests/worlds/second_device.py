@@ -26,7 +26,7 @@ from mrl.learner import Learner, losses  # noqa: E402
 from mrl.learner.policy_copy import PolicyCopy  # noqa: E402
 from mrl.parallel import Meshes  # noqa: E402
 from mrl.platform import megatron_fixes, torch_cuda  # noqa: E402
-from tests.second_device import DEVICE, SecondDevice  # noqa: E402
+from tests.helpers.second_device import DEVICE, SecondDevice  # noqa: E402
 
 MODEL, MOE = sys.argv[1:]
 

@@ -15,7 +15,7 @@ from mrl.config.schema import SyncConfig
 from mrl.parallel import Nodes
 from mrl.weights.sync.payload import Bucket, plan_buckets
 from mrl.weights.sync.weight_sync import WeightSync
-from tests.sync_tools import FileExporter
+from tests.helpers.sync_tools import FileExporter
 
 
 class SmallBuckets(WeightSync):

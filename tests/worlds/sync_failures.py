@@ -25,7 +25,7 @@ from mrl.weights.errors import SyncError
 from mrl.weights.sync.payload import Bucket, plan_buckets
 from mrl.weights.sync.transports import SharedMemory
 from mrl.weights.sync.weight_sync import WeightSync
-from tests.sync_tools import FileExporter
+from tests.helpers.sync_tools import FileExporter
 
 
 class SmallBuckets(WeightSync):

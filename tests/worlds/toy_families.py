@@ -1,4 +1,4 @@
-"""tests/worlds/weights.py, where the families of tests/toy_families.py are known too."""
+"""tests/worlds/weights.py, where the families of tests/helpers/toy_families.py are known too."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 
 from mrl.parallel import Meshes
 from mrl.weights.convert.convert import ConvertOptions, hf_to_megatron, megatron_to_hf
-from tests.toy_families import add_toys
+from tests.helpers.toy_families import add_toys
 from tests.worlds.weights import CHECKS, Job, run_checks
 
 

@@ -30,7 +30,7 @@ from mrl.learner.loss_terms import LossParts  # noqa: E402
 from mrl.learner.reward import RewardTargets, one_pass, two_pass  # noqa: E402
 from mrl.parallel import Meshes, rank  # noqa: E402
 from mrl.trainers.reward_model.batches import score_inputs_and_targets  # noqa: E402
-from tests import vision_samples as samples  # noqa: E402
+from tests.helpers import vision_samples as samples  # noqa: E402
 from tests.worlds.gradients import TIMEOUT_S, everywhere, parse  # noqa: E402
 
 # cases of a reward model, and under which layouts they are made as well; a pair has more than 60 tokens

@@ -37,8 +37,8 @@ sys.path.insert(0, str(ROOT))
 
 from mrl.config.schema import RolloutConfig  # noqa: E402
 from mrl.rollout import Engine, start_engine  # noqa: E402
-from tests.tiny import make_tiny  # noqa: E402
-from tests.train_tools import given, write_config  # noqa: E402
+from tests.helpers.tiny import make_tiny  # noqa: E402
+from tests.helpers.train_tools import given, write_config  # noqa: E402
 from tools.bench import record  # noqa: E402
 
 CORRECTION = "algorithm.rollout_correction={rollout_is: token}"

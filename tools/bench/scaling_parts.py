@@ -232,7 +232,7 @@ def host(samples: int, tokens: int, ranks: int, minibatch: int, critic: bool = F
     from mrl.platform.fake_rank import fake_rank
     from mrl.trainers.rl.experience import forward_passes, make_experience
     from mrl.trainers.rl.loop import update
-    from tests.bare_run import bare_run
+    from tests.helpers.bare_run import bare_run
 
     estimator = {"adv_estimator": "gae"} if critic else {"adv_estimator": "grpo", "lam": 1.0}
     cfg = RLConfig.model_validate({

@@ -28,8 +28,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from mrl.packages import commit  # noqa: E402
-from tests.tiny import make_tiny  # noqa: E402
-from tests.train_tools import write_config  # noqa: E402
+from tests.helpers.tiny import make_tiny  # noqa: E402
+from tests.helpers.train_tools import write_config  # noqa: E402
 from tools.bench import record  # noqa: E402
 
 ENGINES = ("sglang", "transformers")

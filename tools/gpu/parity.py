@@ -153,7 +153,7 @@ def _said(setting: Setting, family: str, way: Way) -> Path:
 
 def _model(setting: Setting, family: str) -> Path:
     """A tiny random model, wide enough for the kernels of GPUs."""
-    from tests.tiny import make_tiny
+    from tests.helpers.tiny import make_tiny
 
     model = setting.work / family
     if not (model / "config.json").is_file():

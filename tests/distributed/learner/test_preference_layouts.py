@@ -1,0 +1,139 @@
+"""Losses of preference learning are of the step's whole batch: the same loss and gradient under every layout, in any
+number of micro-batches, in one pass and in two; and those of transformers in float64, with the papers' formulas."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mpmath import diff, mpf
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from mrl.options.preference import PREFERENCE_LOSSES
+from tests.helpers.tiny import make_tiny
+from tests.helpers.world import run_world
+from tests.unit.algo.test_algo_preference import PAPERS, Pair
+
+ONE = ("one", "one/110", "one/51", "one/45")  # 1, 2 and 5 micro-batches; at 45 a pair is longer than one
+TWO = ("tp2", "pp2", "cp2/60", "dp2")
+WORLDS = (("dense", 1, ONE), ("dense", 2, TWO), ("deep", 1, ("one",)), ("deep", 2, ("pp2.vpp2",)),
+          ("moe", 1, ("one",)), ("moe", 2, ("ep2/60",)))  # fmt: skip
+STEEP = 2e-5  # of discopop, whose slope turns 1 / tau = 20 times as fast
+Results = dict[str, dict[str, tuple[float, float, str, int, float]]]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("preference")
+
+
+@pytest.fixture(scope="module")
+def results(root: Path) -> Results:
+    size = {"num_key_value_heads": 4, "vocab_size": 313}
+    make_tiny(root / "dense", "qwen2", tied=True, weights=False, num_hidden_layers=2, **size)
+    make_tiny(root / "deep", "qwen2", weights=False, num_hidden_layers=4, **size)
+    make_tiny(root / "moe", "qwen3_moe", weights=False, **size)
+    found = {}
+    for number, (model, processes, layouts) in enumerate(WORLDS):
+        result = root / f"{number}.json"
+        run_world(processes, "preference.py", root / model, root / f"{model}.pt", result, *layouts)
+        found |= json.loads(result.read_text())
+    return found
+
+
+@pytest.mark.parametrize("layout", [*ONE, *TWO, "pp2.vpp2", "ep2/60"])
+def test_loss_and_gradients_equal_one_process(results: Results, layout: str) -> None:
+    assert PREFERENCE_LOSSES.keys() | {"sigmoid twice", "mixed", "prompts"} <= results[layout].keys()
+    for case, (loss_error, gradient_error, worst, _, of_tokens) in results[layout].items():
+        bound = STEEP if case == "discopop" else 1e-5
+        assert loss_error < 1e-5 and gradient_error < bound, (case, loss_error, gradient_error, worst)
+        assert of_tokens < 1e-5, (case, of_tokens)
+
+
+def test_the_micro_batches_were_several(results: Results) -> None:
+    assert [results[layout]["sigmoid"][3] for layout in ONE[1:]] == [2, 5, 5]
+
+
+class Slow:
+    """transformers' model in float64, one sequence at a time."""
+
+    def __init__(self, folder: Path, stored: dict[str, Any]) -> None:
+        config = AutoConfig.from_pretrained(folder)
+        self.models = [AutoModelForCausalLM.from_config(config).double() for _ in range(2)]
+        for model, weights in zip(self.models, stored["weights"], strict=True):
+            model.load_state_dict({name: tensor.double() for name, tensor in weights.items()}, strict=False)
+        self.samples, self.prompt_lens = stored["samples"], stored["prompt_lens"].tolist()
+
+    def log_probs(self, which: int, sample: int) -> Tensor:
+        """Of every token but the first."""
+        ids = self.samples[sample]
+        logits = self.models[which](ids[None]).logits[0, :-1].log_softmax(-1)
+        return logits[torch.arange(len(ids) - 1), ids[1:]]
+
+    def gradients(self, case: dict[str, Any]) -> tuple[float, dict[str, Tensor]]:
+        """(value, gradient) of the case's losses, each the mean over its pairs."""
+        self.models[0].zero_grad()
+        pairs = range(0, len(self.samples), 2)
+        value, learnt = 0.0, torch.zeros((), dtype=torch.float64)
+        texts, tokens = torch.zeros((), dtype=torch.float64), 0
+        for i in pairs:
+            each = [self.log_probs(0, i), self.log_probs(0, i + 1)]
+            with torch.no_grad():
+                reference = [self.log_probs(1, i), self.log_probs(1, i + 1)]
+            starts = [self.prompt_lens[i] - 1, self.prompt_lens[i + 1] - 1]
+            lens = [len(x) - start for x, start in zip(each, starts, strict=True)]
+            ours, theirs = ([cut(x[start:], min(lens), case) for x, start in zip(sums, starts, strict=True)]
+                            for sums in (each, reference))  # fmt: skip
+            text = each[0] if case["loss"].get("sft", {}).get("with_prompt") else each[0][starts[0] :]
+            texts, tokens = texts + text.sum(), tokens + len(text)
+            at = tuple(mpf(float(x.detach())) for x in ours)
+            for name in case["loss"].keys() - {"sft"}:
+                options = PREFERENCE_LOSSES[name].filled(case["loss"][name])
+                fixed = ([0.0, 0.0] if case.get("reference_free") else [float(x) for x in theirs], lens, options)
+                weight = options["weight"] / len(pairs)
+                paper = lambda c, r, name=name, fixed=fixed: PAPERS[name](Pair(c, r, *fixed[0], *fixed[1], fixed[2]))  # noqa: E731
+                value += weight * float(paper(*at))
+                for order, x in zip(((1, 0), (0, 1)), ours, strict=True):
+                    learnt = learnt + weight * float(diff(paper, at, order)) * x
+        if "sft" in case["loss"]:
+            nll = -texts / tokens * case["loss"]["sft"].get("weight", 1.0)
+            value, learnt = value + float(nll.detach()), learnt + nll
+        learnt.backward()
+        return value, {name: p.grad for name, p in self.models[0].named_parameters()}
+
+
+def cut(log_probs: Tensor, shorter: int, case: dict[str, Any]) -> Tensor:
+    """Their sum; with ld_alpha the tokens behind the shorter length count that much."""
+    return log_probs[:shorter].sum() + case.get("ld_alpha", 1.0) * log_probs[shorter:].sum()
+
+
+def test_gradients_are_those_of_transformers_and_the_papers(results: Results, root: Path) -> None:
+    stored = torch.load(root / "dense.pt")
+    slow, cases = Slow(root / "dense", stored), stored["given"]
+    known = {name for name, case in cases.items() if {*case["loss"]} <= PAPERS.keys() and "use_weighting" not in case}
+    assert {"sft", "mixed", "ld", "prompts", "orpo with prompts", "free"} <= known and len(known) >= 20
+    for name in sorted(known):
+        value, gradients = slow.gradients(cases[name])
+        got_value, got, _ = stored["cases"][name]
+        assert got_value == pytest.approx(value, rel=1e-5, abs=1e-6), name
+        assert got.keys() == gradients.keys()
+        for key, want in gradients.items():
+            assert float((got[key] - want).norm() / (want.norm() + 1e-9)) < 2e-5, (name, key)
+
+
+def test_what_is_reported_of_tokens_is_what_transformers_says(results: Results, root: Path) -> None:
+    stored = torch.load(root / "dense.pt")
+    slow, said = Slow(root / "dense", stored), stored["cases"]["sigmoid"][2]
+    logits, right = {0: [], 1: []}, {0: [], 1: []}
+    for i, (ids, prompt) in enumerate(zip(slow.samples, slow.prompt_lens, strict=True)):
+        with torch.no_grad():
+            rows = slow.models[0](ids[None]).logits[0, prompt - 1 : -1]
+        logits[i % 2].append(rows.mean(-1))
+        right[i % 2].append(rows.argmax(-1) == ids[prompt:])
+    assert said["dpo/mean_token_accuracy"] == pytest.approx(float(torch.cat(right[0]).double().mean()), rel=1e-5)
+    for half, name in enumerate(("logits/chosen", "logits/rejected")):
+        assert said[name] == pytest.approx(float(torch.cat(logits[half]).mean()), rel=1e-4, abs=1e-6)

@@ -1,0 +1,61 @@
+"""For engines of all tests, also those that programs start: each is a copy of a process that has the imports, which are
+done when the first engine of a kind is wanted.
+
+    python -m tests.helpers.engine_fork_servers FOLDER    # until its stdin is closed
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import select
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from mrl.config.engines import ENGINES
+from mrl.rollout import fork_server
+
+ROOT = Path(__file__).parents[2]
+
+
+def start() -> None:
+    """For this process and all that it starts from now on; they end with it."""
+    if sys.platform != "linux" or fork_server.VARIABLE in os.environ:
+        return
+    folder = tempfile.mkdtemp(prefix="mrl-engines-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    pipe, ours = subprocess.PIPE, {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.helpers.engine_fork_servers", folder]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=os.environ | ours, stdin=pipe, stdout=pipe, start_new_session=True
+    )
+    assert process.stdout is not None and process.stdout.readline()
+    os.environ[fork_server.VARIABLE] = folder
+    atexit.register(process.communicate)
+
+
+def main(folder: Path) -> None:
+    waiting = dict[socket.socket, str]()
+    for engine, kind in ENGINES.items():
+        if kind.cpu_imports is not None:
+            listener = socket.socket(socket.AF_UNIX)
+            listener.bind(str(folder / engine))
+            listener.listen(fork_server.BACKLOG)
+            waiting[listener] = kind.cpu_imports
+    print("ready", flush=True)
+    while sys.stdin not in (ready := select.select([sys.stdin, *waiting], [], [])[0]):
+        for listener in ready:
+            imports = waiting.pop(listener)
+            if os.fork() == 0:
+                for other in waiting:
+                    other.close()
+                fork_server.serve(listener, imports)
+            listener.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,77 @@
+"""A served model, and what the tests of weight sync ask of it."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mrl.config.schema import SyncConfig
+from mrl.rollout import Engine, EngineClient
+from mrl.weights.sync.weight_sync import WeightSync
+from tests.helpers.sync_tools import FileExporter
+from tests.helpers.world import run_world
+
+TRANSPORTS = ("shared_memory", "http", "distributed", "disk")
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server that began with the weights of `old`; `new` is another model of the same shape."""
+
+    engine: Engine
+    old: Path
+    new: Path
+    tensor: int
+
+    @property
+    def client(self) -> EngineClient:
+        return self.engine.client(self.engine.urls[0], 60.0)
+
+    def hashes(self) -> list[Any]:
+        return self.client.weights_checksum()
+
+    def load(self, path: Path) -> list[Any]:
+        """The engine's own loading of a directory, and what it then holds."""
+        self.client.update_weights_from_disk(str(path), weight_version="old")
+        return self.hashes()
+
+    def greedy(self) -> list[int]:
+        params = {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}
+        return self.client.generate({"input_ids": [5, 17, 99, 200, 42], "sampling_params": params})["output_ids"]
+
+    def sync(self, transport: str = "shared_memory", verify: str = "checksum") -> WeightSync:
+        cfg = SyncConfig(transport=transport, verify=verify, timeout_s=60.0, bucket_mib=1)  # type: ignore[arg-type]
+        return WeightSync(FileExporter(self.new), self.engine.urls, cfg, self.tensor, access=self.engine.access)
+
+
+def check_transport(served: Served, transport: str, expected: list[Any]) -> None:
+    """A push makes the engine hold what it holds when it loads that model's directory by itself."""
+    assert served.load(served.old) != expected
+    with closing(served.sync(transport)) as sync:
+        for version in ("3", "4"):  # the second push reuses what the first one set up
+            report = sync.update_weights(version)
+            assert served.hashes() == expected
+            assert report.transport == transport
+            assert report.verified == report.tensors == len(FileExporter(served.new).tensors)
+            assert report.bytes == sum(t.nbytes for t in FileExporter(served.new).tensors.values())
+            assert served.client.model_info().weight_version == version
+            served.load(served.old)
+
+
+def world(served: Served, layouts: list[dict[str, int]], transports: tuple[str, ...], out: Path) -> list[Any]:
+    """Real Megatron models in a world of two, one push a (layout, transport)."""
+    jobs = [{"layout": layout, "transport": transport} for layout in layouts for transport in transports]
+    (out / "jobs.json").write_text(json.dumps({"api_key": served.engine.access.api_key, "jobs": jobs}))
+    run_world(2, "sync.py", served.new, served.old, served.engine.urls[0], out / "jobs.json", out / "results")
+    return list(zip(jobs, json.loads((out / "results").read_text()), strict=True))
+
+
+def check_world(served: Served, results: list[Any], expected: list[Any]) -> None:
+    hashes = {f"{rank.tp_rank} {name}": digest for rank in expected for name, digest in rank.checksums.items()}
+    for job, result in results:
+        assert result["before"] != hashes, job
+        assert result["after"] == hashes, job
+        assert result["verified"] == result["tensors"] == len(FileExporter(served.new).tensors), job

@@ -1,0 +1,136 @@
+"""Programs of mrl without the seconds that their imports take: copies of one process, which has them all.
+
+`start` is `subprocess.Popen` for `python -m MODULE ...`: the copy gets the environment, the folder and the files, is a
+child of this process, and shows its own command line and mark in /proc. What its imports would do is not repeated: a
+program whose environment changes that (PYTHONPATH, ...) is started as a program.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from mrl.forks import ForkRequest, run_module
+from mrl.launcher.fork_server import ForkServer, serve
+
+ROOT = Path(__file__).parents[2]
+MARK = "MRL_TEST_RUN"  # in the environment of a program and of all that it starts: 32 characters
+_READ_BY_IMPORTS = (
+    "PYTHON",
+    "OMP_",
+    "MKL_",
+    "TORCH",
+    "HF_",
+    "TRANSFORMERS_",
+    "MRL_PLATFORM",
+    "CUDA",
+    "TZ",
+    "LANG",
+    "LC_",
+)
+_ROOM = 1024  # bytes for a command line
+
+
+class Zygote(ForkServer):
+    """module: what it imports, with `environment`."""
+
+    def __init__(self, module: str, environment: Mapping[str, str]) -> None:
+        self._connection, theirs = socket.socketpair()
+        self._is_ready = False
+        self.environment = environment
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.helpers.zygote", str(theirs.fileno()), module, "." * _ROOM],
+            cwd=ROOT,
+            env={**environment, MARK: "0" * 32},
+            pass_fds=[theirs.fileno()],
+        )
+        self._pid = self._process.pid
+        theirs.close()
+
+
+@cache
+def _zygote() -> Zygote:
+    return Zygote("mrl.rank_imports", {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
+
+
+def start(command: Sequence[str], env: Mapping[str, str], cwd: Path, **more: Any) -> subprocess.Popen[Any]:
+    """more: of subprocess.Popen, what concerns its files. A copy always leads a session."""
+    copied = sys.platform == "linux" and list(command[:2]) == [sys.executable, "-m"] and _is_like_here(env)
+    return (
+        Copy(_zygote(), command, env=env, cwd=cwd, **more)
+        if copied
+        else subprocess.Popen(command, env=env, cwd=cwd, **more)
+    )
+
+
+def run(*arguments: str | Path, cwd: Path = ROOT, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    """`python -m *arguments`, to its end."""
+    command, pipe = [sys.executable, "-m", *map(str, arguments)], subprocess.PIPE
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    with start(command, env, cwd, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            out, err = process.communicate(timeout=timeout_s)
+        finally:
+            process.kill()
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def _is_like_here(env: Mapping[str, str]) -> bool:
+    here = _zygote().environment
+    return all(env.get(name) == here.get(name) for name in {*env, *here} if name.startswith(_READ_BY_IMPORTS))
+
+
+class Copy(subprocess.Popen[Any]):
+    """Made by the zygote, of `python -m MODULE ...`; all else as ever."""
+
+    def __init__(self, zygote: Zygote, command: Sequence[str], **more: Any) -> None:
+        self._zygote = zygote
+        super().__init__(command, **more)
+
+    def _execute_child(self, command: Sequence[str], *more: Any) -> None:
+        cwd, env, files = more[4], more[5], more[9:15]  # three pairs: the child's end of a pipe, then this one's
+        ends = (files[0], files[3], files[5])
+        order = ForkRequest(command[2:], dict(env), str(Path(cwd).absolute()))
+        child = self._zygote.make(order, tuple(usual if end == -1 else end for usual, end in enumerate(ends)))
+        assert child is not None, "the zygote has ended"
+        self.pid, self._child_created = child.pid, True
+        self._close_pipe_fds(*files)
+
+
+def main() -> None:
+    order = serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])
+    show_command(sys.executable, "-m", *order.arguments)
+    if MARK in order.env:
+        environment, environment_end = _addresses()[2:]
+        place = ctypes.string_at(environment, environment_end - environment).index(f"{MARK}=".encode())
+        _show(environment + place + len(MARK) + 1, order.env[MARK].encode())
+    run_module(order)
+
+
+def show_command(*command: str) -> None:
+    """In /proc, as that of this process."""
+    begin, end = _addresses()[:2]
+    line = b"\0".join(map(os.fsencode, command))
+    _show(begin, line[: end - begin - 1].ljust(end - begin, b"\0"))
+
+
+def _addresses() -> list[int]:
+    """Begin and end of the command line, and of the environment."""
+    stat = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    return [*map(int, stat[45:49])]
+
+
+def _show(address: int, text: bytes) -> None:
+    """In /proc: it shows the memory where the kernel had put the command line and the environment."""
+    ctypes.memmove(address, text, len(text))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,372 @@
+"""What `mrl serve` and a run make of each other: signs of life, arrivals, departures, ends. Toy engines."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mrl.config.derived import Machine
+from mrl.config.engines import ENGINES, EngineKind
+from mrl.config.loader import load
+from mrl.config.schema import RLConfig, RolloutConfig
+from mrl.core import SamplingParams
+from mrl.files import write_privately
+from mrl.rollout import Engine, Home, RolloutError, join_engines, start_engine
+from mrl.rollout.access import Access
+from mrl.rollout.check import check_server
+from mrl.rollout.errors import EngineStartError
+from mrl.rollout.launch import Part, ServerSpec
+from mrl.rollout.registry import Beat, Registry, Sign, Watched
+from mrl.rollout.serve import AWAY, OVER, WARNED, Duty, EngineNode, serve
+from mrl.rollout.serving import Server
+from mrl.rollout.sglang.command import sglang_launch
+from tests.conftest import TinyModels
+from tests.helpers.train_tools import write_config
+from tests.system.rollout.test_rollout_engines import requests
+
+pytestmark = pytest.mark.long
+
+CPU = Machine(1, 0, gpus=0)
+KEY = "a" * 64
+ASKED = [(3 + n, 4, 5) for n in range(40)]
+
+
+def wait_for(happens: Callable[[], object]) -> None:
+    end = time.monotonic() + 60
+    while not happens():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@dataclass
+class Node:
+    """A `mrl serve` in this process. said: to its user; why: it has ended."""
+
+    cfg: RLConfig
+    run_dir: Path
+    number: int
+    received: list[int] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
+    why: object = None
+
+    def __post_init__(self) -> None:
+        duty = Duty(self.cfg, self.run_dir, Home(self.number), CPU, self.received, self.said.append)
+        self.node = EngineNode(duty)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.why = self.node.serve()
+        except EngineStartError as error:
+            self.why = error
+
+    def ends(self) -> object:
+        """Why it has ended."""
+        self._thread.join(60)
+        self.node.close()
+        return self.why
+
+
+@dataclass
+class Place:
+    """Where a run and its nodes meet. The run's engine is `engine`, its user has been told `told`."""
+
+    folder: Path
+    model: Path
+    stack: contextlib.ExitStack
+    told: list[str] = field(default_factory=list)
+    given: list[str] = field(default_factory=list)
+
+    @property
+    def run_dir(self) -> Path:
+        return self.folder / "runs" / "run"
+
+    def cfg(self, nodes: int = 1, wait_s: float = 20.0, away_s: float = 60.0, size: int = 1) -> RLConfig:
+        placement = {"mode": "disaggregated", "nodes": nodes, "wait_s": wait_s, "silence_s": 3.0, "away_s": away_s}
+        placement["nodes_per_engine"] = size
+        rollout = {"engine": "light", "startup_timeout_s": 20.0, "tensor": size}
+        cfg = load(write_config(self.folder, self.model, placement=placement, rollout=rollout))
+        assert isinstance(cfg, RLConfig)
+        return cfg
+
+    def serve(self, number: int, cfg: RLConfig | None = None) -> Node:
+        node = Node(cfg or self.cfg(), self.run_dir, number)
+        self.stack.callback(node.node.close)
+        wait_for(lambda: node.said or node.why)
+        return node
+
+    def join(self, cfg: RLConfig) -> Engine:
+        engine = self.stack.enter_context(join_engines(cfg, self.run_dir))
+        engine.restarts.allow(self.told.append, self.given.append)
+        return engine
+
+
+@pytest.fixture
+def place(tiny_models: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    monkeypatch.setitem(ENGINES, "light", EngineKind("tests.helpers.light_engine:light_launch"))
+    with contextlib.ExitStack() as stack:
+        yield Place(tmp_path, tiny_models("llama"), stack)
+
+
+def sample(engine: Engine) -> int:
+    return len(engine.generate(requests(ASKED), SamplingParams(max_new_tokens=2)))
+
+
+def test_a_sign_that_lies_still_is_not_believed(tmp_path: Path) -> None:
+    registry = Registry(tmp_path / "run")
+    beat = Beat(registry.node(0), "ready", {})
+    shutil.copy(registry.node(0), registry.node(1))
+    watched = {number: Watched(file, 2.0) for number, file in registry.nodes().items()}
+    wait_for(lambda: watched[0].look() is not None)
+    assert watched[1].look() is None
+    beat.close(leave=True)
+    assert watched[0].look() is not None, "a moment ago it moved"
+    wait_for(lambda: watched[0].look() is None)
+    assert Sign.read(registry.node(0)) is not None
+
+
+def test_a_sign_is_the_owner_s_and_goes_with_who_gave_it(tmp_path: Path) -> None:
+    registry = Registry(tmp_path / "run")
+    beat = Beat(registry.node(3), "starting", {"a": 1})
+    assert registry.node(3).stat().st_mode & 0o777 == 0o600
+    other = Beat(registry.node(3), "ready", {})
+    beat.close()
+    assert Sign.read(registry.node(3)) is not None, "it is another one's now"
+    other.close()
+    assert registry.nodes() == {}
+
+
+def test_the_key_is_drawn_once_and_kept_from_others(tmp_path: Path) -> None:
+    keys = {Registry(tmp_path / "run").key() for _ in range(3)}
+    assert len(keys) == 1 and len(keys.pop()) == 64
+    (tmp_path / "run" / "engines" / "key").chmod(0o640)
+    with pytest.raises(ValueError, match="can be read or written by other users"):
+        Registry(tmp_path / "run").key()
+
+
+def test_engines_come_later_and_go(place: Place) -> None:
+    first = place.serve(0)
+    engine = place.join(place.cfg())
+    engine.wait_ready()
+    assert len(engine.urls) == 1 and sample(engine) == 40
+    second = place.serve(1)
+    wait_for(lambda: sample(engine) == 40 and len(engine.urls) == 2)
+    assert place.given == [engine.urls[1]], "weights before requests"
+    first.node.close()
+    wait_for(lambda: sample(engine) == 40 and len(engine.urls) == 1)
+    assert any("engine 0 on node 0" in line and "has left" in line for line in place.told)
+    assert engine.present() == (engine.urls, ())
+    third = place.serve(0)
+    wait_for(lambda: len(engine.present()[0]) == 2)
+    urls, new = engine.present()
+    assert len(new) == 1 and new[0] == urls[1] and engine.urls == urls[:1], "no request before the push"
+    engine.has_pushed("0")
+    assert engine.urls == urls and sample(engine) == 40
+    engine.end_of_run()
+    assert (second.ends(), third.ends()) == (OVER, OVER)
+
+
+def test_an_engine_that_dies_alone_is_started_again_by_its_node(place: Place) -> None:
+    place.serve(0)
+    engine = place.join(place.cfg())
+    engine.wait_ready()
+    (server,) = engine.fleet.servers
+    kill_engine_at(server.url)
+    wait_for(lambda: server.has_ended)
+    assert sample(engine) == 40 and engine.urls == (server.url,)
+    assert engine.restarts.made == 1 and place.given == [server.url]
+
+
+def kill_engine_at(url: str) -> None:
+    """Not its supervisor."""
+    port = url.rpartition(":")[2]
+    for process in psutil.process_iter(["cmdline"]):
+        if (process.info["cmdline"] or [])[-1:] == [port] and "-I" not in process.info["cmdline"]:
+            process.kill()
+
+
+def test_without_any_engine_a_run_waits_no_longer_than_it_was_told(place: Place) -> None:
+    node = place.serve(0)
+    engine = place.join(place.cfg(wait_s=2.0))
+    engine.wait_ready()
+    node.node.close()
+    with pytest.raises(RolloutError, match=r"no engine is left, and none has come within placement.wait_s = 2 s"):
+        sample(engine)
+    with pytest.raises(RolloutError, match="no engine is left"):
+        engine.present()
+
+
+def test_fewer_nodes_than_promised_are_counted(place: Place) -> None:
+    place.serve(0)
+    other = place.cfg().model_copy(update={"rollout": place.cfg().rollout.model_copy(update={"deterministic": False})})
+    place.serve(2, other)
+    registry = Registry(place.run_dir)
+    shutil.copy(registry.node(0), registry.node(1))
+    with pytest.raises(EngineStartError) as caught:
+        place.join(place.cfg(nodes=2, wait_s=3.0)).wait_ready()
+    said = str(caught.value)
+    assert "1 of 2 engine nodes (placement.nodes) are ready after placement.wait_s = 3 s" in said
+    assert "node 0 (" in said and ": ready" in said
+    assert "node 1: no sign of life" in said
+    assert "of another configuration: rollout.deterministic is False, the run has True" in said
+
+
+def test_a_node_ends_when_there_has_been_no_run_for_too_long(place: Place) -> None:
+    node = place.serve(0, place.cfg(away_s=2.0))
+    engine = place.join(place.cfg())
+    engine.wait_ready()
+    wait_for(lambda: "a run has come" in node.said)
+    time.sleep(2.5)
+    assert node.why is None
+    engine.close()
+    assert node.ends() == AWAY
+    assert Registry(place.run_dir).nodes() == {}
+
+
+def test_an_earlier_run_s_last_word_ends_no_node(place: Place) -> None:
+    sign = Sign("0" * 16, 7, "over", {})
+    Registry(place.run_dir)
+    sign.write(Registry(place.run_dir).run)
+    node = place.serve(0)
+    place.join(place.cfg()).wait_ready()
+    assert node.why is None
+
+
+@pytest.mark.parametrize(("number", "why"), [(signal.SIGUSR1, WARNED), (signal.SIGTERM, signal.SIGTERM)])
+def test_a_warned_node_stays_until_the_run_has_saved(number: int, why: object, place: Place) -> None:
+    node = place.serve(0)
+    engine = place.join(place.cfg())
+    engine.wait_ready()
+    wait_for(lambda: "a run has come" in node.said)
+    node.received.append(number)
+    if why == WARNED:
+        time.sleep(1.0)
+        assert node.why is None and sample(engine) == 40
+        engine.close()
+    assert node.ends() == why
+
+
+def test_an_engine_that_dies_without_a_run_ends_its_node(place: Place) -> None:
+    node = place.serve(0)
+    kill_engine_at(json.loads(Registry(place.run_dir).node(0).read_text())["offered"]["urls"][0])
+    assert "an engine has ended, and there is no run" in str(node.ends())
+
+
+def test_an_engine_over_two_nodes_comes_goes_and_comes_back_with_both(place: Place) -> None:
+    cfg, received, said, ends = place.cfg(nodes=2, size=2), list[int](), list[str](), list[object]()
+
+    def begin(number: int) -> threading.Thread:
+        duty = Duty(cfg, place.run_dir, Home(number), CPU, received, said.append)
+        thread = threading.Thread(target=lambda: ends.append(serve(duty)), daemon=True)
+        thread.start()
+        return thread
+
+    nodes = [begin(1), begin(0)]
+    try:
+        engine = place.join(cfg)
+        engine.wait_ready()
+        (url,) = engine.urls
+        assert sample(engine) == 40
+        signs = [Sign.read(Registry(place.run_dir).node(number)) for number in range(2)]
+        assert len({sign.meeting for sign in signs if sign is not None}) == 1
+        assert signs[1] is not None and signs[1].offered is not None
+        kill_engine_at(signs[1].offered.urls[0])
+        wait_for(lambda: sample(engine) == 40 and engine.urls and engine.urls != (url,))
+        assert len(engine.urls) == 1 and place.given == list(engine.urls)
+        assert any("and 1 more has left" in line for line in place.told)
+        again = Sign.read(Registry(place.run_dir).node(1))
+        assert again is not None and again.meeting != signs[1].meeting
+        engine.end_of_run()
+        for node in nodes:
+            node.join(30)
+        assert ends == [OVER, OVER]
+    finally:
+        received.append(signal.SIGTERM)
+        for node in nodes:
+            node.join(30)
+
+
+def test_parts_of_an_engine_are_told_where_they_meet(place: Place, tmp_path: Path) -> None:
+    if importlib.util.find_spec("sglang") is None:
+        pytest.skip("needs sglang")
+    rollout, machine = RolloutConfig(tensor=4), Machine(1, 0, gpus=2)
+    for number in range(2):
+        part = Part(2, number, "127.0.0.1:2345")
+        spec = ServerSpec(
+            rollout, str(place.model), "bfloat16", 8000, 0, 7, machine, tmp_path, host="127.0.0.1", part=part
+        )
+        launch = sglang_launch(spec)
+        line = " ".join(launch.command)
+        assert "--tp-size 4 --random-seed 7 " in line
+        assert f"--nnodes 2 --node-rank {number} --dist-init-addr 127.0.0.1:2345" in line
+        assert "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE" not in launch.env
+        assert launch.env["GLOO_SOCKET_IFNAME"] == "lo" and launch.env["CUDA_VISIBLE_DEVICES"] == "0,1"
+
+
+@contextlib.contextmanager
+def router(answers: dict[str, object], key: str = KEY) -> Iterator[str]:
+    """A stand-in that says of itself what sglang-router does."""
+    routes = {path: lambda body, answer=answer: answer for path, answer in answers.items()}
+    with Server(0, key, routes) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def at_router(place: Place, url: str, key: str = KEY) -> Engine:
+    file = place.folder / "key"
+    write_privately(file, key)
+    cfg = RolloutConfig(urls=(url,), api_key_file=str(file), startup_timeout_s=5.0)
+    return start_engine(cfg, str(place.model), "float32", place.folder)
+
+
+@pytest.mark.parametrize("form", ["workers", "urls"])
+def test_engines_behind_a_router_are_used_themselves(form: str, place: Place, tmp_path: Path) -> None:
+    own = RolloutConfig(engine="transformers", servers=1)
+    with start_engine(own, str(place.model), "float32", tmp_path) as real:
+        real.wait_ready()
+        key = real.access.api_key
+        assert key is not None
+        said = {"/workers": {"workers": [{"url": f"{real.urls[0]}/", "is_healthy": True}]}}
+        if form == "urls":
+            said = {"/list_workers": {"urls": list(real.urls)}}
+        with router(said, key) as url, at_router(place, url, key) as engine:
+            engine.wait_ready()
+            assert engine.urls == real.urls
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        ({"workers": []}, "is a router without engines"),
+        ({"workers": [{"url": "file:///etc/passwd"}]}, "names 'file:///etc/passwd', which is not an address"),
+        ({"workers": [{"url": "http://a:1"}, {"url": "http://a:1/"}]}, "http://a:1: there twice"),
+    ],
+)
+def test_what_a_router_says_is_not_believed(answer: object, says: str, place: Place) -> None:
+    with router({"/workers": answer}) as url, pytest.raises(EngineStartError, match=says):
+        at_router(place, url)
+
+
+def test_a_router_that_came_late_is_refused_as_an_engine(place: Place) -> None:
+    answers: dict[str, object] = {}
+    with router(answers) as url, at_router(place, url) as engine:
+        assert engine.urls == (url,)
+    late = {"/workers": {"workers": [{"url": "http://a:1"}]}}
+    with router(late) as url:
+        access = Access(KEY)
+        with pytest.raises(EngineStartError, match=f"{url} is a router .* with 1 engines behind it"):
+            cfg = RolloutConfig(startup_timeout_s=5.0)
+            check_server(url, access, cfg, str(place.model), "llama", "float32", outlives=True)

@@ -1,0 +1,38 @@
+"""Engines for the tests of whole systems: one real SGLang server that all of them share."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+import pytest
+
+from mrl.config.schema import RolloutConfig
+from mrl.rollout import Engine, start_engine
+from tests.conftest import TinyModels
+from tests.helpers import engine_fork_servers
+
+
+def pytest_configure() -> None:
+    """For this process and all that it starts: engines are copies of a process with their imports."""
+    engine_fork_servers.start()
+
+
+@pytest.fixture(scope="session")
+def shared_sglang(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """A ready Engine on one real server with `tiny_models("llama")`, for `sglang_engine`."""
+    if importlib.util.find_spec("sglang") is None:  # found, not imported: only the server can import it
+        pytest.skip("the engine tests need sglang")
+    logs = tmp_path_factory.mktemp("sglang_logs")
+    with start_engine(RolloutConfig(), str(tiny_models("llama")), "float32", logs) as engine:
+        engine.wait_ready()
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def sglang_engine(shared_sglang: Engine, tiny_models: TinyModels) -> Iterator[Engine]:
+    """A ready Engine on one real server. Each file starts with `tiny_models("llama")`, whatever the one before it has
+    pushed; within a file a test that pushes other weights must put those back."""
+    yield shared_sglang
+    for url in shared_sglang.urls:
+        shared_sglang.client(url).update_weights_from_disk(str(tiny_models("llama")), weight_version="default")

@@ -1,0 +1,194 @@
+"""Runs that outlive faults: every kind of fault in every part of a run under the real ft_launcher, and signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mrl.config.schema import RolloutConfig
+from mrl.observe import read_metrics
+from mrl.resilience import EXIT_PREEMPTED
+from mrl.rollout import start_engine
+from tests.conftest import TinyModels
+from tests.helpers.train_tools import ROOT, Train, given, write_config
+from tests.system.launcher.test_trainer_faults import fake_engine, wait_until_it_hangs
+
+pytestmark = pytest.mark.longest
+
+STARTING_S = 240.0
+RUN_S = 600.0
+STEPS = 12
+FAULTS = str(ROOT / "tests/worlds/faults")
+# shorter in a reward: the others, who wait for it in their rollout, must not be the first
+LIMITS = {"setup": 25.0, "rollout": 9.0, "reward": 6.0, "update": 9.0, "sync": 9.0, "checkpoint": 9.0}
+SECTIONS = tuple(LIMITS)
+KINDS = {"kill": "died", "exception": "failed", "hang": "hung"}
+OCCURRENCE = {"kill": 2, "exception": 1, "hang": 1}  # of a section in an attempt: after a first step, or in it
+
+
+def fault(kind: str, section: str) -> dict[str, Any]:
+    """On rank 1, but on rank 0 what only that does; of the two parts of a step that update, the second."""
+    nth = 1 if section == "setup" else OCCURRENCE[kind] * (2 if section == "update" else 1)
+    return {"kind": kind, "section": section, "rank": 0 if section == "reward" else 1, "nth": nth}
+
+
+MATRIX = [fault(kind, section) for section in SECTIONS for kind in KINDS]
+
+
+@dataclass
+class Folder:
+    """A configuration, the runs made by it, and an engine that outlives them all."""
+
+    path: Path
+    config: Path
+    engine: dict[str, Any]
+
+    @property
+    def given(self) -> list[str]:
+        return [f"rollout.{key}={value}" for key, value in self.engine.items()]
+
+    def train(self, name: str, *overrides: str, faults: list[Any] | None = None, slow: str | None = None) -> Train:
+        environment = {"PYTHONPATH": f"{FAULTS}:{ROOT}"} if faults or slow else {}  # the others are copies
+        if faults is not None:
+            (self.path / "faults.json").write_text(json.dumps(faults))
+            environment["MRL_TEST_FAULTS"] = str(self.path / "faults.json")
+        if slow is not None:
+            environment["MRL_TEST_SLOW"] = slow
+        return Train(self.path, self.config, f"run.name={name}", *overrides, **environment)
+
+    def result(self, name: str) -> dict[str, bytes | list[int]]:
+        """The trained weights, every sample, and the steps that have metrics."""
+        run = self.path / "runs" / name
+        found: dict[str, bytes | list[int]] = {f.name: f.read_bytes() for f in sorted(run.glob("rollouts/*.jsonl"))}
+        weights = run / "hf" / "model.safetensors"
+        return found | {"weights": weights.read_bytes(), "steps": [int(row["step"]) for row in read_metrics(run)]}
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Folder]:
+    path, model = tmp_path_factory.mktemp("survival"), tiny_models("llama")
+    config = write_config(
+        path,
+        model,
+        run={"steps": STEPS},
+        actor={"parallel": {"tensor": 2}},
+        rollout={"engine": "transformers", "sampling": {"max_new_tokens": 8}},
+        checkpoint={"every_steps": 1, "export_hf": True},
+    )
+    with start_engine(RolloutConfig(engine="transformers"), str(model), "float32", path) as engine:
+        engine.wait_ready()
+        yield Folder(path, config, given(engine, path))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder: Folder) -> dict[str, bytes | list[int]]:
+    with folder.train("undisturbed", *folder.given) as run:
+        assert run.wait(RUN_S) == 0, run.terminal
+    return folder.result("undisturbed")
+
+
+@pytest.fixture(scope="module")
+def disturbed(folder: Folder) -> Train:
+    """Every fault of the matrix, one after the other; the last one is one too many."""
+    limits = json.dumps({**LIMITS, "out_of_section": 25.0})
+    more = [f"run.max_restarts={len(MATRIX) - 1}", "run.launcher=ft", f"resilience.timeouts_s={limits}"]
+    with folder.train("disturbed", *folder.given, *more, faults=MATRIX) as run:
+        assert run.wait(RUN_S) == 1, run.terminal
+        assert run.left_running() == {}
+    return run
+
+
+def test_every_fault_is_detected_and_answered(folder: Folder, disturbed: Train) -> None:
+    rows = [json.loads(line) for line in (folder.path / "runs/disturbed/logs/restarts.jsonl").read_text().splitlines()]
+    seen = [(row["kind"], row["section"]) for row in rows]
+    assert seen == [(KINDS[f["kind"]], f["section"]) for f in MATRIX[:-1]], disturbed.terminal
+    assert all(f["rank"] in row["ranks"] for row, f in zip(rows, MATRIX))
+
+
+def test_a_restart_is_one_line_and_the_end_one_error(disturbed: Train) -> None:
+    lines = disturbed.terminal.splitlines()
+    restarts = [line for line in lines if line.startswith("mrl: restart")]
+    assert len(restarts) == len(MATRIX) - 1
+    assert restarts[3].startswith("mrl: restart 4 of 17: rank 1 died in rollout; "), restarts[3]
+    assert "rank 1 failed in setup: sitecustomize.Injected: an injected error" in restarts[1]
+    assert "hung in update (resilience.timeouts_s.update = 9" in restarts[11]
+    errors = [line for line in lines if line.startswith("mrl: error")]
+    assert len(errors) == 1 and "hung in checkpoint" in errors[0], errors
+    assert "Traceback" not in disturbed.terminal
+
+
+def test_a_hang_leaves_its_stack_in_the_log(folder: Folder, disturbed: Train) -> None:
+    log = (folder.path / "runs/disturbed/logs/rank_1.log").read_text()
+    assert log.count("Timeout (0:00:0") >= 4 and "sitecustomize.py" in log
+
+
+def test_nothing_is_lost(folder: Folder, disturbed: Train, undisturbed: dict[str, bytes | list[int]]) -> None:
+    """The same command goes on, with an engine of its own; rank 0, whose child that is, is killed while it samples."""
+    kill = {"kind": "kill", "section": "rollout", "rank": 0, "nth": 2}
+    with folder.train("disturbed", "run.launcher=ft", faults=[kill]) as run:
+        assert run.wait(RUN_S) == 0, run.terminal
+        assert run.left_running() == {}
+    assert "mrl: restart 1 of 3: rank 0 died in rollout; recovered in" in run.terminal
+    assert run.terminal.count("the engine has the weights of step") == 2, run.terminal
+    assert folder.result("disturbed") == undisturbed
+    assert not list((folder.path / "runs/disturbed/checkpoints").glob("*.tmp"))
+
+
+SAVED_BY_SIGNALS_ONLY = "checkpoint.every_steps=100"
+
+
+def left_after(run: Train, mark: str, number: signal.Signals, rank: int | None = None) -> None:
+    """A signal to `mrl train`, or to one rank alone, when `mark` is on the terminal: the run saves, and leaves."""
+    run.wait_for(mark, STARTING_S)
+    if rank is None:
+        run.signal(number)
+    else:
+        os.kill(run.pid_of_rank(rank), number)
+    assert run.wait(RUN_S) == EXIT_PREEMPTED, run.terminal
+    assert run.left_running() == {}
+    assert "stopping after step" in run.terminal and "exit code 75" in run.terminal, run.terminal
+    assert "error" not in run.terminal and "restart" not in run.terminal, run.terminal
+
+
+def test_signals_save_and_leave(folder: Folder, undisturbed: dict[str, bytes | list[int]]) -> None:
+    """Under each launcher in turn, each going on where the last one left. One rank is slow, and is named."""
+    more = [*folder.given, SAVED_BY_SIGNALS_ONLY]
+    marker = folder.path / "runs/signals/preempted"
+    with folder.train("signals", *more) as run:
+        left_after(run, "step 1/", signal.SIGTERM)
+    with folder.train(
+        "signals", *more, "run.launcher=torchrun", "resilience.straggler_every_steps=2", slow="1 0.5"
+    ) as run:
+        left_after(run, "slow rank", signal.SIGUSR1, rank=1)
+    assert "resuming from" in run.terminal and "slow rank 1" in run.terminal and "slow rank 0" not in run.terminal
+    assert marker.exists()
+    with folder.train("signals", *more, "run.launcher=ft") as run:
+        left_after(run, "| rollout", signal.SIGUSR1)
+    with folder.train("signals", *more) as run:
+        assert run.wait(RUN_S) == 0, run.terminal
+    assert not marker.exists()
+    assert folder.result("signals") == undisturbed
+    rows = [json.loads(line) for line in (folder.path / "runs/signals/stragglers.jsonl").read_text().splitlines()]
+    assert rows[0]["steps"] == 2 and rows[0]["update"][1] > rows[0]["update"][0] + 1, rows
+
+
+@pytest.mark.parametrize(("launcher", "ranks"), [("mrl", 2), ("torchrun", 1)])
+def test_what_does_not_fit_into_the_deadline_is_left_undone(folder: Folder, launcher: str, ranks: int) -> None:
+    """The engine answers nothing: the step cannot end. Of several ranks one may fail as the others leave, which alone
+    would tell torchrun that the run is not over."""
+    with fake_engine(folder.path, "generate_hangs") as url:
+        more = [f"rollout.urls=['{url}']", "rollout.request_timeout_s=400.0", "resilience.save_deadline_s=2.0"]
+        more += [f"run.launcher={launcher}", f"run.nproc={ranks}", f"actor.parallel.tensor={ranks}"]
+        with folder.train(f"late_{launcher}", *more) as run:
+            wait_until_it_hangs(run, url)
+            run.signal(signal.SIGTERM)
+            assert run.wait(60) == EXIT_PREEMPTED, run.terminal
+            assert run.left_running() == {}
+    assert "within resilience.save_deadline_s" in run.terminal

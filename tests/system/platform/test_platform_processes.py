@@ -1,0 +1,153 @@
+"""Adaptations of the platform, each in a process of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mrl.platform import kept_memory
+from tests.helpers.python_process import run_python
+from tests.unit.platform.test_platform import IMPORT_SPECS
+
+
+@pytest.fixture
+def shell_package(tmp_path: Path) -> Path:
+    """transformer-engine installed without its compiled part."""
+    (tmp_path / "transformer_engine").mkdir()
+    (tmp_path / "transformer_engine" / "__init__.py").write_text("raise RuntimeError('no pytorch part found')\n")
+    info = tmp_path / "transformer_engine-2.9.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: transformer-engine\nVersion: 2.9.0\n")
+    return tmp_path
+
+
+def test_shell_transformer_engine_does_not_stop_megatron(shell_package: Path) -> None:
+    done = run_python(f"{IMPORT_SPECS}; print(platform.applied())", path=shell_package)
+    assert done.returncode == 0, done.stderr
+    assert "te_without_gpu" in done.stdout
+    assert "Warning" not in done.stderr
+
+
+@pytest.fixture
+def whole_package(tmp_path: Path) -> Path:
+    """transformer-engine and apex, both of which can be imported, and torch's cudnn."""
+    for name in ("transformer_engine/pytorch", "apex", "nvidia/cudnn"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("transformer_engine", "transformer_engine/pytorch", "apex"):
+        (tmp_path / name / "__init__.py").write_text("")
+    return tmp_path
+
+
+def test_without_a_gpu_megatron_takes_no_kernels_for_gpus(whole_package: Path) -> None:
+    """Wherever they can be imported it would, and end with "no CUDA-capable device is detected"."""
+    code = (
+        "from mrl import platform; platform.install(); import megatron.core.optimizer, sys; "
+        "print(platform.applied(), [sys.modules[name] for name in ('transformer_engine', 'apex')])"
+    )
+    done = run_python(code, path=whole_package)
+    assert done.returncode == 0, done.stderr
+    assert "te_without_gpu" in done.stdout and "[None, None]" in done.stdout
+
+
+@pytest.mark.parametrize(("given", "wanted"), [({}, "nvidia/cudnn"), ({"CUDNN_HOME": "/own"}, "/own")])
+def test_transformer_engine_is_told_of_torch_s_cudnn(whole_package: Path, given: dict[str, str], wanted: str) -> None:
+    """It would take the CUDA toolkit's; of two in one process its attention fails."""
+    code = (
+        "from mrl.platform import fused; fused.transformer_engine_fault(); import os; print(os.environ['CUDNN_HOME'])"
+    )
+    done = run_python(code, path=whole_package, **given)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().endswith(wanted)
+
+
+def test_a_torch_for_cuda_sees_no_gpu_in_its_own_stand_in() -> None:
+    """Ranks ask NVML, and torch then counts devices: megatron is told of one."""
+    code = (
+        "import torch; from mrl import platform; platform.install(); torch.cuda._is_compiled = lambda: True; "
+        "print(platform.backend(), platform.device())"
+    )
+    done = run_python(code, PYTORCH_NVML_BASED_CUDA_CHECK="1")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "gloo cpu"
+
+
+def test_adaptation_can_be_switched_off_to_see_what_it_prevents(shell_package: Path) -> None:
+    done = run_python(IMPORT_SPECS, path=shell_package, MRL_PLATFORM_OFF="te_without_gpu,broken_te")
+    assert done.returncode != 0
+    assert "no pytorch part found" in done.stderr
+
+
+def test_doctor_names_the_problem_of_a_shell_package(shell_package: Path) -> None:
+    code = """
+from rich.console import Console
+from mrl import doctor, platform
+Console(width=250).print(doctor.table(platform.features()))
+"""
+    done = run_python(code, path=shell_package)
+    assert done.returncode == 0, done.stderr
+    row = next(line for line in done.stdout.splitlines() if "transformer-engine" in line)
+    assert "2.9.0, unusable" in row and "no pytorch part found" in row
+    assert "megatron-core" in done.stdout and "0.16.1" in done.stdout
+
+
+@pytest.mark.skipif(
+    not kept_memory.returns_large_blocks(), reason="only glibc gives memory back at once, and only CPUs care"
+)
+def test_memory_that_was_given_back_is_had_again_without_new_pages() -> None:
+    done = run_python("""
+import resource, torch
+from mrl import platform
+platform.install()
+def pages():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(64 << 20, dtype=torch.uint8)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print(min(pages() for _ in range(9)))  # a small block may have come to lie in the way once
+""")
+    assert int(done.stdout) < 1000, (done.stdout, done.stderr)  # 64 MiB are 16,384
+
+
+@pytest.mark.skipif(not kept_memory.returns_large_blocks(), reason="as above")
+def test_large_tensors_are_asked_for_in_huge_pages() -> None:
+    """Whether there are any is the system's to say; 'hg' is that this process would like them."""
+    done = run_python("""
+import torch
+from mrl import platform
+platform.install()
+place = torch.ones(64 << 20, dtype=torch.uint8).data_ptr()
+for line in open("/proc/self/smaps"):
+    first, _, rest = line.partition("-")
+    if rest and " " not in first and ":" not in first:
+        here = int(first, 16) <= place < int(rest.split()[0], 16)
+    elif here and line.startswith("VmFlags:"):
+        print("hg" in line.split())
+""")
+    assert done.stdout.split() == ["True"], (done.stdout, done.stderr)
+
+
+COPIES = """
+import os, sys
+import torch, torch.distributed as dist
+from mrl import platform
+platform.install()
+def add(name):
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    groups, one = [dist.new_group([0]) for _ in range(8)], torch.ones(1)
+    for group in groups:
+        dist.all_reduce(one, group=group)
+    print(name, float(one), len(os.listdir("/proc/self/task")) < 8 + 8 * 2 + 4, flush=True)
+    dist.destroy_process_group()
+add("parent")
+if pid := os.fork():
+    print("copy ended with", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+else:
+    add("copy")
+    os._exit(0)
+"""
+
+
+def test_gloo_s_groups_share_a_thread_that_a_copy_of_the_process_makes_anew() -> None:
+    done = run_python(COPIES)
+    assert done.stdout.splitlines() == ["parent 1.0 True", "copy 1.0 True", "copy ended with 0"], done.stderr

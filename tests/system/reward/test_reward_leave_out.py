@@ -1,0 +1,165 @@
+"""reward.on_error: leave_out: a sample whose score fails is nowhere counted as a wrong one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mrl.config.schema import RLConfig
+from mrl.core import Prompt, Request, Sample
+from mrl.evaluation.answers import summary
+from mrl.reward.errors import RewardError
+from mrl.reward.manager import RewardManager
+from mrl.rollout import Load
+from mrl.trainers.rl.experience import Passes, make_experience
+from mrl.trainers.rl.generate import Generator
+from mrl.trainers.rl.groups import SamplingError
+from tests.system.agents.test_agent_endpoint import Model
+
+FUNCTION = """
+def score(prompt, response, row):
+    if row["index"] in row["failing"]:
+        raise ConnectionError("the judge is gone")
+    return {"score": row["scores"][row["index"]], "part": 1}
+"""
+
+
+class Parts:
+    """Data, engine and tokenizer of a generator; each sample has a row of its own."""
+
+    def __init__(self, scores: list[float], failing: tuple[int, ...]) -> None:
+        self.scores, self.failing = scores, failing
+
+    def prompts_for_step(self, step: int, n: int, seed: int) -> list[Prompt]:
+        return [Prompt(i, (3, 4), {"prompt": "p"}, "p") for i in range(n)]
+
+    first = lambda self, n: self.prompts_for_step(0, n, 0)  # noqa: E731
+
+    def generate(
+        self, asked: list[Request], params: object, on_samples: Callable[[list[Sample]], None]
+    ) -> list[Sample]:
+        samples = []
+        for r in asked:
+            row = {"prompt": "p", "index": r.sample_id, "failing": self.failing, "scores": self.scores}
+            r = Request(r.sample_id, r.group, Prompt(r.prompt.index, (3, 4), row, "p"), r.seed)
+            samples.append(Sample(r, np.array([5, 6]), np.array([-1.0, -1.0]), "stop", "0"))
+        on_samples(samples)
+        return samples
+
+    def take_loads(self) -> tuple[dict[str, Load], Load]:
+        return {}, Load(0, 0, 0, 0.0, 0.0, 0)
+
+
+def config(folder: Path, on_error: str, **algorithm: Any) -> RLConfig:
+    (folder / "mine.py").write_text(FUNCTION)
+    (folder / "rollouts").mkdir(exist_ok=True)
+    return RLConfig.model_validate(
+        {
+            **{"trainer": "rl", "run": {"name": "run"}, "model": {"path": "-"}, "data": {"train": "-"}},
+            "reward": {"function": f"{folder / 'mine.py'}:score", "on_error": on_error, "workers": 1},
+            "batch": {"prompts_per_step": 3, "samples_per_prompt": 2, "samples_per_minibatch": 2},
+            "validation": {"prompts": 4},
+            "algorithm": {"adv_estimator": "grpo", **algorithm},
+        }
+    )
+
+
+def drawn(folder: Path, scores: list[float], failing: tuple[int, ...], on_error: str = "leave_out", **algorithm: Any):
+    parts, notes = Parts(scores, failing), list[str]()
+    cfg = config(folder, on_error, **algorithm)
+    with RewardManager(cfg.reward) as rewards:
+        parts_: Any = parts
+        made = Generator(cfg, folder, parts_, rewards, notes.append, Model().tokenizer, parts_, parts_)
+        found = made.draw(0, lambda sample: None)
+    return cfg, made, found, notes
+
+
+ESTIMATORS = {  # each with the samples that are learnt from where samples 1 and 4 fail, of three groups of two
+    "grpo": [2, 3],
+    "rloo": [2, 3],
+    "reinforce_plus_plus": [0, 2, 3, 5],
+    "gae": [0, 2, 3, 5],
+}
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_what_is_learnt_is_as_if_the_sample_had_never_been_drawn(tmp_path: Path, estimator: str) -> None:
+    """With the others all right there is nothing to learn; with zero the failed ones would be discouraged."""
+
+    def advantages(on_error: str) -> torch.Tensor:
+        cfg, _, found, _ = drawn(tmp_path, [1.0] * 6, (1, 4), on_error, adv_estimator=estimator)
+        rollout = found.rollout
+        values = torch.zeros(rollout.num_response_tokens) if estimator == "gae" else None
+        assert rollout.num_samples == (len(ESTIMATORS[estimator]) if on_error == "leave_out" else 6)
+        assert on_error == "zero" or rollout.scores.tolist() == [1.0] * rollout.num_samples
+        old = torch.full((rollout.num_response_tokens,), -1.0)
+        return make_experience(cfg.algorithm, rollout, Passes(log_probs=old, values=values), 0.0).advantages
+
+    assert advantages("leave_out").abs().max() < 1e-6
+    assert advantages("zero").abs().max() > 0.1
+
+
+def test_it_is_counted_and_written_down(tmp_path: Path) -> None:
+    _, made, found, notes = drawn(tmp_path, [1.0, 0.0] * 3, (3,))
+    assert found.rollout.group.tolist() == [0, 0, 1, 1], "one that is left alone compares with nothing"
+    assert found.metrics["reward/left_out"] == 1 and found.metrics["reward/failed"] == pytest.approx(1 / 6)
+    assert found.metrics["reward/mean"] == 0.5 and found.metrics["reward/part"] == 1
+    [unscored] = [row for row in found.rows if row["score"] is None]
+    assert "the judge is gone" in unscored["reward_error"] and unscored["sample_id"] is None
+    made.write(found)
+    assert "1 of 5 samples are left out, the reward failed on them" in notes[-1]
+    with pytest.raises(
+        SamplingError, match=r"(?s)no group of the step .*\(reward.on_error: leave_out\).*judge is gone"
+    ):
+        drawn(tmp_path, [1.0] * 6, (0, 3, 4))
+
+
+def test_dynamic_sampling_and_parts_of_the_score_see_what_is_left(tmp_path: Path) -> None:
+    """Groups 0 and 1 lose a sample, so that group 2 alone can teach."""
+    filters = {"enable": True, "metric": "score", "max_num_gen_batches": 1, "on_shortage": "fill"}
+    _, _, found, _ = drawn(tmp_path, [1.0, 0.0] * 3, (1, 2), filter_groups=filters)
+    assert found.rollout.rows is not None and found.rollout.rows.tolist() == [2, 2]
+    assert found.metrics["sampling/dropped_equal"] == 2 and found.metrics["reward/failed"] == pytest.approx(2 / 6)
+
+
+def test_validation_has_no_score_of_it(tmp_path: Path) -> None:
+    parts: Any = Parts([1.0, 1.0, 1.0, 0.0], (1,))
+    cfg = config(tmp_path, "leave_out")
+    with RewardManager(cfg.reward) as rewards:
+        made = Generator(cfg, tmp_path, parts, rewards, lambda text: None, Model().tokenizer, parts, parts)
+        metrics = made.validate(0, lambda sample: None, "validation")
+    assert metrics["validation/mean"] == pytest.approx(2 / 3)
+
+
+def one(index: int, failing: tuple[int, ...] = ()) -> Sample:
+    row = {"prompt": "p", "index": index, "failing": failing, "scores": [1.0] * 9}
+    return Sample(Request(index, index // 2, Prompt(index, (1,), row), 0), [5], [-1.0], "stop", "0", "x")
+
+
+def test_the_sample_says_that_it_has_no_score(tmp_path: Path) -> None:
+    samples = [one(0), one(1, (1,)), one(2), one(3)]
+    with RewardManager(config(tmp_path, "leave_out").reward) as rewards:
+        rewards.collect(samples)
+        assert rewards.failures == 1
+    assert math.isnan(samples[1].score) and "the judge is gone" in samples[1].left_out and not samples[1].score_parts
+    assert [sample.score for sample in samples if not sample.left_out] == [1.0] * 3
+    found = summary(samples, 2, 1.0)
+    assert found["estimates"]["exact"]["value"] == 1 and found["estimates"]["failed"]["value"] == 0.25
+    with pytest.raises(RewardError, match="(?s)no prompt has scores for all .*judge is gone"):
+        summary(samples[:2][::-1], 2, 1.0)
+
+
+def test_samples_are_told_apart_by_themselves(tmp_path: Path) -> None:
+    """Numbers of objects are given again: a new sample must not get what one that is gone was scored with."""
+    with RewardManager(config(tmp_path, "stop").reward) as rewards:
+        for index in range(50):
+            rewards.submit(one(index % 9, (index % 9,)))  # dropped at once: nobody collects it
+        kept = [one(index) for index in range(9)]
+        rewards.collect(kept)
+    assert [sample.score for sample in kept] == [1.0] * 9

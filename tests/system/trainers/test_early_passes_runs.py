@@ -1,0 +1,41 @@
+"""`rollout.early_passes` in whole runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import TinyModels
+from tests.helpers.runs import difference, results, train, train_and_kill
+from tests.helpers.train_tools import write_config
+from tests.unit.trainers.test_early_passes import PPO
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run, the same with passes of all samples at once, and one that was killed after step 2 and went on."""
+    folder = tmp_path_factory.mktemp("early")
+    config = write_config(folder, tiny_models("llama"), **PPO)
+    train(folder, config, "run.name=whole", "rollout.early_passes=4")
+    train(folder, config, "run.name=at_once")
+    early = ("run.name=killed", "rollout.early_passes=4")
+    train_and_kill(folder, folder / "runs/killed", config, *early, "run.steps=50")
+    train(folder, config, *early)
+    return folder
+
+
+def test_what_is_learnt_is_what_is_learnt_of_all_at_once(folder: Path) -> None:
+    parts, at_once = results(folder / "runs/whole"), results(folder / "runs/at_once")
+    for step, row in at_once.items():
+        for name in ("actor/loss", "critic/loss", "actor/grad_norm", "critic/grad_norm", "kl/ref", "reward/mean"):
+            assert parts[step][name] == pytest.approx(row[name], rel=2e-4, abs=2e-6), (step, name)
+
+
+def test_passes_begin_before_the_last_sample_is_there(folder: Path) -> None:
+    assert all(row["rollout/early_parts"] >= 1 for row in results(folder / "runs/whole").values())
+    assert not any("rollout/early_parts" in row for row in results(folder / "runs/at_once").values())
+
+
+def test_a_killed_run_goes_on_to_the_bit(folder: Path) -> None:
+    assert set(difference(folder / "runs/whole", folder / "runs/killed").values()) == {0.0}

@@ -1,0 +1,74 @@
+"""What a family makes of a config.json that lacks a key: what transformers makes of it, or a refusal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from mrl.families import ModelArch, UnsupportedModel, load_arch
+from tests.conftest import TinyModels
+from tests.helpers.tiny import FAMILIES
+from tests.helpers.tiny_vl import make_tiny_vl
+
+PICTURES = ("qwen2_5_vl", "qwen3_vl")
+HEADS = 128  # which the usual number of key-value heads of every family divides
+DEPTH = 27  # of a tower, whose usual deep layers are within
+TABLES = ("text_config", "vision_config")
+NOT_READ = ("eos_token_id",)  # what ends an answer is the tokenizer's to say
+
+
+@pytest.fixture(params=[*FAMILIES, *PICTURES])
+def config(request: Any, tiny_models: TinyModels, tmp_path: Path) -> dict[str, Any]:
+    """Of a model of the family that has as many heads, of 16 channels, as the hub's."""
+    name = request.param
+    made = make_tiny_vl(tmp_path / name, name, weights=False) if name in PICTURES else tiny_models(name, weights=False)
+    whole: dict[str, Any] = json.loads((made / "config.json").read_text())
+    heads = {"num_attention_heads": HEADS, "num_key_value_heads": HEADS, "hidden_size": 16 * HEADS}
+    whole.get("text_config", whole).update(heads)
+    if name in PICTURES:
+        whole["vision_config"].update(depth=DEPTH, out_hidden_size=16 * HEADS)
+    return whole
+
+
+def test_a_missing_key_is_what_transformers_takes_it_to_be(config: dict[str, Any], tmp_path: Path) -> None:
+    assert _read(config, tmp_path) == _completed(config, tmp_path)
+    wrong = {}
+    for key in _without_each(config):
+        try:
+            own = _read(config, tmp_path)
+        except UnsupportedModel:
+            continue
+        theirs = _completed(config, tmp_path)
+        if own != theirs:
+            wrong[key] = own, theirs
+    assert not wrong
+
+
+def _without_each(config: dict[str, Any]) -> Iterator[str]:
+    """The keys, also of tables, while `config` is without them."""
+    for table in (config, *(config[name] for name in TABLES if name in config)):
+        for key in [key for key in table if key not in NOT_READ]:
+            value = table.pop(key)
+            yield key
+            table[key] = value
+
+
+def _read(config: dict[str, Any], folder: Path) -> ModelArch:
+    (folder / "config.json").write_text(json.dumps(config))
+    return load_arch(folder)
+
+
+def _completed(config: dict[str, Any], folder: Path) -> ModelArch:
+    """The model of a config.json in which transformers has written all that it takes."""
+    (folder / "config.json").write_text(json.dumps(config))
+    found = AutoConfig.from_pretrained(folder)
+    text = found.get_text_config()
+    if getattr(text, "head_dim", None) is None:  # where its attention divides, and nothing is written of it
+        text.head_dim = text.hidden_size // text.num_attention_heads
+    found.to_json_file(folder / "config.json", use_diff=False)
+    return load_arch(folder)

@@ -1,0 +1,46 @@
+"""Fails a unit test that starts a process.
+
+Allowed are git, for the commit in a run's files, and a C compiler, for mrl/kernels/native if nothing has built it yet.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from multiprocessing import util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "os.system", "spawn")
+ALLOWED = ("git", "cc", "gcc", "clang")
+_is_on = False
+
+
+def _see(event: str, arguments: tuple[Any, ...]) -> None:
+    if _is_on and event in STARTS:
+        program = arguments[0] if arguments else ""
+        if not (isinstance(program, str) and Path(program).name in ALLOWED):
+            pytest.fail(f"a unit test starts a process ({event} {arguments!s:.200}): such tests go to tests/system")
+
+
+def _spawnv(path: str, arguments: list[str], files: list[int]) -> int:
+    """multiprocessing starts processes without an audit event."""
+    sys.audit("spawn", path, arguments)
+    return _real_spawnv(path, arguments, files)
+
+
+_real_spawnv = util.spawnv_passfds
+util.spawnv_passfds = _spawnv
+sys.addaudithook(_see)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    global _is_on
+    _is_on = item.path.is_relative_to(Path(__file__).parent)
+    try:
+        return (yield)
+    finally:
+        _is_on = False

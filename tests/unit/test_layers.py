@@ -1,0 +1,320 @@
+"""The house's plan: which room may import which, held by reading the imports."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "mrl"
+BELOW = (
+    *("units", "core", "options", "families", "config", "platform", "parallel", "models", "kernels", "algo", "data"),
+    "weights",
+)
+ON_DISK = ("directories", "files", "foreign")
+
+# room -> what it may import from mrl, besides itself; "room.module" allows that module only
+ALLOWED: dict[str, tuple[str, ...]] = {
+    "units": (),
+    "core": ("units",),
+    "options": ("float32",),
+    "families": ("float32", "foreign"),
+    "config": ("core", "options", "families", "directories", "float32", "foreign", "redaction", "strict_json"),
+    "fp8_chips": (),
+    "platform": ("ports", "gloo_loop", "fp8_chips", "kernels.native", "kernels.triton_support"),
+    "parallel": ("config", "platform"),
+    "kernels": (),
+    "models": ("core", "units", "families", "config", "platform", "parallel", "kernels"),
+    "rollout": (
+        *("core", "families", "config", "forks", "files", "gloo_loop", "imports", "kernels.native", "packages"),
+        "ports",
+    ),
+    "reward": ("core", "config", "foreign", "user_functions"),
+    "agents": (
+        "core",
+        "config",
+        "data",
+        "reward.sandbox",
+        "rollout.routed",
+        "rollout.seeds",
+        *("strict_json", "user_functions"),
+    ),
+    "algo": ("kernels", "options", "stopping", "user_functions"),
+    "data": ("core", "units", "families", "config", "foreign", "strict_json"),
+    "weights": (
+        *("core", "families", "config", "platform", "parallel", "kernels", "models", *ON_DISK),
+        *("rollout.errors", "rollout.access", "rollout.protocol", "rollout.client", "data.packing"),
+    ),
+    "learner": BELOW,
+    "checkpoint": ("core", "config", "platform", "parallel", "weights", "learner", *ON_DISK),
+    "observe": ("core", "config", "files", "packages", "redaction", "resilience.protocol", "strict_json"),
+    "cards": ("observe", "weights.disk", "directories", "packages", "redaction"),
+    "resilience": ("core", "config", "forks", "platform", "parallel", "failure", "files", "stopping"),
+    "diffusion": (
+        *("core", "config", "platform", "parallel", "data", "observe", "cards", "directories", "files", "failure"),
+        *("checkpoint", "foreign", "reward", "trainers.shared", "rollout.seeds", "plan.chips", "weights.disk"),
+        "weights.errors",
+    ),
+    "plan": (
+        *("core", "families", "config", "platform", "parallel", "models", "learner", "data", "fp8_chips"),
+        "kernels.head_chunks",
+    ),
+    "precision": (*BELOW, "learner", "observe"),
+    "evaluation": (*BELOW, "learner", "observe", "reward", "rollout", "scoring"),
+    "scoring": (*BELOW, "learner"),
+    "trainers": (
+        *(*BELOW, "rollout", "reward", "agents", "learner", "checkpoint", "observe", "cards", "plan", "resilience"),
+        *("failure", "files", "ports"),
+    ),
+    "rank_imports": ("config", "kernels.native", "platform", "checkpoint"),
+    "preflight": (
+        *("families", "config", "platform", "algo", "options", "data", "reward", "rollout", "observe", "launcher"),
+        *("plan", "weights.disk", "weights.errors", "directories", "files", "packages", "ports", "redaction"),
+        "user_functions",
+    ),
+    "forks": (),
+    "doctor": ("platform", "reward", "rollout", "preflight", "packages"),
+    "packages": (),
+    "terminal": (),
+    "failure": ("files", "redaction"),
+    "directories": ("files", "foreign"),
+    "files": (),
+    "float32": (),
+    "foreign": ("strict_json",),
+    "strict_json": (),
+    "gloo_loop": ("ports",),
+    "imports": (),
+    "ports": (),
+    "redaction": (),
+    "stopping": (),
+    "user_functions": ("stopping",),
+    "launcher": (
+        *("forks", "terminal", "failure", "files", "imports", "packages", "ports", "redaction"),
+        *("resilience.protocol", "resilience.rank", "resilience.preemption"),
+    ),
+}
+LOWEST = ("errors", "agreement", "parameter_layout", "meta")
+TALK = ("errors", "answers", "server_info", "protocol", "access", "incoming", "client")
+# room with rooms inside -> inner room or module, "*" for any other -> what it may import of the whole, besides itself
+INSIDE: dict[str, dict[str, tuple[str, ...]]] = {
+    "rollout": {
+        "errors": (),
+        "seeds": (),
+        "listener": (),
+        "supervisor": (),
+        "serving": (),
+        "answers": ("errors",),
+        "incoming": ("errors",),
+        "server_info": ("answers",),
+        "protocol": ("errors", "answers", "server_info"),
+        "access": ("errors", "listener"),
+        "client": ("errors", "answers", "server_info", "protocol", "access", "incoming"),
+        "columns": (),
+        "routed": ("errors", "answers"),
+        "samples": ("errors", "answers", "protocol", "columns", "routed"),
+        "launch": (),
+        "adapters": ("routed",),
+        "sglang": ("errors", "launch"),
+        "transformers_engine": ("errors", "launch", "protocol", "routed", "serving", "sglang.cpu_shim"),
+        "fork_server": ("launch", "supervisor"),
+        "process": ("errors", "access", "client", "launch", "listener", "fork_server"),
+        "agent": ("errors", "process", "serving"),
+        "elsewhere": ("errors", "access", "agent", "process"),
+        "restarts": ("errors", "process"),
+        "load": (),
+        "feed": (),
+        "server": ("errors", "protocol", "client", "process", "load"),
+        "fleet": ("errors", "access", "client", "process", "elsewhere", "restarts", "load", "server"),
+        "registry": ("agent",),
+        "spread": ("elsewhere", "process"),
+        "group": ("errors", "access", "elsewhere", "process", "registry", "spread"),
+        "members": ("errors", "access", "registry", "group"),
+        "open_fleet": ("errors", "server", "fleet", "group", "members"),
+        "check": (*TALK, "samples", "fleet"),
+        "router": ("errors", "access", "client"),
+        "flight": (*TALK, "samples", "server", "fleet"),
+        "engine": (*TALK, "routed", "samples", "restarts", "load", "feed", "fleet", "flight"),
+        "start": (
+            *(*TALK, "routed", "launch", "process", "agent", "elsewhere", "server", "fleet", "check", "engine"),
+            *("registry", "members", "open_fleet", "router", "spread"),
+        ),
+        "serve": ("errors", "launch", "adapters", "agent", "registry", "members", "start"),
+        "__init__": (*TALK, "seeds", "launch", "agent", "load", "feed", "engine", "start"),
+    },
+    "weights": {
+        "errors": (),
+        "agreement": ("errors",),
+        "parameter_layout": (),
+        "meta": (),
+        "disk": LOWEST,
+        "model": (*LOWEST, "disk"),
+        "sync": ("errors", "agreement", "meta"),
+        "convert": (*LOWEST, "disk", "model"),
+        "compare": (*LOWEST, "disk", "model"),
+        "merge": (*LOWEST, "disk", "model"),
+    },
+    "trainers": {"shared": (), "*": ("shared",)},  # no trainer imports another
+}
+ANYTHING = ("cli", "commands", "__main__", "__init__")
+WITHOUT_MEGATRON = ("options", "algo", "reward", "rollout", "data", "config", "observe", "kernels", "core", "units")
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def module_name(file: Path) -> str:
+    parts = ("mrl", *file.relative_to(PACKAGE).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def room_of(file: Path) -> str:
+    return file.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def imports(file: Path, tree: ast.AST) -> Iterator[str]:
+    """Dotted names of everything imported anywhere in the file, relative imports resolved."""
+    package = module_name(file).split(".")
+    if file.name != "__init__.py":
+        package = package[:-1]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def within(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(f"{prefix}.")
+
+
+def own(file: Path) -> list[str]:
+    """What the file may import of its own room; a module that INSIDE does not name, nor "*", imports nothing of it."""
+    room, *inner = file.relative_to(PACKAGE).with_suffix("").parts
+    if room not in INSIDE:
+        return [room]
+    below = INSIDE[room].get(inner[0], INSIDE[room].get("*", ()))
+    return [f"{room}.{name}" for name in (inner[0], *below)]
+
+
+def broken_arrows(file: Path, tree: ast.AST) -> list[str]:
+    room = room_of(file)
+    if room in ANYTHING:
+        return []
+    allowed = [f"mrl.{name}" for name in (*own(file), *ALLOWED[room])]
+    ours = [name for name in imports(file, tree) if within(name, "mrl") and name != "mrl.__version__"]
+    return [name for name in ours if not any(within(name, prefix) for prefix in allowed)]
+
+
+def arrows() -> dict[str, set[str]]:
+    """Module -> the modules that it names in its imports, lazy ones and those for type checkers too."""
+    modules = {module_name(file): file for file in FILES}
+    found: dict[str, set[str]] = {}
+    for module, file in modules.items():
+        names = {name for name in imports(file, ast.parse(file.read_text())) if within(name, "mrl")}
+        found[module] = {name if name in modules else name.rpartition(".")[0] for name in names} - {module}
+    return found
+
+
+def circles(arrows: dict[str, set[str]]) -> set[str]:
+    """What is left when all that imports nothing of the rest, or is imported by nothing of it, is taken away."""
+    left = set(arrows)
+    while True:
+        targets = {name for module in left for name in arrows[module]}
+        inner = {module for module in left if arrows[module] & left and module in targets}
+        if inner == left:
+            return left
+        left = inner
+
+
+def forbidden(file: Path, tree: ast.AST) -> list[str]:
+    room = room_of(file)
+    found = []
+    if room in WITHOUT_MEGATRON:
+        found += [name for name in imports(file, tree) if within(name, "megatron")]
+    if room != "platform":
+        found += [name for name in imports(file, tree) if within(name, "torch.cuda")]
+        found += [
+            f"torch.cuda (line {node.lineno})"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute)
+            and node.attr == "cuda"
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "torch"
+        ]
+    return found
+
+
+def test_every_room_has_a_place_in_the_plan() -> None:
+    rooms = {room_of(file) for file in FILES}
+    assert rooms <= set(ALLOWED) | set(ANYTHING), "add the room to ALLOWED, with what it may import"
+
+
+@pytest.mark.parametrize("room", sorted({room_of(file) for file in FILES}))
+def test_a_room_imports_only_what_is_below_it(room: str) -> None:
+    broken = {
+        str(file.relative_to(PACKAGE)): names
+        for file in FILES
+        if room_of(file) == room and (names := broken_arrows(file, ast.parse(file.read_text())))
+    }
+    assert not broken
+
+
+def test_no_module_imports_itself_by_way_of_another() -> None:
+    assert circles(arrows()) == set()
+
+
+def test_a_circle_is_seen() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set()}) == {"b", "c"}
+
+
+@pytest.mark.parametrize("room", INSIDE)
+def test_a_plan_inside_a_room_has_no_circle(room: str) -> None:
+    """Each of its lines names only what stands above it."""
+    above: set[str] = set()
+    for name, below in INSIDE[room].items():
+        assert {imported.partition(".")[0] for imported in below} <= above, name
+        above.add(name)
+
+
+def test_the_families_are_plain() -> None:
+    """mrl.families is read by the config room: the standard library only, and what reads foreign files with it."""
+    standard = {*("__future__", "collections", "dataclasses", "functools", "json", "math", "os", "pathlib", "stat")}
+    files = [*(PACKAGE / "families").rglob("*.py"), PACKAGE / "foreign.py", PACKAGE / "float32.py"]
+    found = {name for file in files for name in imports(file, ast.parse(file.read_text()))}
+    assert {name.split(".")[0] for name in found} == standard | {"types", "typing", "mrl"}
+
+
+def test_the_machine_is_the_platform_room_s_alone() -> None:
+    """torch.cuda elsewhere breaks CPU machines; megatron in these rooms would make them untestable without it."""
+    found = {str(f.relative_to(PACKAGE)): names for f in FILES if (names := forbidden(f, ast.parse(f.read_text())))}
+    assert not found
+
+
+@pytest.mark.parametrize(
+    ("room", "code"),
+    [
+        ("algo", "from mrl.core import Rollout"),
+        ("rollout", "from mrl import weights"),
+        ("weights", "from mrl.rollout.sglang import server"),
+        ("learner", "import mrl.trainers.rl.loop"),
+        ("config", "from ..models import build"),
+        ("families", "from mrl.config.schema import TrainConfig"),
+        ("weights/disk", "from mrl.weights.model import load"),
+        ("weights/convert", "from mrl.weights.compare.verdict import compare_models"),
+        ("weights/sync", "from ..model.export import Exporter"),
+        ("trainers/shared", "from mrl.trainers.rl.replay import Replay"),
+        ("trainers/dpo", "from mrl.trainers.rl.loop import update"),
+    ],
+)
+def test_a_broken_arrow_is_seen(room: str, code: str) -> None:
+    assert broken_arrows(PACKAGE / room / "made_up.py", ast.parse(code))
+
+
+@pytest.mark.parametrize(
+    ("room", "code"),
+    [("data", "import megatron.core"), ("learner", "torch.cuda.synchronize()"), ("models", "from torch import cuda")],
+)
+def test_a_forbidden_name_is_seen(room: str, code: str) -> None:
+    assert forbidden(PACKAGE / room / "made_up.py", ast.parse(code))

@@ -1,0 +1,96 @@
+"""`rollout.early_passes`: log-probs and values of a step's first samples are computed while others are drawn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mrl.config.loader import ConfigError, load
+from mrl.core import Prompt, Request, Rollout, Sample
+from mrl.trainers.rl.experience import Passes
+from mrl.trainers.rl.passes import StepPasses, ToCompute
+from tests.conftest import TinyModels
+from tests.helpers.train_tools import write_config
+
+PPO: dict[str, Any] = {
+    "algorithm": {"adv_estimator": "gae", "kl": {"use_in_reward": True, "coef": 0.05}},
+    "critic": {"optimizer": {"lr": 1e-3}},
+    "run": {"steps": 4, "nproc": 2},
+    "rollout": {"engine": "transformers", "concurrent_requests": 3},
+    "checkpoint": {"every_steps": 2},
+}
+
+
+def drawn(place: int) -> Sample:
+    """The sample of that number of a step, whose tokens are all that number."""
+    prompt = Prompt(index=place, text="", token_ids=[place] * 2, row={})
+    tokens = [place] * (1 + place % 3)
+    log_probs = torch.zeros(len(tokens)).numpy()
+    return Sample(Request(place, place // 2, prompt, 0), tokens, log_probs, "stop", "4")
+
+
+def passes(parts: int) -> tuple[StepPasses, list[list[int]]]:
+    """Of a step of ten samples, and the numbers of those that were computed together while others were drawn."""
+    asked: list[list[int]] = []
+
+    def ask(argument: ToCompute) -> None:
+        asked.append(argument.part.tokens[argument.part.seq_lens.cumsum(0) - 1].tolist())
+        made.add(argument.part)
+
+    def compute(rollout: Rollout) -> Passes:
+        values = rollout.tokens[rollout.seq_lens.cumsum(0) - 1].float()
+        return Passes(values=values.repeat_interleave(rollout.response_lens))
+
+    made = StepPasses(compute, ask, 10, parts)
+    return made, asked
+
+
+@pytest.mark.parametrize(
+    ("order", "early"),
+    [
+        (range(10), [[0, 1], [2, 3, 4], [5, 6]]),
+        ([9, 8, 7, 6, 5, 4, 3, 2, 1, 0], [[0, 1], [2, 3, 4], [5, 6]]),
+        ([0, 1, 5, 6, 7, 8, 9, 2, 3, 12, 11], [[0, 1]]),
+    ],
+)
+def test_a_part_is_computed_by_itself_whenever_it_is_whole(order: list[int], early: list[list[int]]) -> None:
+    made, asked = passes(4)
+    for _ in range(2):
+        made.begin()
+        asked.clear()
+        see = made.seeing(4, lambda sample: None)
+        for place in order:
+            see(drawn(place))
+        assert asked == early
+        samples = [drawn(place) for place in range(10)]
+        whole = Rollout.of(4, [s.request.prompt.token_ids for s in samples], [s.response_ids for s in samples])
+        values = made.of(whole).values
+        assert values is not None and values.tolist() == [token for s in samples for token in s.response_ids]
+        seconds = {"rollout": 1.0}
+        assert made.early_metrics(seconds) == {"rollout/early_parts": len(early)}
+        assert sum(seconds.values()) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        (
+            "algorithm.kl.use_in_reward=false algorithm.kl.coef=0 critic=null algorithm.adv_estimator=grpo",
+            "has no effect",
+        ),
+        ("rollout.early_passes=9", "9 parts exceed the 8 samples of a step"),
+        ("rollout.overlap=one_step", "the next samples are generated"),
+        ("actor.offload=optimizer", "actor.offload"),
+        ("algorithm.filter_groups.enable=true", "only known once all are generated"),
+    ],
+)
+def test_what_cannot_be_computed_early_is_refused(
+    override: str, said: str, tiny_models: TinyModels, tmp_path: Path
+) -> None:
+    config = write_config(tmp_path, tiny_models("llama"), **PPO)
+    with pytest.raises(ConfigError) as error:
+        load(config, ["rollout.early_passes=4", *override.split()])
+    assert said in str(error.value) and "rollout.early_passes" in str(error.value)
