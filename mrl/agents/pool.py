@@ -3,47 +3,26 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import socket
-import struct
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from multiprocessing.connection import Connection, wait
-from pathlib import Path
+from multiprocessing.connection import wait
 from typing import Any
 
 from mrl import strict_json
 from mrl.agents.errors import AgentError
-
-STARTUP_TIMEOUT_S = 120.0
-SOCKET_TIMEOUT_S = 10  # of one message in transit; only a stopped process takes so long
-_PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
+from mrl.worker_process import STARTUP_TIMEOUT_S, WorkerProcess
 
 LATE = "or another trajectory in its process did not finish in time (agent.trajectory_timeout_s)"
 
 Message = dict[str, Any]
 
 
-class Worker:
+class Worker(WorkerProcess):
     """One worker process. setup: as in `mrl.agents.worker`. Raises AgentError if it does not start."""
 
     def __init__(self, setup: Message) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            limit = struct.pack("ll", SOCKET_TIMEOUT_S, 0)
-            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-            ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "mrl.agents.worker", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env=_environment(),
-                start_new_session=True,
-            )
-        self.connection = Connection(ours.detach())
+        super().__init__("mrl.agents.worker")
         self.send({"sys_path": sys.path, **setup})
 
     def wait_ready(self) -> None:
@@ -68,16 +47,6 @@ class Worker:
         except (EOFError, OSError, ValueError):
             return {"gone": True}
         return message
-
-    def kill(self) -> str:
-        """Kills the process and its children; returns how it had ended, if it had."""
-        self.connection.close()
-        try:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        code = self.process.wait(SOCKET_TIMEOUT_S)
-        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
 class AgentWorkerPool:
@@ -185,9 +154,3 @@ class AgentWorkerPool:
 
     def _of(self, number: int) -> Worker:
         return self._workers[number % len(self._workers)]
-
-
-def _environment() -> dict[str, str]:
-    path = os.environ.get("PYTHONPATH")
-    root = os.pathsep.join([_PACKAGE_ROOT, path] if path else [_PACKAGE_ROOT])
-    return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": root}

@@ -1,4 +1,4 @@
-"""Worker that runs agents' programs: `python -m mrl.agents.worker FD`, started by `mrl.agents.pool`.
+"""Worker that runs agents' programs: `python -m mrl.agents.worker FD PARENT_PID`, started by `mrl.agents.pool`.
 
 The socket FD carries JSON objects. The setup {"sys_path", "rollout", "parser", "sandbox", "endpoint",
 "answer_timeout_s", "max_bytes"} is answered by {"ready": true} or {"load_error": text}. Then {"id", "start": {"row",

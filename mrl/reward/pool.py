@@ -16,8 +16,9 @@ from typing import Any
 from mrl.reward.errors import NoVerdict, RewardError, SampleError
 from mrl.reward.loading import Settings
 from mrl.reward.plan import Component
-from mrl.reward.process import STARTUP_TIMEOUT_S, Job, Worker
+from mrl.reward.process import Job, Worker
 from mrl.reward.score_requests import Outcome, PendingScores, ScoreRequest, set_outcome
+from mrl.worker_process import STARTUP_TIMEOUT_S
 
 MAX_JOBS_A_MESSAGE = 32
 
@@ -163,7 +164,7 @@ class _Dispatcher:
         try:
             while not pool.has_ended:
                 while len(self.workers) < self.setup.workers:
-                    self.workers.append(Worker.start(self.setup.for_worker()))
+                    self.workers.append(Worker(self.setup.for_worker()))
                 self._hand_out()
                 self._wait()
                 self._take_answers()

@@ -9,17 +9,16 @@ ends.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import pickle
-import signal
 import sys
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from mrl.forks import die_with_parent
 from mrl.reward.errors import NoVerdict, RewardError
 from mrl.reward.images import load_images
 from mrl.reward.loading import Settings, check_result, check_results, load, load_batch
@@ -27,13 +26,14 @@ from mrl.reward.plan import Component
 from mrl.reward.score_requests import ScoreRequest
 
 BatchFunction = Callable[[list[ScoreRequest]], list[Any]]
-PR_SET_PDEATHSIG = 1
 MAX_TRACEBACK_CHARS = 8000
 
 
 def main() -> None:
     fd, parent = int(sys.argv[1]), int(sys.argv[2])
-    _die_with(parent)
+    die_with_parent()
+    if os.getppid() != parent:
+        os._exit(1)
     connection = Connection(fd)
     try:
         setup = connection.recv()
@@ -50,14 +50,6 @@ def main() -> None:
                 _send(connection, _score(functions, payload))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the pool is gone
-
-
-def _die_with(parent: int) -> None:
-    """Kills this process when its parent ends, whatever the reason and whatever runs here."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def _load(component: Component, answer_key: str, settings: Settings, pictures: bool) -> BatchFunction:
