@@ -31,7 +31,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *("core", "families", "config", "forks", "files", "gloo_loop", "imports", "kernels.native", "packages"),
         "ports",
     ),
-    "reward": ("core", "config", "foreign", "user_functions"),
+    "worker_process": (),
+    "reward": ("core", "config", "foreign", "forks", "user_functions", "worker_process"),
     "agents": (
         "core",
         "config",
@@ -39,7 +40,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "reward.sandbox",
         "rollout.routed",
         "rollout.seeds",
-        *("strict_json", "user_functions"),
+        *("strict_json", "user_functions", "worker_process"),
     ),
     "algo": ("kernels", "options", "stopping", "user_functions"),
     "data": ("core", "units", "families", "config", "foreign", "strict_json"),
