@@ -92,7 +92,13 @@ class Agent:
         for engine in self._engines:
             engine.close()
 
+    def _check_open(self) -> None:
+        """A connection that was kept alive outlives `close`."""
+        if self._closed:
+            raise BadRequest(f"{self._where} has ended its engines")
+
     def _of(self, body: dict[str, Any]) -> EngineProcess:
+        self._check_open()
         index = body["engine"]
         if not isinstance(index, int) or not 0 <= index < len(self._engines):
             raise BadRequest(f"no engine {index!r} on {self._where}")
@@ -106,6 +112,7 @@ class Agent:
     def _ended(self, body: dict[str, Any]) -> Any:
         """[restarts, exit code] of every engine: as soon as they are not those that the caller has `seen`, or after
         `wait_s`."""
+        self._check_open()
         end = time.monotonic() + min(float(body["wait_s"]), LONGEST_LOOK_S)
         while (lives := self._looked()) == body["seen"] and time.monotonic() < end and not self._closed:
             time.sleep(LOOK_S)

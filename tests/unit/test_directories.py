@@ -106,7 +106,7 @@ def test_a_full_disk_leaves_no_manifest(staging: Staging) -> None:
     [
         (lambda path: (path / "release/part").write_bytes(b""), "release/part has 0 bytes instead of 7; again"),
         (lambda path: shutil.rmtree(path / "release"), "is damaged: release/part is missing; again"),
-        (lambda path: edit(path, version=2), "has format toy 2; this version of mrl reads format toy 1"),
+        (lambda path: edit(path, version=2), "has format toy 2, and this version of mrl reads format toy 1"),
         (lambda path: edit(path, files={"/etc/hostname": 1}), "names '/etc/hostname', outside of the directory"),
         (lambda path: edit(path, files={"../model": 1}), "names '../model', outside of the directory"),
         (lambda path: edit(path, files=["part"]), "complete is not a list of files"),

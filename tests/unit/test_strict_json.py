@@ -22,7 +22,7 @@ REFUSED = {
     "[-Infinity]": "-Infinity is not a JSON number",
     '{"a": [1e999]}': "1e999 is larger than any float",
     "-1E+400": "larger than any float",
-    '{"a": 1, "b": {"c": 1, "c": 2}}': "'c' is there twice",
+    '{"a": 1, "b": {"c": 1, "c": 2}}': "'c' occurs twice",
     '["\\ud83d"]': "half of a character",
     "[" * 100_000: "nested too deeply",
     "1 2": "extra text '2'",
@@ -44,7 +44,7 @@ def test_what_is_json_is_read() -> None:
     text = ' {"a": [1, -2.5e3, true, null, "\\ud83d\\ude00"]}\n'
     assert strict_json.loads(text) == strict_json.loads(text.encode()) == json.loads(text)
     assert strict_json.raw_decode('x {"a": 1} y', 2) == ({"a": 1}, 10)
-    with pytest.raises(ValueError, match="not UTF-8: byte 0xff at place 2"):
+    with pytest.raises(ValueError, match="not UTF-8: byte 0xff at position 2"):
         strict_json.loads(b'"\xff"')
     with pytest.raises(ValueError, match="not JSON compliant"):
         strict_json.dumps({"a": [math.inf]})

@@ -170,7 +170,5 @@ def _weights_in_fp8(cfg: Config) -> Iterator[Problem]:
                 (f"{_SECTIONS.get(name, name)}.offload", key), "all does not support fp8 weights: use optimizer"
             )
         if name == "actor" and (copies := cfg.copies()):
-            message = (
-                f"does not work with {' and '.join(copies)}, which swap float32 weights into the actor: set it to false"
-            )
+            message = f"does not work with float32 copies of the actor ({', '.join(copies)}): set it to false"
             yield Problem((key,), message)

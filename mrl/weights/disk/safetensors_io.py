@@ -180,8 +180,10 @@ class HFCheckpoint:
         self, file: Path, name: str, index: int, found: tuple[int, ...], wanted: tuple[int, ...] | None
     ) -> None:
         if not found or index >= found[0] or (wanted is not None and found[1:] != wanted):
-            asked = f"{list(wanted)} each, and number {index}" if wanted is not None else f"number {index}"
-            raise WeightError(f"{file}: {name} has shape {list(found)}, and config.json requires slices {asked} of it")
+            shape = f" of shape {list(wanted)}" if wanted is not None else ""
+            raise WeightError(
+                f"{file}: {name} has shape {list(found)}, and config.json requires its slice {index}{shape}"
+            )
 
     def _check(
         self,

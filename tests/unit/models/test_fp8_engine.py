@@ -69,7 +69,7 @@ def test_megatron_is_told_the_recipe_in_its_words(recipe: str, monkeypatch: pyte
     assert made.first_last_layers_bf16 == (recipe != "delayed") and made.num_layers_at_end_in_bf16 == 1
     assert transformer_engine_fields(FP8Config(recipe="current", emulate=True), "local") == {}
     assert transformer_engine_fields(FP8Config(), "transformer_engine") == {}
-    with pytest.raises(UnsupportedModel, match="not local ones"):
+    with pytest.raises(UnsupportedModel, match=f"{recipe} needs .*transformer_engine.* local layers"):
         transformer_engine_fields(cfg, "local")
 
 
@@ -99,28 +99,32 @@ REFUSED = {
     "offload of weights in fp8": (
         ["actor.precision.fp8={recipe: blockwise, params: true}", "actor.offload=all", "actor.parallel.tensor=2"],
         "actor.offload",
-        ("16 bits", "8"),
+        ("all", "fp8 weights", "optimizer", "actor.precision.fp8.params"),
     ),
     "a copy beside weights in fp8": (
         ["actor.precision.fp8={recipe: blockwise, params: true}", "ema={}"],
         "actor.precision.fp8.params",
-        ("moving average", "1 sets"),
+        ("moving average", "float32", "false"),
     ),
     "verified": ([*FP8, "sync.verify=checksum"], "sync.verify", ("checksum", "rollout.quantization")),
     "by files": ([*FP8, "sync.transport=disk"], "sync.transport", ("disk", "rollout.quantization")),
     "under ft_launcher": ([*FP8, "run.launcher=ft"], "run.launcher", ("after a restart", "rollout.quantization")),
-    "transformers": ([*FP8, "rollout.engine=transformers"], "rollout.quantization", ("no effect", "SGLang's")),
+    "transformers": (
+        [*FP8, "rollout.engine=transformers"],
+        "rollout.quantization",
+        ("no effect", "SGLang", "transformers"),
+    ),
     "over pushes": (
         [*FP8, *BOUNDED],
         "rollout.quantization",
         ("in-flight weight updates are not supported for fp8", "rollout.overlap"),
     ),
     "given engines": ([*FP8, "rollout.urls=[http://127.0.0.1:3]"], "rollout.quantization", ("no effect",)),
-    "no blocks": ([*FP8, "model.path=dense"], "rollout.quantization", ("blocks of 128", "hidden size is 64")),
+    "no blocks": ([*FP8, "model.path=dense"], "rollout.quantization", ("multiples of 128", "hidden size 64")),
     "no blocks on a rank": (
         [*FP8, "rollout.tensor=4"],
         "rollout.quantization",
-        ("attention's output is 256 on 4 ranks",),
+        ("multiples of 128", "attention's output 256", "4 ranks"),
     ),
 }
 

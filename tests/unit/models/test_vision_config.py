@@ -110,7 +110,7 @@ def test_the_tower_counts_as_weights_and_not_as_work_of_a_text_token(models: dic
         ({"vision_config": None}, "lacks 'vision_config'"),
         ({"image_token_id": 320}, "image_token_id must be token ids from 0 to 319"),
         ({"image_token_id": None}, "image_token_id"),
-        ({"audio_config": {}}, "audio_config (pictures and text only)"),
+        ({"audio_config": {}}, "qwen3_vl: audio_config"),
         ({"vision_config.out_hidden_size": 32}, "out_hidden_size=32 must equal the decoder's hidden_size, 64"),
         ({"vision_config.in_channels": 4}, "4 channels per pixel"),
         ({"vision_config.deepstack_visual_indexes": [1, 0]}, "ascending"),

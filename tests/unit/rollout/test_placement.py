@@ -1,30 +1,20 @@
-"""Engines on the GPUs that they are given, and started before or after the models that may be there. The machine's
-GPUs are made up; the engines are processes."""
+"""Engines on the GPUs that they are given, which are made up here."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
-from mrl import platform
 from mrl.config import placement
 from mrl.config.derived import Machine
-from mrl.config.engines import ENGINES, EngineKind
-from mrl.config.schema import PlacementConfig, RolloutConfig, SyncConfig
-from mrl.config.sections.models import ActorConfig
+from mrl.config.schema import RolloutConfig
 from mrl.rollout.errors import EngineUnavailable
 from mrl.rollout.launch import CPU, ServerSpec
 from mrl.rollout.sglang.command import sglang_launch
 from mrl.rollout.transformers_engine.command import transformers_launch
-from mrl.trainers.rl import main_parts
-from mrl.trainers.shared.heartbeat import Activity
 from tests.conftest import TinyModels
 
 FOUR = Machine(2, 2, gpus=4)
@@ -111,51 +101,3 @@ def test_how_an_engine_that_releases_memory_is_started(
     assert "--enable-memory-saver" not in launch(CPU, release="all").command
     small = replace(spec(RolloutConfig(gpus=(2,)), FOUR), model_path=model)
     assert transformers_launch(small).env["CUDA_VISIBLE_DEVICES"] == "2,0,1,3"
-
-
-@contextlib.contextmanager
-def the_main_parts(
-    monkeypatch: pytest.MonkeyPatch, model: Path, folder: Path, gpus: int, given: tuple[int, ...] | None
-) -> Iterator[main_parts.MainParts]:
-    """Of a world of one, on a machine that says it has so many GPUs, with an engine that does not care."""
-    monkeypatch.setattr(platform, "gpu_count", lambda: gpus)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
-    monkeypatch.setattr(main_parts, "RewardManager", lambda *parts, **keys: contextlib.ExitStack())
-    monkeypatch.setattr(main_parts, "make_generator", lambda *parts: SimpleNamespace(notes=lambda: []))
-    monkeypatch.setattr(main_parts, "model_notes", lambda cfg: [])
-    monkeypatch.setitem(ENGINES, "echo", EngineKind("tests.helpers.echo_engine:echo_launch"))
-    data = SimpleNamespace(max_prompt_tokens=8, prompt_key="prompt", answer_key="answer", data_source_key="data_source")
-    cfg: Any = SimpleNamespace(
-        actor=ActorConfig(),
-        rollout=RolloutConfig(engine="echo", gpus=given),
-        sync=SyncConfig(),
-        placement=PlacementConfig(),
-        reward=None,
-        data=data,
-        model=SimpleNamespace(path=str(model), dtype="float32"),
-        run=SimpleNamespace(seed=0),
-        agent=None,
-        engines=lambda: (cfg.rollout, cfg.sync),
-    )
-    with contextlib.ExitStack() as stack:
-        notes: list[str] = []
-        recorder, world = SimpleNamespace(note=notes.append), SimpleNamespace(activity=Activity(99.0))
-        setup: Any = SimpleNamespace(stack=stack, run_dir=folder, recorder=recorder, world=world)
-        yield main_parts.MainParts(cfg, setup)
-
-
-@pytest.mark.parametrize(
-    ("gpus", "given", "waits"), [(0, None, False), (1, None, True), (2, None, True), (2, (1,), False)]
-)
-def test_an_engine_waits_for_the_models_on_its_gpus(
-    monkeypatch: pytest.MonkeyPatch, tiny_models: TinyModels, tmp_path: Path, gpus: int, given: Any, waits: bool
-) -> None:
-    """It sizes its cache by what it finds free; where it has its GPUs to itself, or none, both start at once."""
-    with the_main_parts(monkeypatch, tiny_models("llama"), tmp_path, gpus, given) as main:
-        main.start()
-        assert (main.engine is None) == waits
-        if gpus != 1:
-            return
-        engines = main.ready()
-        assert main.engine is not None and main.engine.urls == engines.urls and engines.access.ours
-        assert main.engine.client(engines.urls[0]).model_info().model_type == "llama"

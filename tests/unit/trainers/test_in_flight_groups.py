@@ -185,7 +185,7 @@ def test_spans_of_an_answer_are_looked_at() -> None:
 
     def read(*spans: tuple[str, int, int]) -> list[int]:
         content = json.dumps(answer(*spans)).encode()
-        sample = read_answer(request(0, 0), content, Expected(9, 3, token_weight_versions={"3", "4"}))
+        sample = read_answer(request(0, 0), content, Expected(9, 3, versions={"3", "4"}))
         assert sample.token_weight_versions is not None
         return sample.token_weight_versions.tolist()
 

@@ -69,7 +69,10 @@ def test_what_mrl_eval_reward_cannot_be_asked(
         ("data.rejected_key=worse", "has no 'worse'"),
         ("data.answer_key=other", "data.answer_key: has no effect"),
         ("data.validation=null", "validation.every_steps: has no effect: there are no held-out rows"),
-        ("reward_model.loss=regression;validation.metric=rewards/margins", "have no rewards/margins, but loss"),
+        (
+            "reward_model.loss=regression;validation.metric=rewards/margins",
+            "validation.metric: rewards/margins is not a metric",
+        ),
         ("run.nproc=8", "batch.rows_per_step: 6 rows are fewer than the 8 data-parallel replicas"),
     ],
 )

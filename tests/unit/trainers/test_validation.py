@@ -94,10 +94,8 @@ def test_all_rows_are_validated_unless_fewer_are_wanted_and_the_number_is_said(
     parts = Parts()
     generator, _ = made(tmp_path, tokenizer, parts)
     said = generator.notes()
-    assert (
-        "data.validation: 1 prompts left out: longer than 24 tokens" in said
-        and said[-1] == "validation: 4 of 5 prompts"
-    )
+    assert any(note.startswith("data.validation: 1 prompts") and "longer than 24 tokens" in note for note in said)
+    assert said[-1] == "validation: 4 of 5 prompts"
     heard: list[object] = []
     generator.is_active = heard.append
     metrics = validated(generator)
