@@ -23,8 +23,6 @@ REQUIRED = [
     "datasets>=3.0",
     "rich>=13.9",
     "httpx>=0.27",
-    "aiohttp>=3.10",
-    "orjson>=3.9",
     "pillow>=10.0",  # pictures of rows
     "psutil>=6.0",  # dist_checkpointing hangs without it
     "tensorboard>=2.17",
@@ -40,12 +38,14 @@ EXTRAS = {
     "sglang": ["sglang==0.5.23"],
     # What the engine imports on a CPU machine, where sglang itself is installed with --no-deps.
     "cpu": [
+        "aiohttp",
         "apache-tvm-ffi",
         "dill",
         "einops",
         "fastapi",
         "msgspec",
         "openai",
+        "orjson",
         "pillow",
         "pybase64",
         "python-multipart",

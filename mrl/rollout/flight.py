@@ -1,21 +1,18 @@
-"""Dispatch of generation requests to the servers: one HTTP request per sample, to the server with the fewest running.
+"""Requests in flight over the servers, those of one call or as they come, and what is done when a server is lost.
 
-Everything happens in one thread. While an engine gets its weights the event loop stands still; the servers do not, and
-their answers wait in the sockets.
+Everything happens in one thread, but for the reading of answers, which is most of the work. While an engine gets its
+weights the loop stands still; the servers do not, their answers wait in the sockets.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
-import aiohttp
-import orjson
+import httpx
 
 from mrl.core import Request, Sample, SamplingParams
 from mrl.rollout.access import tls
@@ -28,29 +25,16 @@ from mrl.rollout.protocol import GENERATE, GenerateBody
 from mrl.rollout.samples import Expected, generate_body, most_bytes, prefill_body, read_answer
 from mrl.rollout.server import Server
 
-MOST_TOGETHER = 32  # requests of one prompt that go to one server together
-LARGE_BYTES = 1 << 18  # of an answer that is read in a thread of its own
+REQUESTS_A_CALL = 32  # several requests share an HTTP call: on small models a call costs far more than a token
 WATCH_S = 0.25  # between looks at the engine processes
 ABORT_TIMEOUT_S = 5.0
 
 OnSamples = Callable[[list[Sample]], None]
 
 
-@dataclass(eq=False)
-class _Together:
-    """Requests of one prompt. They go to one server, as long as it lives, which prefills the prompt once."""
-
-    requests: Sequence[Request]
-    server: Server | None = None
-    life: int = 0
-    prefill: asyncio.Future[None] | None = None
-
-
 class Flight:
-    """Requests in flight over the servers of a fleet, those of one call or as they come.
-
-    A server of ours that dies or lets a request time out is started again, as often as `Restarts` allows; its
-    unfinished requests, seeds and all, go to whichever server is up.
+    """Each call goes to the server with the least to do. A server of ours that dies or lets a request time out is
+    started again, as often as `Restarts` allows; its unfinished calls, seeds and all, go to whichever server is up.
 
     looks_after: False: servers are somebody else's to look after; one that is lost is raised as ServerLost
     """
@@ -70,12 +54,12 @@ class Flight:
         self._adapter, self._looks_after = adapter, looks_after
         self._fleet, self._sampling, self._expected, self._on_samples = fleet, sampling, expected, on_samples
         self._concurrent_requests, self._request_timeout_s = concurrent_requests, request_timeout_s
-        self._running: dict[Server, set[asyncio.Future[Any]]] = defaultdict(set)
+        self._posts: dict[Server, set[asyncio.Future[httpx.Response]]] = defaultdict(set)
         self._restarting: set[asyncio.Task[None]] = set()
         self._unfinished = self._waiting = 0
 
     async def run(self, requests: Sequence[Request]) -> list[Sample]:
-        """Returns finished samples in the order in which they end. Raises RolloutError, or what `on_samples` raises."""
+        """Finished samples in the order of their ends. Raises RolloutError, or what `on_samples` raises."""
         samples: list[Sample] = []
         on_samples = self._on_samples
 
@@ -87,40 +71,39 @@ class Flight:
 
         self._fleet.forget_losses()
         self._on_samples = finished
-        await self._fly(_once(requests), len(requests))
+        size = self._call_size(len(requests))
+        await self._fly(_cut(_once(requests), size), size)
         return samples
 
     async def follow(self, fed: AsyncIterator[Sequence[Request]], together: int) -> None:
-        """Sends requests as they come, spread over the servers as `run` would spread `together` of them, and returns
-        when there are no more and all have finished. Raises as `run`; and ServerLost, if this flight does not look
-        after servers."""
-        await self._fly(fed, together)
+        """Sends requests as they come, in calls as `run` would send `together` of them, and returns when there are no
+        more and all have finished. Raises as `run`; and ServerLost, if this flight does not look after servers."""
+        size = self._call_size(together)
+        await self._fly(_cut(fed, size), size)
 
-    async def _fly(self, fed: AsyncIterator[Sequence[Request]], together: int) -> None:
-        servers = max(1, len(self._fleet.servers))
-        most = max(1, min(MOST_TOGETHER, together // servers, self._concurrent_requests // servers))
-        self._slots = asyncio.Semaphore(max(1, self._concurrent_requests))
+    async def _fly(self, calls: AsyncIterator[Sequence[Request]], size: int) -> None:
+        """size: requests of a call, at most"""
+        self._slots = asyncio.Semaphore(max(1, self._concurrent_requests // size))
+        limit = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)  # `_wait_for` has the limit of an answer
+        limits = httpx.Limits(max_connections=None, keepalive_expiry=None)  # however long the loop stands still
         try:
             async with (
-                aiohttp.ClientSession(
-                    connector=aiohttp.TCPConnector(limit=0, ssl=tls()),
-                    timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
-                    headers=self._fleet.access.headers | PLAIN | {"Content-Type": "application/json"},
-                    cookie_jar=aiohttp.DummyCookieJar(),
-                    auto_decompress=False,
+                httpx.AsyncClient(
+                    timeout=limit,
+                    limits=limits,
+                    headers=self._fleet.access.headers | PLAIN,
                     trust_env=False,
+                    verify=tls(),
                 ) as self._http,
                 asyncio.TaskGroup() as self._tasks,
             ):
                 self._watcher = self._tasks.create_task(self._watch())
                 self._unfinished = 1  # as long as more may come
-                async for requests in fed:
-                    self._unfinished += len(requests)
-                    self._waiting += len(requests)
-                    self._fleet.waiting.begin(len(requests))
-                    for part in _by_prompt(requests, most):
-                        for request in part.requests:
-                            self._tasks.create_task(self._finish(request, part))
+                async for call in calls:
+                    self._unfinished += 1
+                    self._waiting += len(call)
+                    self._fleet.waiting.begin(len(call))
+                    self._tasks.create_task(self._finish(call))
                 self._one_less()
         except BaseExceptionGroup as failed:
             self._abort_running()
@@ -136,15 +119,20 @@ class Flight:
         self._waiting -= requests
         self._fleet.waiting.end(requests)
 
-    # ---- requests
+    def _call_size(self, requests: int) -> int:
+        """Requests a call: no more than leaves every server busy, nor than may be in flight."""
+        servers = max(1, len(self._fleet.servers))
+        return max(1, min(REQUESTS_A_CALL, requests // servers, self._concurrent_requests // servers))
 
-    async def _finish(self, request: Request, part: _Together) -> None:
+    # ---- calls
+
+    async def _finish(self, requests: Sequence[Request]) -> None:
         async with self._slots:
-            self._begin(1)
-            while (sample := await self._attempt(request, part)) is None:
+            self._begin(len(requests))
+            while (samples := await self._attempt(requests)) is None:
                 pass
         if self._on_samples is not None:
-            self._on_samples([sample])
+            self._on_samples(samples)
         self._one_less()
 
     def _one_less(self) -> None:
@@ -152,83 +140,60 @@ class Flight:
         if not self._unfinished:
             self._watcher.cancel()
 
-    async def _attempt(self, request: Request, part: _Together) -> Sample | None:
-        """Returns None if the server was lost over it."""
-        server = await self._server(part)
+    async def _attempt(self, requests: Sequence[Request]) -> list[Sample] | None:
+        """None if the server was lost over it."""
+        server = await self._least_loaded()
         life = server.life
         if not self._looks_after and not server.has_weights:  # another life than the one that this flight began with
             raise ServerLost(server.url, life - 1, server.asleep() or "")
+        asks = self._expected.routed is not None
+        body = generate_body(requests, self._sampling, self._adapter, experts=asks)
+        shares = server.url in self._fleet.prefix_caches and not asks
+        first = prefill_body(requests, self._sampling, self._adapter) if shares else None
         self._fleet.access.check(server.url, GENERATE.name)
-        task = asyncio.ensure_future(self._generate(server, request, part))
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # also where nobody waits any more
-        self._running[server].add(task)
-        server.meter.begin(1)
-        sample: Sample | None = None
+        post = asyncio.ensure_future(self._post(server.url, first, body, most_bytes(requests, self._expected)))
+        post.add_done_callback(lambda done: done.cancelled() or done.exception())  # also where nobody waits any more
+        self._posts[server].add(post)
+        server.meter.begin(len(requests))
+        samples: list[Sample] | None = None
         try:
-            await self._wait_for(task)
-            sample = None if task.cancelled() else task.result()
-            return sample
-        except (aiohttp.ClientError, OSError, BadAnswer) as error:  # TimeoutError is an OSError
-            await self._judge(server, life, request, error)
+            await self._wait_for(post)
+            samples = None if post.cancelled() else await self._read(requests, post.result(), body["rid"])
+            return samples
+        except (httpx.HTTPError, BadAnswer) as error:
+            await self._judge(server, life, requests, error)
             return None
         finally:
-            task.cancel()
-            self._running[server].discard(task)
-            server.meter.end(1, [sample] if sample is not None else ())
+            post.cancel()
+            self._posts[server].discard(post)
+            server.meter.end(len(requests), samples or ())
 
-    async def _wait_for(self, task: asyncio.Future[Sample]) -> None:
-        """Raises TimeoutError after rollout.request_timeout_s, without the time in which engines were given weights."""
+    async def _wait_for(self, post: asyncio.Future[httpx.Response]) -> None:
+        """Raises ReadTimeout after rollout.request_timeout_s, without the time in which engines were given weights."""
         stalled, left = self._fleet.stall.seconds, self._request_timeout_s
         while left > 0:
-            done, _ = await asyncio.wait([task], timeout=left)
+            done, _ = await asyncio.wait([post], timeout=left)
             if done:
                 return
             before, stalled = stalled, self._fleet.stall.seconds
             left = stalled - before
-        raise TimeoutError(f"no whole answer in {self._request_timeout_s:g} s")
+        raise httpx.ReadTimeout(f"no whole answer in {self._request_timeout_s:g} s")
 
-    async def _server(self, part: _Together) -> Server:
-        server = part.server
-        if server is None or not server.up or server.life != part.life:
-            server = part.server = await self._least_loaded()
-            part.life, part.prefill = server.life, None
-        return server
-
-    async def _generate(self, server: Server, request: Request, part: _Together) -> Sample:
-        asks = self._expected.routed is not None
-        if server.url in self._fleet.prefix_caches and not asks:
-            if part.prefill is None:
-                part.prefill = asyncio.ensure_future(self._prefill(server.url, part.requests))
-            await asyncio.shield(part.prefill)  # others wait for it too
-        body = generate_body(request, self._sampling, self._adapter, experts=asks)
-        content = await self._post(server.url, body, most_bytes(request, self._expected))
-        if len(content) < LARGE_BYTES:
-            return read_answer(request, content, self._expected, body["rid"])
-        return await asyncio.to_thread(read_answer, request, content, self._expected, body["rid"])
-
-    async def _prefill(self, url: str, requests: Sequence[Request]) -> None:
-        body = prefill_body(requests, self._sampling, self._adapter)
-        if body is not None:
-            await self._post(url, body, most_bytes(requests[0], self._expected))
-
-    async def _post(self, url: str, body: GenerateBody, most: int) -> bytes:
-        """Returns the content of an answer; raises Refused or BadAnswer for one that is an error."""
-        data = orjson.dumps(body)
-        try:
-            status, content = await self._send(url, data, most)
-        except (aiohttp.ServerDisconnectedError, ConnectionResetError):  # a kept connection that the server had closed
-            status, content = await self._send(url, data, most)
-        if status != 200:
-            kind = Refused if 400 <= status < 500 else BadAnswer
-            raise kind(f"HTTP {status}: {error_message(content)}")
-        return content
-
-    async def _send(self, url: str, data: bytes, most: int) -> tuple[int, bytes]:
-        async with self._http.post(f"{url}{GENERATE.path}", data=data, allow_redirects=False) as reply:
-            incoming = Incoming(reply.headers, most)
-            async for part in reply.content.iter_any():
+    async def _post(self, url: str, first: GenerateBody | None, body: GenerateBody, most: int) -> httpx.Response:
+        """Returns the answer to `body`, or to `first` if that is an error."""
+        if first is not None and (found := await self._post(url, None, first, most)).status_code != 200:
+            return found
+        async with self._http.stream(GENERATE.method, f"{url}{GENERATE.path}", json=body) as reply:
+            incoming = Incoming(reply, most)
+            async for part in reply.aiter_bytes():
                 incoming.take(part)
-            return reply.status, incoming.content
+        return incoming.whole()
+
+    async def _read(self, requests: Sequence[Request], reply: httpx.Response, names: Sequence[str]) -> list[Sample]:
+        if reply.status_code != 200:
+            kind = Refused if 400 <= reply.status_code < 500 else BadAnswer
+            raise kind(f"HTTP {reply.status_code}: {error_message(reply.content)}")
+        return await asyncio.to_thread(read_answer, requests, reply.content, self._expected, names)
 
     async def _least_loaded(self) -> Server:
         while (server := self._fleet.least_loaded()) is None:
@@ -238,31 +203,31 @@ class Flight:
                 await asyncio.sleep(WATCH_S)  # for one to come, as long as `_watch` allows
         return server
 
-    async def _judge(self, server: Server, life: int, request: Request, error: Exception) -> None:
-        """Returns if the request is to be sent again; raises RolloutError if it failed for good."""
-        if not isinstance(error, (TimeoutError, Refused)):
+    async def _judge(self, server: Server, life: int, requests: Sequence[Request], error: Exception) -> None:
+        """Returns if the requests are to be sent again; raises RolloutError if they failed for good."""
+        if not isinstance(error, (httpx.TimeoutException, Refused)):
             await server.ends_soon()
         if not server.up or server.life != life:
             if not self._looks_after:
                 raise ServerLost(server.url, life, str(error)) from error
             return
-        problem = self._explain(server, request, error)
-        if server.has_ended or not isinstance(error, BadAnswer):
+        problem = self._explain(server, requests, error)
+        if server.has_ended or isinstance(error, httpx.TransportError):
             self._lose(server, problem)
         else:
             raise problem from error
 
-    def _explain(self, server: Server, request: Request, error: Exception) -> RolloutError:
-        name = f"sample {request.sample_id} (data row {request.prompt.index})"
+    def _explain(self, server: Server, requests: Sequence[Request], error: Exception) -> RolloutError:
+        names = _names(requests)
         if server.has_ended:
-            return RolloutError(f"engine died during generation of {name}: {server.obituary().strip()}")
+            return RolloutError(f"engine died during generation of {names}: {server.obituary().strip()}")
         tail = f"\n{server.obituary()}" if server.process is not None and not isinstance(error, Refused) else ""
-        if isinstance(error, TimeoutError):
+        if isinstance(error, httpx.TimeoutException):
             limit = f"rollout.request_timeout_s = {self._request_timeout_s:g} s"
-            return RolloutError(f"engine {server.url}: no answer for {name} within {limit}{tail}")
-        if not isinstance(error, BadAnswer):
+            return RolloutError(f"engine {server.url}: no answer for {names} within {limit}{tail}")
+        if isinstance(error, httpx.TransportError):
             error = RuntimeError(f"connection lost ({type(error).__name__}: {error})")
-        return RolloutError(f"engine {server.url}: {GENERATE.path} failed for {name}: {error}{tail}")
+        return RolloutError(f"engine {server.url}: {GENERATE.path} failed for {names}: {error}{tail}")
 
     # ---- servers
 
@@ -285,8 +250,8 @@ class Flight:
         has_left = self._fleet.is_left_by(server)
         if not has_left:
             self._fleet.lose(server, error)
-        for task in self._running[server]:
-            task.cancel()
+        for post in self._posts[server]:
+            post.cancel()
         if not has_left:
             self._bring(self._fleet.bring_back(server))
 
@@ -308,9 +273,15 @@ async def _once(requests: Sequence[Request]) -> AsyncIterator[Sequence[Request]]
     yield requests
 
 
-def _by_prompt(requests: Sequence[Request], most: int) -> Iterator[_Together]:
-    """Consecutive requests of one prompt, at most `most` of them together."""
-    for _, group in groupby(requests, key=lambda request: id(request.prompt)):
-        same = list(group)
-        for first in range(0, len(same), most):
-            yield _Together(same[first : first + most])
+async def _cut(fed: AsyncIterator[Sequence[Request]], size: int) -> AsyncIterator[Sequence[Request]]:
+    async for requests in fed:
+        for start in range(0, len(requests), size):
+            yield requests[start : start + size]
+
+
+def _names(requests: Sequence[Request]) -> str:
+    first = requests[0]
+    if len(requests) == 1:
+        return f"sample {first.sample_id} (data row {first.prompt.index})"
+    ids = ", ".join(str(request.sample_id) for request in requests)
+    return f"samples {ids}"

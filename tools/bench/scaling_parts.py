@@ -125,7 +125,7 @@ def sampling(samples: int, tokens: int, servers: int = 8) -> Row:
             clock.watch(owner, method, method)
         base = peak_mib()
         with clock.of("all"):
-            rollout, _ = made.rollout(0, lambda sample: None)
+            rollout = made.draw(0, lambda sample: None).rollout
         assert rollout.num_response_tokens == samples * tokens
     return clock.row | {"memory_mib": peak_mib() - base}
 

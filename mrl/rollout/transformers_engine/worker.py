@@ -73,10 +73,11 @@ class Worker:
 
     # ---- called by the HTTP threads
 
-    def generate(self, job: Job) -> list[int]:
-        generation = _Generation(job, Future())
-        self._queue.put(generation)
-        return generation.done.result()
+    def generate(self, jobs: list[Job]) -> list[list[int]]:
+        waiting = [_Generation(job, Future()) for job in jobs]
+        for generation in waiting:
+            self._queue.put(generation)
+        return [generation.done.result() for generation in waiting]
 
     def begin_update(self) -> None:
         self._do(self._begin)

@@ -118,8 +118,8 @@ def test_samples_of_one_prompt_share_its_keys_and_values(
 ) -> None:
     cached = list[int]()
 
-    def read(asked: Request, content: bytes, *more: Any) -> Sample:
-        cached.append(json.loads(content)["meta_info"]["cached_tokens"])
+    def read(asked: Sequence[Request], content: bytes, *more: Any) -> list[Sample]:
+        cached.extend(each["meta_info"]["cached_tokens"] for each in json.loads(content))
         return read_answer(asked, content, *more)
 
     prompt = Prompt(0, tuple(range(100, 140)), {})

@@ -17,6 +17,7 @@ import torch
 
 from mrl.core import Request, Sample
 from mrl.rollout import Feed, RolloutError, ServerLost
+from mrl.rollout import samples as reading
 from mrl.rollout.samples import Expected, read_answer
 from mrl.trainers.rl.groups import Group
 from mrl.trainers.rl.under_way import UnderWay
@@ -175,7 +176,10 @@ def test_a_rest_waits_for_what_is_admitted_and_begins_nothing() -> None:
     assert len(engines.begun) == 3 * WANTED * MEMBERS
 
 
-def test_spans_of_an_answer_are_looked_at() -> None:
+@pytest.mark.parametrize("is_long", [False, True])
+def test_spans_of_an_answer_are_looked_at(is_long: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "MANY_BYTES", 0 if is_long else 1 << 20)
+
     def answer(*spans: tuple[str, int, int]) -> dict[str, Any]:
         named = [dict(zip(("version", "start", "end"), span)) for span in spans]
         meta = {"finish_reason": {"type": "stop"}, "prompt_tokens": 2, "completion_tokens": 3}
@@ -184,8 +188,8 @@ def test_spans_of_an_answer_are_looked_at() -> None:
         return {"output_ids": [5, 6, 7], "meta_info": meta}
 
     def read(*spans: tuple[str, int, int]) -> list[int]:
-        content = json.dumps(answer(*spans)).encode()
-        sample = read_answer(request(0, 0), content, Expected(9, 3, versions={"3", "4"}))
+        content = json.dumps([answer(*spans)]).encode()
+        [sample] = read_answer([request(0, 0)], content, Expected(9, 3, versions={"3", "4"}))
         assert sample.token_weight_versions is not None
         return sample.token_weight_versions.tolist()
 
