@@ -75,7 +75,7 @@ def test_a_card_is_one_of_the_hubs_and_says_what_the_run_has_measured(
     assert [(r.metric_name, r.metric_value) for r in data.eval_results] == [("validation/score", 0.875)]
     assert "| `reward/mean` | 0.25 | 0.75 (step 2) | 0.625 |" in text  # of the steps that the weights have had
     assert "| `kl/ref` | 0 |  | 0.25 |" in text  # neither more nor less is better
-    assert "after 3 steps of PPO on `train.jsonl`, judged by `reward.py:score`" in text
+    assert "after 3 steps of PPO on `train.jsonl`, with the reward `reward.py:score`" in text
     assert "The run was planned for 4 steps" in text and "not finite: 1." in text
     assert "| `train.jsonl` | 2.048 KB | blake2b feedfeed" in text
     assert (tmp_path / "hf" / "reward_curve.png").read_bytes().startswith(b"\x89PNG")
@@ -106,7 +106,7 @@ def test_a_card_lists_files_of_one_name(base: Path, run_dir: Path, tmp_path: Pat
     write_card(CardFacts.of(origin, base, {}, {}), tmp_path)
     text = (tmp_path / "README.md").read_text()
     assert "| `train.jsonl` | 1 KB | blake2b gsm8k |\n| `train.jsonl` | 1 KB | blake2b math |" in text
-    assert "PPO on `train.jsonl`, judged" in text and "datasets" not in text
+    assert "PPO on `train.jsonl`, with the reward" in text and "datasets" not in text
 
 
 def test_a_merged_model_says_of_what_it_is_made(base: Path, tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def slow_pack(rollout: Rollout, ids: list[int], cp: int, cp_rank: int, align_tot
     return {
         "tokens": [e[0] for e in local],
         "position_ids": [e[1] for e in local],
-        "rows": rows,
+        "output_positions": rows,
         "labels": [local[j][2] for j in rows],
         "response_indices": [local[j][3] for j in rows],
         "cu_seqlens": [0, *np.cumsum([len(s) for s in sequences]).tolist()],
@@ -138,7 +138,7 @@ def test_zig_zag_parts_reassemble_to_the_uncut_batch() -> None:
     uncut = pack(rollout, [0, 1, 2], 1, 0, 8)
     parts = [pack(rollout, [0, 1, 2], 4, r, 8) for r in range(4)]
     assert zig_zag_inverse(parts) == uncut.tokens[0].tolist()
-    assert sum(p.rows.numel() for p in parts) == uncut.rows.numel()
+    assert sum(p.output_positions.numel() for p in parts) == uncut.output_positions.numel()
 
 
 def test_an_empty_micro_batch_is_one_dummy_sequence() -> None:

@@ -149,7 +149,7 @@ def test_a_conversation_that_the_template_refuses_is_named(tmp_path: Path, token
         ("left", "6789", "3 prompts truncated to 4 tokens at the beginning"),
         ("right", "0123", "3 prompts truncated to 4 tokens at the end"),
         ("middle", "0189", "3 prompts truncated to 4 tokens in the middle"),
-        ("drop", None, "3 prompts left out: longer than 4 tokens"),
+        ("drop", None, "3 prompts left out: longer than 4 tokens (data.max_prompt_tokens)"),
     ],
 )
 def test_long_prompts_are_cut_or_left_out(

@@ -113,11 +113,11 @@ def test_the_preview_and_the_trainer_say_the_same(
     assert [line for line in said if line] == [note for note in notes if note in said] and {*notes} <= {*said}
     assert all(f": {count} prompts" in shown for count in counts)
     if case == "packs that cut":
-        assert "data.train: 7 rows cut to 40 tokens: they have no end" in shown
+        assert "data.train: 7 rows truncated to 40 tokens: they have no end" in shown
         assert "tokens of prompt, answer and EOS: 40 to 40" in shown
         assert "6 steps of 4 packs, 3.43 epochs" in shown
     if case == "packs that split":
-        assert "data.train: 7 rows are longer than packing.seq_length=40, and split into pieces" in shown
+        assert "data.train: 7 rows are longer than packing.seq_length=40 and split into pieces" in shown
         assert "data.train: 14 of these pieces, with " in shown and "and with it the question" in shown
     if case == "packs that split texts":
         assert "split into pieces" in shown and "and with it the question" not in shown

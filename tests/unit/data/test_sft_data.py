@@ -264,7 +264,7 @@ def test_rows_are_cut_at_their_end_and_counted(tmp_path: Path) -> None:
     assert learnt(data) == [("cde", 1.0)] and learnt(data, 1) == [("b</s>", 1.0)]
     assert [row.is_cut for row in data.rows] == [True, False] and data.sources[0].long_prompt == 1
     notes = " ".join(sft_notes("data.train", data))
-    assert "1 rows cut to 5 tokens: they have no end" in notes and "1 rows left out: their prompt" in notes
+    assert "1 rows truncated to 5 tokens: they have no end" in notes and "1 rows left out: their prompt" in notes
     late = dataset(
         tmp_path, CHATML, {"messages": TALK}, {"messages": TALK[:2]}, form="messages", max_tokens=26, train_on="last"
     )

@@ -80,7 +80,7 @@ def test_it_is_said_before_anything_starts(
     )
     cli.main([command, str(tmp_path / "c.yaml")])
     said = " ".join(capsys.readouterr().out.replace("│", "").split())
-    assert "the chat template ends the assistant's turns with '<|im_end|>', the EOS token is '</s>'" in said
+    assert "the chat template ends the assistant's turns with '<|im_end|>', and the EOS token is '</s>'" in said
 
 
 def test_the_ends_that_a_model_had_stay_and_model_eos_token_is_the_tokenizer_s(tmp_path: Path) -> None:

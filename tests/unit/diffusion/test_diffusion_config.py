@@ -33,7 +33,7 @@ def test_what_a_net_is_to_say_is_what_makes_the_image_again() -> None:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("sampler.eta=0", "sampler.eta: at 0 every step is deterministic"),
+        ("sampler.eta=0", "sampler.eta: must be above 0: at 0 every step is deterministic"),
         ("sampler.noise_level=0.5", "sampler.noise_level: has no effect: ddim uses eta"),
         ("sampler.kind=flow_sde", "a DDIMScheduler has no flow_sde step"),
         ("sampler.steps=2000", "the scheduler's 1000 timesteps"),

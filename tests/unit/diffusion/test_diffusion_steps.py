@@ -76,7 +76,7 @@ def test_the_mean_log_prob_does_not_grow_with_the_image() -> None:
     ("kind", "name", "config", "said"),
     [
         ("ddim", "EulerDiscreteScheduler", {}, "has no ddim step; ddim supports DDIMScheduler"),
-        ("ddim", "FlowMatchEulerDiscreteScheduler", {}, "sampler.kind flow_sde has"),
+        ("ddim", "FlowMatchEulerDiscreteScheduler", {}, "use sampler.kind flow_sde"),
         ("ddim", "DDIMScheduler", {}, "clamped pixels have no gradient"),
         ("ddim", "DDIMScheduler", {"clip_sample": False, "prediction_type": "x"}, "'x' is none of epsilon"),
     ],

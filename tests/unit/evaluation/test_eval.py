@@ -13,11 +13,9 @@ import yaml
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from mrl import cli
-from mrl.config.derived import Machine
 from mrl.core import Prompt, Request, Sample
 from mrl.evaluation import Estimate, lines, majority_at, page, pass_at
 from mrl.evaluation.answers import summary
-from mrl.rollout.errors import EngineUnavailable
 from tests.conftest import TinyModels
 from tests.helpers.sft_config import write
 
@@ -162,18 +160,6 @@ def test_no_engine_is_started_that_would_not_answer_with_the_weights(
         }
     assert cli.main(["eval", str(sampling(tmp_path, model, **keys)), *words]) == 1
     assert said in capsys.readouterr().err
-
-
-def test_answers_are_drawn_on_the_gpus_that_are_here(
-    tiny_models: TinyModels, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def start(*_: Any, machine: Machine) -> None:
-        raise EngineUnavailable(f"nothing serves on {machine.gpus} GPUs")
-
-    monkeypatch.setattr("mrl.evaluation.answers.gpu_count", lambda: 3)
-    monkeypatch.setattr("mrl.evaluation.answers.start_engine", start)
-    assert cli.main(["eval", str(sampling(tmp_path, tiny_models("llama")))]) == 1
-    assert "mrl: nothing serves on 3 GPUs" in capsys.readouterr().err
 
 
 # ---- where the run is

@@ -483,7 +483,7 @@ def test_the_time_line_shows_who_worked_when() -> None:
     assert timeline_bars([waits]) == [
         TimelineBar(0, "rollout", 0, 2.0),
         TimelineBar(0, "update", 2.0, 1.0),
-        TimelineBar(1, "sampling", 0, 2.0),
+        TimelineBar(1, "generation", 0, 2.0),
     ]
     ahead = [
         {"step": n, "time/rollout": 0.5, "time/update": 2.0, "time/sync": 0.5, "perf/train_s": 2.0} for n in (1, 2)
@@ -493,7 +493,7 @@ def test_the_time_line_shows_who_worked_when() -> None:
         *(TimelineBar(0, "update", 0, 2.0), TimelineBar(0, "rollout", 2.0, 0.5), TimelineBar(0, "sync", 2.5, 0.5)),
         *(TimelineBar(0, "update", 3.0, 2.0), TimelineBar(0, "rollout", 5.0, 0.5), TimelineBar(0, "sync", 5.5, 0.5)),
     ]
-    assert [bar for bar in found if bar.row == 1] == [TimelineBar(1, "sampling", 0, 2.25)]
+    assert [bar for bar in found if bar.row == 1] == [TimelineBar(1, "generation", 0, 2.25)]
     figure = draw_timeline([waits])
     assert figure is not None and len(to_bytes(figure, "png")) > 1000
     assert draw_timeline([{"step": 1, "time/update": 1.0}]) is None

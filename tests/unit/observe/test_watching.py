@@ -218,7 +218,10 @@ def test_without_a_gpu_nothing_is_made_up_and_a_checkpoint_knows_the_tracker_s_r
 def test_a_gpu_that_the_plan_does_not_know_and_a_float32_run_say_so(
     tiny_models: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, dtype, why in (("NVIDIA L4", "bfloat16", "not this NVIDIA L4"), (H100, "float32", "dtype is float32")):
+    for name, dtype, why in (
+        ("NVIDIA L4", "bfloat16", "not this GPU (NVIDIA L4)"),
+        (H100, "float32", "dtype is float32"),
+    ):
         monkeypatch.setattr(platform, "gpu_names", lambda name=name: [name])
         cfg = sft_config(tmp_path, tiny_models("llama"), dtype=dtype)
         with Recorder(tmp_path, 1, live=False) as recorder:
