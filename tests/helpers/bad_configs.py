@@ -180,7 +180,7 @@ BAD = [
         ("8 layers do not divide over 3 stages: use 1, 2, 4 or 8", "first_stage_layers"),
         base=PPO.replace("nproc: 4", "nproc: 6"),
     ),
-    Bad("two machines on one", NPROC, "  nproc: 4\n  nodes: 2\n", "run.nodes", ("made for 2 machines", "--nodes 2")),
+    Bad("two machines on one", NPROC, "  nproc: 4\n  nodes: 2\n", "run.nodes", ("2 machines", "--nodes 2")),
     Bad(
         "virtual without pipeline",
         "    pipeline: 2",
@@ -418,7 +418,7 @@ BAD = [
         GAE,
         GAE + "  kl: {use_in_loss: true, coef: 0.1, penalty: k3+, bias_correction: true}\n",
         "algorithm.kl.bias_correction",
-        ("already has an unbiased gradient", "take k3", "algorithm.kl.penalty"),
+        ("already has an unbiased gradient", "use k3", "algorithm.kl.penalty"),
     ),
     Bad(
         "power of a method that has none",
@@ -504,7 +504,7 @@ BAD = [
         "    coef: 0.1",
         "    coef: 0.1\n    penalty: k3+",
         "algorithm.kl.penalty",
-        ("differs from k3 in its gradient", "algorithm.kl.use_in_reward"),
+        ("differs from k3 only in its gradient", "algorithm.kl.use_in_reward"),
         base=PPO.replace(GAE, KL_ON),
     ),
     Bad(
@@ -735,14 +735,14 @@ BAD = [
         "rollout:",
         "rollout:\n  servers: 2\n  gpus: [3]",
         "rollout.gpus",
-        ("names 1; 2 servers x tensor 1 = 2 GPUs", "rollout.servers"),
+        ("names 1 GPU, but 2 servers x tensor 1 = 2 GPUs", "rollout.servers"),
     ),
     Bad(
         "one GPU for two engines",
         "rollout:",
         "rollout:\n  servers: 2\n  gpus: [3, 3]",
         "rollout.gpus",
-        ("3: twice", "memory_fraction of the free memory"),
+        ("names 3 twice", "memory_fraction of the free memory"),
     ),
     Bad(
         "a GPU before the first",
@@ -861,7 +861,7 @@ BAD = [
         "rollout:",
         "sync: {transport: distributed}\nrollout:\n  engine: transformers",
         "sync.transport",
-        ("transformers engine does not know distributed", "shared_memory, http, disk or auto"),
+        ("transformers engine does not support distributed", "shared_memory, http, disk or auto"),
         "sync:",
     ),
     Bad(

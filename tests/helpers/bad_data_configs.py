@@ -65,7 +65,7 @@ BAD_DATA = [
         "  train: train.jsonl",
         "  train: [{path: train.jsonl, weight: 2.0}, more.jsonl]",
         "data.train",
-        ("more.jsonl: no weight",),
+        ("more.jsonl without weight",),
     ),
     Bad(
         "weights of a validation",

@@ -105,7 +105,7 @@ VALUES = [  # one value of a good file
          "'' would end a response"),
     _bad("stop token outside", "max_new_tokens: 8", "max_new_tokens: 8\n    stop_token_ids: [3, 16, -1]",
          "rollout.sampling.stop_token_ids", "16, -1: outside the model's vocabulary of 16 tokens"),
-    _bad("a thousand engines", "rollout:", "rollout:\n  servers: 1000", "rollout.servers", "at most 64"),
+    _bad("a thousand engines", "rollout:", "rollout:\n  servers: 1000", "rollout.servers", "maximum is 64"),
     _bad("a million workers", "function: exact_match", "function: exact_match\n  workers: 1000000", "reward.workers",
          "less than or equal to 1024"),
     _bad("async reward", "function: exact_match", "function: odd.py:later", "reward.function", "an async function"),
@@ -122,7 +122,7 @@ VALUES = [  # one value of a good file
     _bad("loss without a file", "adv_estimator: gae", "adv_estimator: gae\n  policy_loss: {function: gone.py:f}",
          "algorithm.policy_loss.function", "cannot read gone.py: No such file"),
     _bad("loss by another name", "adv_estimator: gae", "adv_estimator: gae\n  policy_loss: {function: odd.py:tow}",
-         "algorithm.policy_loss.function", "does not define 'tow'; it has NUMBER, keyword, later, nothing, two"),
+         "algorithm.policy_loss.function", "does not define 'tow'; it defines NUMBER, keyword, later, nothing, two"),
     _bad("loss of mrl as a file", "adv_estimator: gae", "adv_estimator: gae\n  policy_loss: {function: gspo}",
          "algorithm.policy_loss.function", "'gspo' does not name a function in a file: expected path/to/file.py:name"),
     _bad("option that a loss does not take", "adv_estimator: gae",
@@ -130,7 +130,7 @@ VALUES = [  # one value of a good file
          "algorithm.policy_loss.function", "takes (prompt, response), but mrl calls it with (inputs, slope=)"),
     _bad("two losses", "adv_estimator: gae",
          "adv_estimator: gae\n  policy_loss: {loss_mode: gspo, function: odd.py:two}",
-         "algorithm.policy_loss.function", "no effect: the loss is gspo; it is a key of function",
+         "algorithm.policy_loss.function", "no effect: the loss is gspo", "a key of function",
          "algorithm.policy_loss.loss_mode (c.yaml:"),
     _bad("no function for the loss", "adv_estimator: gae", "adv_estimator: gae\n  policy_loss: {loss_mode: function}",
          "algorithm.policy_loss.function", "required key is missing"),
@@ -153,7 +153,7 @@ VALUES = [  # one value of a good file
     _bad("another trainer's key", "prompts_per_step: 16", "prompts_per_step: 16\n  samples_per_step: 4",
          "batch.samples_per_step", "unknown key; it is a key of trainer sft, and this is trainer rl"),
     _bad("another loss's key", "adv_estimator: gae", "adv_estimator: gae\n  policy_loss: {tau_neg: 2.0}",
-         "algorithm.policy_loss.tau_neg", "no effect: the loss is vanilla; it is a key of sapo",
+         "algorithm.policy_loss.tau_neg", "no effect: the loss is vanilla", "a key of sapo",
          "algorithm.policy_loss.loss_mode (default)"),
     _bad("misspelt key of a loss", "adv_estimator: gae",
          "adv_estimator: gae\n  policy_loss: {loss_mode: sapo, tau_negg: 2.0}",
@@ -176,7 +176,7 @@ VALUES = [  # one value of a good file
     _bad("data with a long name", "train: train.jsonl", f"train: {'n' * 300}.jsonl", "data.train", "name too long"),
     _bad("broken parquet", "train: train.jsonl", "train: bad.parquet", "data.train", "is not a Parquet file"),
     _bad("deep first row", "train: train.jsonl", "train: deep.jsonl", "data.train", "nested too deeply"),
-    _bad("first row not UTF-8", "train: train.jsonl", "train: latin.jsonl", "data.train", "byte 0xe9 at place 13"),
+    _bad("first row not UTF-8", "train: train.jsonl", "train: latin.jsonl", "data.train", "byte 0xe9 at position 13"),
 ]  # fmt: skip
 
 GOOD_ROW = json.dumps({"prompt": "1+1=", "answer": "2"})
@@ -194,7 +194,7 @@ ROWS = [  # rows.jsonl
     BadInput(
         "Latin-1",
         GOOD_ROW.encode() + b'\n{"prompt": "\xe9"}\n',
-        ("rows.jsonl:2: not valid JSON: not UTF-8: byte 0xe9 at place 13",),
+        ("rows.jsonl:2: not valid JSON: not UTF-8: byte 0xe9 at position 13",),
     ),
     BadInput(
         "UTF-16 row",

@@ -94,7 +94,7 @@ BAD_REUSE = [
         "a buffer smaller than its draws",
         "replay: {buffer_prompts: 4, prompts_per_step: 8}\n",
         "replay.prompts_per_step",
-        ("never there", "replay.buffer_prompts"),
+        ("8 exceeds the 4 prompts", "replay.buffer_prompts"),
         "replay:",
     ),
     bad(

@@ -159,20 +159,20 @@ BAD_REWARDS = [
         "programs that outlast their function",
         "  function: code\n  code: {wall_s: 25.0}\n",
         "code.wall_s",
-        ("more than the 30 s", "reward.timeout_s (default)"),
+        ("exceed the 30 s", "reward.timeout_s (default)"),
     ),
     bad(
         "no reward model",
         "  manager: model\n",
         "model",
-        ("needs exactly one reward model", "there are 0", "reward.manager"),
+        ("needs exactly one reward model", "got 0", "reward.manager"),
         "reward:",
     ),
     bad(
         "two reward models",
         "  manager: model\n  servers:\n    judge: {url: 'http://judge:8000', api: sglang}\n  model: {path: judge}\n",
         "model",
-        ("there are 2", "reward.manager"),
+        ("got 2", "reward.manager"),
     ),
     bad(
         "a policy as the reward model",

@@ -77,7 +77,7 @@ BAD_SAMPLING = [
         ESTIMATOR,
         GDPO + "  kl: {coef: 0.1, use_in_reward: true}\n",
         "algorithm.kl.use_in_reward",
-        ("no effect", "components alone", "algorithm.adv_estimator"),
+        ("no effect", "gdpo", "components of the reward only", "use_in_loss", "algorithm.adv_estimator"),
         base=SORTED,
     ),
     Bad(

@@ -128,7 +128,8 @@ def _gpus(
 ) -> Iterator[Problem]:
     key = "rollout.gpus"
     if len(gpus) != engines:
-        yield Problem((key, "rollout.servers", "rollout.tensor"), f"names {len(gpus)} GPUs, but {product}")
+        named = "1 GPU" if len(gpus) == 1 else f"{len(gpus)} GPUs"
+        yield Problem((key, "rollout.servers", "rollout.tensor"), f"names {named}, but {product}")
     twice = sorted({gpu for gpu in gpus if gpus.count(gpu) > 1})
     if twice and "memory_fraction" not in ENGINES[rollout.engine].ignores:
         message = f"names {', '.join(map(str, twice))} twice, and each engine takes memory_fraction of the free memory"

@@ -97,7 +97,7 @@ def test_a_bad_configuration_is_refused_with_place_key_and_reason(bad: Bad) -> N
 def test_the_models_with_experts_have_rules_of_their_own() -> None:
     text = PPO.replace("path: dense", "path: experts").replace("critic:\n  warmup_steps: 2", "critic: {}")
     assert isinstance(loaded(text, "actor.parallel.expert=2", "critic.parallel={expert: 4}"), RLConfig)
-    assert "3 does not divide the model's 4 experts: 1, 2 or 4 would" in str(
+    assert "3 does not divide the model's 4 experts: use 1, 2 or 4" in str(
         refusal(text, "actor.parallel.expert=3", "run.nproc=12")
     )
     assert "= 16 ranks do not divide the world" in str(
@@ -105,7 +105,7 @@ def test_the_models_with_experts_have_rules_of_their_own() -> None:
     )
     assert "with expert 1, 1 must equal tensor (2)" in str(refusal(text, "actor.parallel.expert_tensor=1"))
     assert "sequence" in str(refusal(text, "actor.parallel.sequence=false"))
-    assert "does not divide the experts' feed-forward width 6: 1, 2, 3 or 6 would" in str(
+    assert "does not divide the experts' feed-forward width 6: use 1, 2, 3 or 6" in str(
         refusal(text, "actor.parallel.expert_tensor=4", "actor.parallel.expert=2", "run.nproc=16")
     )
 

@@ -70,7 +70,7 @@ REFUSED = {
         [fp8("recipe: current"), "model.dtype=float32"],
         4,
         "actor.precision.fp8.recipe",
-        ("16 bits", "32 bits", "model.dtype"),
+        ("needs model.dtype bfloat16, not float32", "emulate: true", "model.dtype"),
     ),
     "settings without a recipe": (
         [fp8("head: true")],

@@ -21,7 +21,7 @@ EXPERTS = {
 REFUSED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "no such layer": (
         ("actor.lora.targets=[q_proj, w1]",),
-        ("actor.lora.targets", "no linear layer w1, but q_proj, k_proj, v_proj, o_proj, gate_proj"),
+        ("actor.lora.targets", "no linear layer w1", "q_proj, k_proj, v_proj, o_proj, gate_proj"),
     ),
     "no layer": (("actor.lora={targets: []}",), ("actor.lora.targets", "names no layer")),
     "weights from nowhere": (
@@ -30,7 +30,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "fp8": (
         ("actor.lora={}", "actor.precision.fp8={recipe: current, emulate: true}"),
-        ("actor.lora", "actor.precision.fp8.recipe", "not with current"),
+        ("actor.lora", "actor.precision.fp8.recipe", "does not work with current", "16 or 32 bits"),
     ),
     "a layout of the reference": (
         ("actor.lora={}", "algorithm.kl={use_in_loss: true}", "ref.max_tokens_per_microbatch=64"),
