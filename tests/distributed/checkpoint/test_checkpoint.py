@@ -155,7 +155,7 @@ def test_saving_works_after_a_failure_and_removes_what_is_old(world: Cases) -> N
         ("load: truncated", ("step_3 is damaged", ".distcp has", "bytes instead of")),
         ("load: missing", ("step_3 is damaged", ".distcp is missing")),
         ("load: garbled", ("reading", "step_3/actor", "is damaged")),
-        ("load: other model", ("hidden_size is 64, in the checkpoint 32", "num_layers is 2, in the checkpoint 4")),
+        ("load: other model", ("hidden_size is 64 here and 32", "num_layers is 2 here and 4")),
         (
             "load: other learners",
             ("actor is a critic in this run and a policy in the checkpoint", "it has no reward, only actor, critic"),

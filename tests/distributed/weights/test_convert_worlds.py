@@ -123,6 +123,6 @@ def test_an_exported_critic_is_a_classifier_to_transformers(world: World, model:
 def test_models_of_a_run_s_checkpoint(world: World, model: str, layout: dict[str, int]) -> None:
     result = world("run_checkpoint", model, layout)
     assert result["wrong"] == {"actor": [], "critic": []}
-    assert "has no reward, but actor, critic" in result["other"]
+    assert "has no reward, only actor, critic" in result["other"]
     assert "--model-files" in result["bare"]
     assert result["same"], "the same weights, from a directory that does not know what it is"
