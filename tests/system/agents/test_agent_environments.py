@@ -274,7 +274,7 @@ def test_a_sample_of_an_environment_that_fails_is_left_out(programs: Path) -> No
     finally:
         agents.close()
     assert [bool(sample.left_out) for sample in found] == [False, True, False, False]
-    assert "the tool is gone" in found[1].left_out and "begun 2 times" in found[1].left_out
+    assert "the tool is gone" in found[1].left_out and "attempts: 2" in found[1].left_out
     assert restored(asked[1], json_like(plain(found[1]))).left_out == found[1].left_out
 
 

@@ -317,7 +317,7 @@ def test_a_program_that_fails_is_begun_again_with_the_same_seeds(programs: Path,
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("broken", "sample 0 .data row 5. raised KeyError: 'the tool is gone' .begun 2 times.*\nTraceback"),
+        ("broken", "sample 0 .data row 5. raised KeyError: 'the tool is gone' .attempts: 2.*\nTraceback"),
         ("nan", "score is nan: it must be a finite number"),
         ("never", "the reward is inf: it must be a finite number"),
         ("halves", "surrogates not allowed"),

@@ -77,7 +77,7 @@ def test_the_row_s_data_source_chooses_the_function() -> None:
 
 @pytest.mark.parametrize(("source", "what"), [("gms8k", "has the data_source 'gms8k'"), (None, "has no data_source")])
 def test_a_data_source_that_nothing_scores_is_named(source: str | None, what: str) -> None:
-    message = f"sample 4 .*its row {what}, rewards are set for 'gsm8k', 'quiz' .*data.data_source_key"
+    message = f"sample 4 .*its row {what}, but rewards are set for 'gsm8k', 'quiz' .*data.data_source_key"
     with open_manager(functions={"gsm8k": "arithmetic", "quiz": "exact_match"}) as manager:
         with pytest.raises(RewardError, match=message):
             manager.submit(of(source, 4))

@@ -37,7 +37,6 @@ CASES: dict[str, dict[str, Any]] = {
     "rows as they are": {"data": {"max_tokens": 60}, "validation": {"rows": 2}},
     "pairs": {"trainer": "dpo"},
     "rewards": {"trainer": "reward_model", "data": {"max_tokens": 60}},
-    "prompts": {"trainer": "rl"},
 }
 
 
@@ -96,6 +95,18 @@ def notes_of_training(config: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[li
     return notes, [], seen[0]
 
 
+def agreed(config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[str, Any]:
+    """What `mrl data` shows, after it is found to be what the trainer says; and the trainer's configuration."""
+    notes, counts, cfg = notes_of_training(config, monkeypatch)
+    notes = [note for note in notes if not note.startswith("validation: ")]  # the preview says it beside the source
+    assert cli.main(["data", str(config)]) == 0
+    shown = capsys.readouterr().out
+    said = shown.partition("\n\n")[0].splitlines()
+    assert [line for line in said if line] == [note for note in notes if note in said] and {*notes} <= {*said}
+    assert all(f": {count} prompts" in shown for count in counts)
+    return shown, cfg
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_the_preview_and_the_trainer_say_the_same(
     case: str,
@@ -105,13 +116,7 @@ def test_the_preview_and_the_trainer_say_the_same(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     config = write(tmp_path, tiny_models("llama"), **CASES[case])
-    notes, counts, cfg = notes_of_training(config, monkeypatch)
-    notes = [note for note in notes if not note.startswith("validation: ")]  # the preview says it beside the source
-    assert cli.main(["data", str(config)]) == 0
-    shown = capsys.readouterr().out
-    said = shown.partition("\n\n")[0].splitlines()
-    assert [line for line in said if line] == [note for note in notes if note in said] and {*notes} <= {*said}
-    assert all(f": {count} prompts" in shown for count in counts)
+    shown, cfg = agreed(config, monkeypatch, capsys)
     if case == "packs that cut":
         assert "data.train: 7 rows truncated to 40 tokens: they have no end" in shown
         assert "tokens of prompt, answer and EOS: 40 to 40" in shown
@@ -123,29 +128,7 @@ def test_the_preview_and_the_trainer_say_the_same(
         assert "split into pieces" in shown and "and with it the question" not in shown
     if case == "epochs":
         assert cfg.run.steps == 6 and "6 steps of 4 rows, 3.43 epochs" in shown
-    if case in ("rows as they are", "prompts"):
+    if case == "rows as they are":
         assert "data.validation: 2 prompts" in shown
     if case in ("pairs", "rewards"):
         assert "data.validation: " in shown
-
-
-def test_prompts_are_shown_with_their_bos(
-    tmp_path: Path, tiny_models: TinyModels, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from tests.unit.data.test_bos import with_bos
-
-    model = with_bos(tmp_path / "model", tiny_models("llama"))
-    cli.main(["data", str(write(tmp_path, model, "rl"))])
-    assert "tokens\n<s>0+1?\n" in capsys.readouterr().out
-
-
-def test_demonstrations_are_shown_beside_the_prompts(
-    tmp_path: Path, tiny_models: TinyModels, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data = {"train": str(tmp_path / "train.jsonl"), "max_prompt_tokens": 20}
-    ptx = {"data": data, "samples_per_update": 2, "coef": 1.0}
-    config = write(tmp_path, tiny_models("llama"), "rl", ptx=ptx)
-    assert cli.main(["data", str(config)]) == 0
-    shown = capsys.readouterr().out
-    assert "ptx.data.train: 1 prompts left out: longer than 20 tokens" in shown
-    assert "\nptx.data.train: 7 prompts\n" in shown and "tokens of prompt, answer and EOS: 95 to 95" in shown

@@ -84,10 +84,10 @@ def test_columns_that_are_something_else_are_refused_with_the_way_out(tmp_path: 
         cfg = DataConfig.model_validate({"train": str(tmp_path / "rows.jsonl"), "chat_template": True} | keys)
         return PromptDataset(cfg.train, cfg, tokenizer)
 
-    with pytest.raises(DataError, match=r"rows.jsonl:1: 'tools' must be a list of objects.* data.tools_key \(null"):
+    with pytest.raises(DataError, match=r"rows.jsonl:1: 'tools' must be a list of objects.* data.tools_key .*null"):
         read({"tools": ["add", "subtract"]})
     assert len(read({"tools": ["add", "subtract"]}, tools_key=None)) == 1
-    with pytest.raises(DataError, match=r"'system' is a system message, and .* data.system_key \(null"):
+    with pytest.raises(DataError, match=r"'system' is a system message, and .* data.system_key .*null"):
         read({"prompt": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}], "system": "c"})
 
 

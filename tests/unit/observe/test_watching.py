@@ -351,7 +351,7 @@ def test_the_page_has_the_measured_beside_the_planned(tmp_path: Path) -> None:
     assert cells(page, "http://10.0.0.1:30000") == ["64", "5,000", "30.5", "32", "500"]
     assert cells(page, "from the sending ranks to other nodes") == ["0.500", "1.0 GiB", "2.0 GiB/s"]
     assert cells(page, "whole sync") == ["1.00", "2.0 GiB", "2.0 GiB/s"]
-    assert "12.0 requests waited" in page and "MFU, median" in page and "Planned for 2 x h100-80g" in page
+    assert "12.0 requests waited" in page and "MFU, median" in page and "Plan for 2 x h100-80g" in page
     assert 'alt="Placement"' in page and 'alt="MFU"' in page
 
 
