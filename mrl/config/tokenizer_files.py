@@ -82,7 +82,7 @@ def _read(file: Path) -> dict[str, Any]:
         return {}
     content = read_json(file)
     if not isinstance(content, dict):
-        raise ValueError(f"{file} contains a {type(content).__name__} instead of a JSON object")
+        raise ValueError(f"{file} must contain a JSON object, not {type(content).__name__}")
     return content
 
 

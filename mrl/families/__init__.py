@@ -145,7 +145,7 @@ def read_hf_config(path: str | Path) -> dict[str, Any]:
     except ValueError as error:
         raise UnsupportedModel(str(error)) from error
     if not isinstance(config, dict):
-        raise UnsupportedModel(f"{file} contains a {type(config).__name__} instead of a JSON object")
+        raise UnsupportedModel(f"{file} must contain a JSON object, not {type(config).__name__}")
     return config
 
 

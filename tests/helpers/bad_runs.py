@@ -161,7 +161,7 @@ MISTAKES = [
         arguments=("--ranks", "3"),
     ),
     Mistake(
-        "experts of a dense model", ("actor.parallel.expert", "this one is dense"), ("actor.parallel.expert=2",), code=2
+        "experts of a dense model", ("actor.parallel.expert", "not a dense one"), ("actor.parallel.expert=2",), code=2
     ),
     Mistake(
         "minibatches that do not divide",
@@ -183,11 +183,14 @@ MISTAKES = [
         "keys of a tracker that is off", ("run.wandb", "not among the trackers"), ("run.wandb.project=mine",), code=2
     ),
     Mistake(
-        "a step to profile that is none", ("run.profile.steps", "no step 9"), ("run.profile={steps: [9]}",), code=2
+        "a step to profile that is none",
+        ("run.profile.steps", "step 9 is after the last step"),
+        ("run.profile={steps: [9]}",),
+        code=2,
     ),
     Mistake(
         "a rank to profile that is none",
-        ("run.profile.ranks", "no rank 4"),
+        ("run.profile.ranks", "rank 4 does not exist"),
         ("run.profile={steps: [1], ranks: [4]}",),
         code=2,
     ),
@@ -209,7 +212,12 @@ MISTAKES = [
         edit=in_config_json(vocab_size=100),
         code=2,
     ),
-    Mistake("an end token of another model", ("model.eos_token", "no token"), ("model.eos_token=<|im_end|>",), code=2),
+    Mistake(
+        "an end token of another model",
+        ("model.eos_token", "not in the vocabulary"),
+        ("model.eos_token=<|im_end|>",),
+        code=2,
+    ),
     Mistake("no weights", ("model.path", "no safetensors"), edit=removed("model/model.safetensors"), code=2),
     Mistake(
         "another vocabulary's weights",
@@ -280,33 +288,8 @@ MISTAKES = [
         code=2,
     ),
     Mistake(
-        "an import that fails",
-        ("score.py", "No module named 'absent_part'"),
-        (SCORE,),
-        edit=written("score.py", "import absent_part\n\ndef score(prompt, response, row): ...\n"),
-    ),
-    Mistake(
-        "a function that raises",
-        ("train.jsonl:1", "with the response", "ZeroDivisionError"),
-        (SCORE,),
-        edit=scores("return 1 / 0"),
-    ),
-    Mistake("a score that is text", ("train.jsonl:1", "returned no score"), (SCORE,), edit=scores("return 'good'")),
-    Mistake(
-        "a score that is not finite",
-        ("train.jsonl:1", "returned no score"),
-        (SCORE,),
-        edit=scores("return float('nan')"),
-    ),
-    Mistake(
-        "a function that hangs",
-        ("train.jsonl:1", "within 1 s (reward.timeout_s)"),
-        (SCORE, "reward.timeout_s=1.0"),
-        edit=scores("import time; time.sleep(60)"),
-    ),
-    Mistake(
         "a reward server that is not there",
-        ("reward.servers.judge.url", "nothing answers at 127.0.0.1 port 1 ", "start it"),
+        ("reward.servers.judge.url", "nothing answers at 127.0.0.1 port 1 ", "start the server"),
         ("reward={manager: remote, function: null, servers: {judge: {url: 'http://127.0.0.1:1/score'}}}",),
     ),
     # algorithm of one's own
@@ -346,7 +329,7 @@ MISTAKES = [
             "actor_update: rank 0 needs",
             "its GPU has 40.0",
             "actor activations",
-            "fewer actor.max_tokens_per_microbatch",
+            "a smaller actor.max_tokens_per_microbatch",
         ),
         ("actor.max_tokens_per_microbatch=4194304", "batch.prompts_per_step=65536"),
         arguments=("--gpu", "a100-40g"),
@@ -383,7 +366,7 @@ MISTAKES = [
     ),
     Mistake(
         "a torch that is too old",
-        ("torch 2.7.1: mrl needs >=2.8", "pip install torch==2.13.0"),
+        ("torch 2.7.1 ", "mrl needs >=2.8", "pip install torch==2.13.0"),
         edit=versions(torch="2.7.1"),
     ),
     Mistake(
@@ -404,7 +387,7 @@ MISTAKES = [
     ),
     Mistake(
         "a repair that nobody knows",
-        ("MRL_PLATFORM_OFF names nonsense; known: all, ", "or unset it"),
+        ("MRL_PLATFORM_OFF names ", "nonsense; known: all, ", "or unset it"),
         environment={"MRL_PLATFORM_OFF": "nonsense"},
     ),
     Mistake(
@@ -448,4 +431,32 @@ MISTAKES = [
         edit=sick(**vars(assess(1, "H100", 20 * 10**9, 80 * 10**9, (9, 0), SIZE))),
     ),
     Mistake("GPUs that hang", ("did not finish within 60 s", "dmesg"), edit=patched("mrl.platform.gpu_health", hangs)),
+]
+
+MISTAKES_OF_FUNCTIONS = [  # found by a process that calls the reward function
+    Mistake(
+        "an import that fails",
+        ("score.py", "No module named 'absent_part'"),
+        (SCORE,),
+        edit=written("score.py", "import absent_part\n\ndef score(prompt, response, row): ...\n"),
+    ),
+    Mistake(
+        "a function that raises",
+        ("train.jsonl:1", "with the response", "ZeroDivisionError"),
+        (SCORE,),
+        edit=scores("return 1 / 0"),
+    ),
+    Mistake("a score that is text", ("train.jsonl:1", "returned no score"), (SCORE,), edit=scores("return 'good'")),
+    Mistake(
+        "a score that is not finite",
+        ("train.jsonl:1", "returned no score"),
+        (SCORE,),
+        edit=scores("return float('nan')"),
+    ),
+    Mistake(
+        "a function that hangs",
+        ("train.jsonl:1", "within 1 s (reward.timeout_s)"),
+        (SCORE, "reward.timeout_s=1.0"),
+        edit=scores("import time; time.sleep(60)"),
+    ),
 ]

@@ -31,7 +31,7 @@ def check(cfg: AnyConfig, archs: Archs, machine: Machine) -> Iterator[Problem]:
 
 def _world(key: str, p: ParallelConfig, machine: Machine, arch: ModelArch | None) -> Iterator[Problem]:
     world = machine.world_size
-    source = "the started world (WORLD_SIZE)" if machine.joined else "the world (run.nproc)"
+    source = "the world" if machine.joined else "the world (run.nproc)"
     other = () if machine.joined else ("run.nproc",)
     if world % model_size(p):
         sizes = {"tensor": p.tensor, "pipeline": p.pipeline, "context": p.context}

@@ -96,5 +96,5 @@ def _object(file: Path) -> Mapping[str, Any]:
     except (OSError, ValueError) as error:
         raise WeightError(str(error)) from error
     if not isinstance(content, dict):
-        raise WeightError(f"{file} contains a {type(content).__name__} instead of a JSON object")
+        raise WeightError(f"{file} must contain a JSON object, not {type(content).__name__}")
     return content

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from mrl.platform import kept_memory
 from tests.helpers.python_process import run_python
-from tests.unit.platform.test_platform import IMPORT_SPECS
+
+IMPORT_SPECS = "from mrl import platform; platform.install(); import megatron.core.models.gpt.gpt_layer_specs"
 
 
 @pytest.fixture
@@ -151,3 +153,18 @@ else:
 def test_gloo_s_groups_share_a_thread_that_a_copy_of_the_process_makes_anew() -> None:
     done = run_python(COPIES)
     assert done.stdout.splitlines() == ["parent 1.0 True", "copy 1.0 True", "copy ended with 0"], done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-ins apply only without CUDA")
+def test_own_warnings_survive_install() -> None:
+    done = run_python(
+        f"{IMPORT_SPECS}; import warnings; warnings.warn('mine'); print(platform.device(), platform.backend())"
+    )
+    assert "UserWarning: mine" in done.stderr
+    assert done.stdout.split() == ["cpu", "gloo"]
+
+
+def test_device_context_still_works_after_install() -> None:
+    """transformers builds models under torch.device("meta"); real tensors there would be left uninitialised."""
+    done = run_python(f"{IMPORT_SPECS}; import torch\nwith torch.device('meta'): print(torch.arange(3).device)")
+    assert done.stdout.split() == ["meta"], done.stderr

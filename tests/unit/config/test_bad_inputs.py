@@ -14,22 +14,12 @@ from mrl import cli
 from mrl.config.loader import load
 from mrl.config.problems import ConfigError
 from mrl.data import tokenizer as tokenizer_module
-from mrl.reward import pool, process
 from tests.conftest import TinyModels
 from tests.helpers.bad_configs import DENSE, PPO, Bad
-from tests.helpers.bad_inputs import FILES, FUNCTIONS, GOOD_ROW, MESSAGES, OVERRIDES, ROWS, TEMPLATES, VALUES, BadInput
+from tests.helpers.bad_inputs import FILES, GOOD_ROW, MESSAGES, OVERRIDES, ROWS, TEMPLATES, VALUES, BadInput
+from tests.helpers.refused import refusal, write_run
 from tests.helpers.tiny import tiny_tokenizer
 
-RUN = """\
-trainer: rl
-run: {{name: never}}
-model: {{path: {model}, from_scratch: true}}
-data: {{train: rows.jsonl, max_prompt_tokens: 64, chat_template: {chat}}}
-batch: {{prompts_per_step: 2}}
-rollout: {{engine: transformers, sampling: {{max_new_tokens: 4}}}}
-reward: {{function: {function}}}
-algorithm: {{adv_estimator: reinforce_plus_plus}}
-"""
 ODD = """\
 async def later(prompt, response, row): ...
 def two(prompt, response): ...
@@ -67,19 +57,6 @@ def files(folder: Path) -> None:
     Path("bad.parquet").write_text("PAR1 and nothing more PAR1")
     Path("deep.jsonl").write_text('{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
     Path("latin.jsonl").write_bytes('{"prompt": "\xe9t\xe9"}\n'.encode("latin-1"))
-
-
-def refusal(capsys: pytest.CaptureFixture[str], *arguments: str, code: int) -> str:
-    """The one line that a user sees (below its heading, for a configuration)."""
-    assert cli.main(arguments) == code
-    out, err = capsys.readouterr()
-    lines = err.splitlines()
-    if code == cli.CONFIG_ERROR:
-        assert lines.pop(0) == "1 problem in c.yaml:", err
-    assert len(lines) == 1 and "Traceback" not in out + err, err
-    assert err.isascii() or err.encode(), "cannot be shown"
-    assert len(lines[0]) < 1000 and not Path("runs").exists()
-    return lines[0]
 
 
 @pytest.mark.usefixtures("files")
@@ -128,11 +105,6 @@ def model(tiny_models: TinyModels) -> Path:
     return tiny_models("llama")
 
 
-def write_run(model: Path, rows: bytes = GOOD_ROW.encode(), function: str = "arithmetic", chat: bool = False) -> None:
-    Path("c.yaml").write_text(RUN.format(model=model, function=function, chat=str(chat).lower()))
-    Path("rows.jsonl").write_bytes(rows)
-
-
 @pytest.mark.parametrize("key", ["policy_loss", "advantage"])
 def test_an_algorithm_of_the_user_s_own_that_fails(model: Path, key: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Tried out on a few tokens."""
@@ -177,25 +149,6 @@ def test_a_message_that_no_model_should_see(model: Path, bad: BadInput, capsys: 
     write_run(model, bad.contents, chat=True)
     line = refusal(capsys, "train", "c.yaml", code=1)
     assert all(part in line for part in bad.says), line
-
-
-@pytest.mark.parametrize("bad", FUNCTIONS, ids=lambda bad: bad.id)
-def test_a_function_that_no_run_can_call(model: Path, bad: BadInput, capsys: pytest.CaptureFixture[str]) -> None:
-    write_run(model, function="reward.py:score")
-    Path("reward.py").write_bytes(bad.contents)
-    line = refusal(capsys, "train", "c.yaml", code=1)
-    assert "reward.py:score" in line and all(part in line for part in bad.says), line
-
-
-def test_an_import_that_hangs_is_waited_for_in_bounds(
-    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in (process, pool):
-        monkeypatch.setattr(module, "STARTUP_TIMEOUT_S", 0.5)
-    write_run(model, function="reward.py:score")
-    Path("reward.py").write_text("import time\ntime.sleep(600)\ndef score(prompt, response, row): return 0.0\n")
-    line = refusal(capsys, "train", "c.yaml", code=1)
-    assert "reward.py:score" in line and "takes too long or hangs" in line
 
 
 @pytest.mark.parametrize("command", ["train", "data"])

@@ -118,7 +118,7 @@ def test_a_run_that_could_not_save_when_it_is_told_to_stop_is_said(capsys: pytes
 
 def test_a_chip_without_the_recipe_is_said_with_both_numbers() -> None:
     said = plan_of("ppo_llama70b_64gpu_fp8", gpu="a100-80g").problems
-    wanted = "precision.fp8.recipe: blockwise needs compute capability 9.0 or above, a100-80g has 8.0"
+    wanted = "precision.fp8.recipe: blockwise needs compute capability 9.0 or above, and a100-80g has 8.0"
     assert any(text.startswith(wanted) for text in said)
     assert not plan_of("ppo_llama70b_64gpu_fp8").problems
 
@@ -308,7 +308,7 @@ def test_search_writes_the_plan_that_it_has_printed(tmp_path: Path, capsys: pyte
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["ppo_llama70b_64gpu", "--gpus", "8"], "Nearest: TP8, 5120 tokens, recompute full"),
+        (["ppo_llama70b_64gpu", "--gpus", "8"], "TP8, 5120 tokens, recompute full: needs "),
         (["dapo_qwen7b_8gpu", "--gpus", "1"], "refused, for example: rollout.servers: 8 servers x tensor 1 = 8 GPUs"),
     ],
 )
@@ -379,8 +379,8 @@ def test_dry_run_builds_every_kind_of_rank_and_names_what_is_not_here(capsys: py
     assert main(["train", "yaml_configs/ppo_llama70b_64gpu_fp8.yaml", "--dry-run"]) == 0
     printed = capsys.readouterr().out
     assert printed.count("as planned") == 12, "four stages of actor, critic and reference"
-    assert "NOT" not in printed and "It fits" in printed
-    assert "not here: data.train: 'data/train.parquet'" in printed and "no safetensors" in printed
+    assert "NOT" not in printed and "The run fits" in printed
+    assert "missing: data.train: 'data/train.parquet'" in printed and "no safetensors" in printed
 
 
 def test_dry_run_is_of_the_gpus_that_are_named(capsys: pytest.CaptureFixture[str]) -> None:
