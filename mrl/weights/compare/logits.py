@@ -195,7 +195,7 @@ def _packed(prompts: list[Prompt], vision: VisionArch | None) -> PackedBatch:
         0,
         [prompt.ids[:-1].numpy() for prompt in prompts],
         [prompt.ids[-1:].numpy() for prompt in prompts],
-        output_positions=torch.arange(len(prompts)),
+        rows=torch.arange(len(prompts)),
         image_counts=torch.tensor([int(prompt.pixels is not None) for prompt in prompts]),
         images=torch.tensor([(*grid, 0) for grid in seen]).reshape(-1, 3),
     )

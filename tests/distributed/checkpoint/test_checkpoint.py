@@ -202,8 +202,8 @@ READ = """
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from directory import reading
-with reading(Path(sys.argv[1])):
+from directory import hold_for_reading
+with hold_for_reading(Path(sys.argv[1])):
     print("reading", flush=True)
     sys.stdin.read()
 """
