@@ -31,7 +31,7 @@ def test_there_and_back_and_the_same_logits_with_a_picture(family: str, tmp_path
     model = make_tiny_vl(tmp_path / "hub", family, tied=family == "qwen2_5_vl", flat=family == "qwen2_5_vl")
     code, out, err = mrl("convert", "hf-to-megatron", model, tmp_path / "megatron", "--verify", "--workers", "2")
     assert code == 0, err
-    assert "the same model" in out and "within 0.0001 of their scale" in out and "visual.blocks.*.norm1.weight" in out
+    assert "the same model" in out and "within 0.0001 " in out and "visual.blocks.*.norm1.weight" in out
     code, _, err = mrl("convert", "megatron-to-hf", tmp_path / "megatron", tmp_path / "back")
     assert code == 0, err
     before, after = files(model), files(tmp_path / "back")
