@@ -255,7 +255,9 @@ BAD_CHECKPOINTS = [
         files={METADATA: Path("/etc/hostname").stat().st_size},
         then=link(METADATA, "/etc/hostname"),
     ),
-    converted("its config.json a list", "config.json must contain a JSON object, not list", then=text("config.json", "[]")),
+    converted(
+        "its config.json a list", "config.json must contain a JSON object, not list", then=text("config.json", "[]")
+    ),
     run_checkpoint("models a list", "complete does not list the checkpoint's models", learners=[]),
     run_checkpoint("a model without a role", "complete does not list the checkpoint's models", learners={"actor": {}}),
     run_checkpoint("no actor", "has no actor, only critic", learners={"critic": {"role": "critic"}}),
