@@ -72,7 +72,7 @@ def converted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("converted") / "llama"
     code, out, err = mrl("convert", "hf-to-megatron", model, target, "--workers", "2", "--verify")
     assert code == 0, err
-    assert "the same model: 20 tensors" in out and "within 0.0001 of their scale" in out
+    assert "the same model: 20 tensors" in out and "within 0.0001 " in out
     assert (target / "release" / "__1_0.distcp").is_file()
     return target
 
