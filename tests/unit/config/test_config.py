@@ -294,7 +294,7 @@ def test_the_smallest_world_holds_every_layout() -> None:
 def test_a_joined_world_is_checked_against_the_layout() -> None:
     text = PPO.replace("  nproc: 4\n", "")
     assert loaded(text, machine=Machine(8, 4, 0, joined=True))
-    assert "WORLD_SIZE" in str(refusal(text, machine=Machine(6, 6, 0, joined=True)))
+    assert "the world of 6 ranks" in str(refusal(text, machine=Machine(6, 6, 0, joined=True)))
     assert "8 are started" in str(refusal(PPO, machine=Machine(8, 8, 0, joined=True)))
     two = PPO.replace("  nproc: 4\n", "  nproc: 4\n  nodes: 2\n")
     assert loaded(two, machine=Machine(8, 4, 0, joined=True))

@@ -88,7 +88,7 @@ def test_a_chat_template_that_ends_turns_otherwise_is_said(task: Path) -> None:
     tokenizer = load_tokenizer(task / "model_init")
     tokenizer.hf.chat_template = "{% for m in messages %}{{ m.content }}<pad>{% endfor %}"
     [note] = tokenizer.turn_notes()
-    assert "ends the assistant's turns with '<pad>', the EOS token is '<eos>'; model.eos_token: '<pad>'" in note
+    assert "ends the assistant's turns with '<pad>', and the EOS token is '<eos>': set model.eos_token: '<pad>'" in note
     for template in ("{{ messages[1].content }}<eos>", "{{ messages[1].content }}=", "{{ raise_exception('no') }}"):
         tokenizer.hf.chat_template = template
         assert tokenizer.turn_notes() == []
