@@ -233,7 +233,7 @@ TEMPLATES = [  # of a tokenizer
     _text("division by zero", "{{ 1 / 0 }}", "the chat template rejects it: ZeroDivisionError"),
     _text("syntax", "{% for %}", "the chat template rejects it"),
     _text("unknown name", "{{ messages[7].content }}", "the chat template rejects it"),
-    _text("calls itself", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "refuses it: RecursionError"),
+    _text("calls itself", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "rejects it: RecursionError"),
     _text("long range", "{% for i in range(10 ** 12) %}{% endfor %}", "the chat template rejects it", "Range too big"),
     _text("long text", "{{ messages[0].content * 5000 }}", "the chat template expands it to 20000 bytes"),
     _text("more than the memory", "{{ ([0] * 10 ** 10)|length }}", "the chat template rejects it: MemoryError"),
