@@ -1,8 +1,8 @@
 """The first run: a tiny model learns to sort five digits. SFT from scratch to a start, then RL to a high reward;
 `sft_chat`: SFT alone, on conversations, with held-out ones beside it.
 
-Usage: python tools/quickstart.py [ALGORITHM [KEY=VALUE ...]], one of yaml_configs/quickstart_ALGORITHM.yaml, ppo if none
-is named. `real*` pass KEY=VALUE to `mrl train`, such as run.seed=2.
+Usage: python tools/quickstart.py [ALGORITHM [KEY=VALUE ...]], one of yaml_configs/quickstart_ALGORITHM.yaml, by
+default ppo. `real*` pass KEY=VALUE to `mrl train`, such as run.seed=2.
 Everything goes to runs/quickstart*; a new call starts afresh. `gpu`, not tried yet: a larger model in bfloat16, and
 SGLang, on one GPU. `ddpo`: a tiny diffusion model that draws shapes, and two rewards of images. `agent`: a tiny model
 that guesses a number in three turns; `agent_bounded`, `agent_endpoint`: over pushes of weights, and by OpenAI's API.
