@@ -90,11 +90,13 @@ def main() -> None:
     found = sorted(file.stem.removeprefix("quickstart_") for file in (ROOT / "yaml_configs").glob("quickstart_*.yaml"))
     names = [name for name in found if not name.endswith(("sft", "contrast"))]
     parser.add_argument("algorithm", nargs="?", choices=names, default="ppo")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of real*, for `mrl train`")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="passed to `mrl train`; real* only")
     args = parser.parse_args()
     algorithm = args.algorithm
     if args.overrides and not algorithm.startswith("real"):
         parser.error(f"{algorithm} takes no KEY=VALUE: edit yaml_configs/quickstart_{algorithm}.yaml")
+    if any(override.startswith(("run.name=", "run.root=")) for override in args.overrides):
+        parser.error("run.name and run.root are fixed: this tool reports on runs/quickstart_ALGORITHM")
     if algorithm.startswith("ddpo"):
         diffusion()
         return

@@ -115,8 +115,9 @@ def _read(text: str) -> list[Any]:
     plain = _plain(text)
     prose = _PROSE.search(_TEXT.sub(lambda match: " " * len(match[0]), plain))
     head = plain if prose is None else plain[: prose.start()].rstrip(" ,;:(").lstrip(" ,;:")
-    if prose is not None and (remark := head.rfind("(")) > head.rfind(")"):  # as in 19.5 (5 years ago)
-        head = head[:remark].rstrip(" ,;:") or head
+    remark = head.rfind("(")  # as in 19.5 (5 years ago), which is no call such as f(5
+    if prose is not None and remark > max(0, head.rfind(")")) and not head[remark - 1].isalpha():
+        head = head[:remark].rstrip(" ,;:")
     return _parsed(f"\\boxed{{{head}}}", [_BOX]) if head else _loose(text)
 
 

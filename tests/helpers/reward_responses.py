@@ -35,6 +35,7 @@ MATH: dict[str, list[tuple[str, str, int]]] = {
         (r"\boxed{12 (in 2 days)}", "12", 1),
         ("The answer is (3, 5) (as found above).", "(3, 5)", 1),
         ("The answer is 19.5 (5 years ago).", "5", 0),
+        ("The answer is 19.5(5 years ago).", "19.5", 1),
     ],
     "a correction": [
         (r"First \boxed{3}. Wait, that is wrong. \boxed{4}.", "4", 1),

@@ -187,6 +187,13 @@ def test_null_drops_a_base_file_s_key_of_another_algorithm() -> None:
     assert "override it with null" in text
     cfg = loaded(rloo % ", norm_adv_by_std_in_grpo: null")
     assert isinstance(cfg, RLConfig) and cfg.algorithm.adv_estimator == "rloo"
+    cfg = loaded(rloo % "", "algorithm.norm_adv_by_std_in_grpo=null")
+    assert isinstance(cfg, RLConfig) and cfg.algorithm.adv_estimator == "rloo"
+    sapo = GAE + "  policy_loss: {loss_mode: sapo, tau_neg: 2.0}\n"
+    Path("base.yaml").write_text(PPO.replace(GAE, sapo))
+    vanilla = "base: base.yaml\nalgorithm: {policy_loss: {loss_mode: vanilla%s}}\n"
+    assert "policy_loss.tau_neg: has no effect: the loss is vanilla" in str(refusal(vanilla % ""))
+    assert loaded(vanilla % ", tau_neg: null")
 
 
 @pytest.mark.parametrize(("given", "prompt"), [({}, 1024), ({"max_tokens": 128}, 64), ({"max_tokens": 4096}, 1024)])

@@ -99,13 +99,15 @@ def test_an_answer_that_math_cannot_read_is_found_before_the_run(answer: str) ->
 
 def test_math_reads_answers_of_a_real_model() -> None:
     """50 responses of SmolLM2-135M-Instruct to gsm_symbolic problems of reasoning-gym (seed 7, difficulty 1), 25 greedy
-    and 25 at temperature 0.7, at most 160 tokens. `said`: the number that a response states as its answer, read by a
-    person; null if it states none. All are wrong."""
+    and 25 at temperature 0.7, at most 160 tokens. `said`: the number that a response states as its answer, read by
+    eye; null if it states none. All are wrong."""
     lines = (Path(__file__).parent / "real_answers" / "smollm2_gsm.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     assert len(rows) == 50 and not any(math(row["response"], row["answer"]) for row in rows)
     missed = [row["response"] for row in rows if row["said"] is not None and not math(row["response"], row["said"])]
-    assert missed == ["The sisters need to collect 4 signatures to reach the goal of reaching 120."], "takes the last"
+    assert missed == ["The sisters need to collect 4 signatures to reach the goal of reaching 120."], (
+        "the last number is read"
+    )
 
 
 def test_no_verdict_is_an_error_and_not_a_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
