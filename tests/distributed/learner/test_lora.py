@@ -282,7 +282,7 @@ def test_adapters_of_another_rank_than_their_configuration_says_are_not_merged(
     layer = "base_model.model.model.layers.0.mlp.down_proj"
     tensors = {f"{layer}.lora_A.weight": torch.ones(a), f"{layer}.lora_B.weight": torch.ones(b)}
     save_file(tensors, tmp_path / "adapter_model.safetensors")
-    with pytest.raises(WeightError, match=f"does not fit: model.layers.0.mlp.down_proj: {said}"):
+    with pytest.raises(WeightError, match=f"does not fit the base weights: model.layers.0.mlp.down_proj: {said}"):
         merge(models[0], tmp_path, tmp_path / "out", 10**9)
 
 

@@ -231,7 +231,7 @@ def test_a_number_that_is_taken_is_refused(story: Story) -> None:
         (["placement.mode=colocated"], "mrl serve needs placement.mode: disaggregated"),
         (["--node=-1"], "nodes are numbered from 0"),
         (["placement.nodes_per_engine=2"], "runs on one device"),
-        (["rollout.servers=70"], "at most 64"),
+        (["rollout.servers=70"], "the maximum is 64"),
     ],
 )
 def test_what_cannot_be_served_is_refused(

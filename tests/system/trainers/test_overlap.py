@@ -67,7 +67,7 @@ def test_a_killed_run_goes_on_with_the_samples_it_had_drawn_ahead(runs: Runs) ->
 
 def test_every_token_has_the_log_prob_that_the_weights_give_it_which_are_named(runs: Runs) -> None:
     kept = torch.load(runs.whole / "checkpoints/step_2/kept.pt", weights_only=True)
-    rollout = Rollout(**kept["ahead"]["rollout"])
+    rollout = Rollout.from_state_dict(kept["ahead"]["rollout"])
     assert rollout.step == 2 and rollout.token_weight_versions is not None
     assert rollout.token_weight_versions.unique().tolist() == [0, 1], "no response has gone on over a change of weights"
     assert sum(part["finish"] == "" for group in kept["segments"] for part in group["parts"]), "nothing is under way"

@@ -349,7 +349,7 @@ def test_a_run_learns_by_the_engines_experts(runs: tuple[Path, Path]) -> None:
 def test_a_killed_run_goes_on_with_the_experts_of_what_was_drawn_ahead(runs: tuple[Path, Path]) -> None:
     whole, killed = runs
     kept = torch.load(whole / "checkpoints/step_2/kept.pt", weights_only=True)
-    rollout = Rollout(**kept["ahead"]["rollout"])
+    rollout = Rollout.from_state_dict(kept["ahead"]["rollout"])
     assert rollout.routed_experts is not None and rollout.routed_experts.dtype == torch.uint8
     assert rollout.routed_experts.shape == (rollout.tokens.numel(), 1, 2)
     assert any(len(part["arrays"]) == 4 for group in kept["segments"] for part in group["parts"]), "none was carried"
