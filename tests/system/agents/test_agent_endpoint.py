@@ -125,13 +125,13 @@ def refusals(ctx, prompt):
         ({}, "messages must be a list"), ({"messages": []}, "messages must be a list"),
         ({"messages": [{"role": "king", "content": "a"}]}, "role of system"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "must be text"),
-        ({"messages": [{"role": "assistant", "tool_calls": [call]}]}, "no JSON"),
+        ({"messages": [{"role": "assistant", "tool_calls": [call]}]}, "is not JSON"),
         ({**good, "n": 2}, "n is 2"), ({**good, "stop": ["x"]}, "stop is"), ({**good, "tools": [1]}, "tools[0]"),
         ({**good, "tool_choice": "required"}, "tool_choice is"),
         ({**good, "response_format": {"type": "json_object"}}, "response_format is"),
         ({**good, "logit_bias": {"5": -100}}, "logit_bias is"),
         ({**good, "presence_penalty": 0.5}, "presence_penalty is"),
-        ({**good, "reasoning_effort": "low"}, "reasoning_effort is not known"),
+        ({**good, "reasoning_effort": "low"}, "reasoning_effort is not supported"),
         ({**good, "messages": [{"role": "user", "content": "a" * 300_000}]}, "more than agent.max_tokens can hold"),
     ]
     for body, message in wrong:
@@ -141,7 +141,7 @@ def refusals(ctx, prompt):
     assert post(ctx, good, path="/completions")[0] == 404
     for text in (b'{"messages": NaN}', b'{"messages": 1e999}', b'{"messages": [], "messages": []}'):
         status, answer = post(ctx, None, raw=text)
-        assert status == 400 and "no JSON" in answer["error"]["message"], answer
+        assert status == 400 and "is not JSON" in answer["error"]["message"], answer
     assert post(ctx, None, raw=b"{")[0] == 400 and post(ctx, None, raw=b"[" * 100000)[0] == 400
     said(ctx, good["messages"])
     return 1.0

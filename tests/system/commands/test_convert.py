@@ -35,14 +35,14 @@ SLOW = """
 import itertools, sys, time
 from mrl.weights.convert import blocks, worker_pool
 worker_pool.END_TIMEOUT_S = 0.1
-read, count = blocks._Bucket.read, itertools.count(1)
+read, count = blocks._BlockBuffer.read, itertools.count(1)
 def slow(bucket, block):
     if (number := next(count)) >= 9:
         if number == 9:
             print("half", flush=True)
         time.sleep(600)
     return read(bucket, block)
-blocks._Bucket.read = slow
+blocks._BlockBuffer.read = slow
 from mrl.cli import main
 sys.exit(main(sys.argv[1:]))
 """

@@ -135,7 +135,7 @@ def a_place(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def test_a_world_that_did_not_form_names_who_is_missing(a_place: pytest.MonkeyPatch) -> None:
     a_place.setenv("RANK", "0")
-    with pytest.raises(platform.WorldError, match=r"world of 3 did not form within .* = 0.5 s: rank 1, rank 2 did not"):
+    with pytest.raises(platform.WorldError, match=r"not all 3 ranks joined within .* = 0.5 s: rank 1, rank 2 did not join"):
         platform.init_process_group(0.5)
     a_place.setenv("RANK", "2")
     a_place.setenv("MASTER_PORT", str(free_port()))
@@ -154,7 +154,7 @@ def test_the_ranks_of_mrl_train_meet_where_nobody_else_can_come(a_place: pytest.
     store.set("key", "value")
     assert psutil.Process().net_connections() == before
     a_place.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # a restart's ranks find nothing of what was there before
-    with pytest.raises(platform.WorldError, match="world of 2 did not form within run.timeout_s = 0.2 s: rank 0 did"):
+    with pytest.raises(platform.WorldError, match="not all 2 ranks joined within run.timeout_s = 0.2 s: rank 0 did"):
         _meet(1, 2, timedelta(seconds=0.2))
 
 
@@ -191,7 +191,7 @@ def test_a_rank_that_makes_a_group_hears_ctrl_c() -> None:
             _wait_for_all(torch.distributed.HashStore(), 0, 2, timedelta(seconds=60))
     finally:
         signal.signal(signal.SIGALRM, before)
-    with pytest.raises(platform.WorldError, match="a group of 2 ranks did not form within 0.1 s: number 1 did"):
+    with pytest.raises(platform.WorldError, match="a gloo group of 2 ranks did not form within 0.1 s: member 1 did"):
         _wait_for_all(torch.distributed.HashStore(), 0, 2, timedelta(seconds=0.1))
 
 

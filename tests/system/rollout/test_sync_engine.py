@@ -61,7 +61,7 @@ def test_a_corrupted_bucket_is_caught_and_named(llama: Served, monkeypatch: pyte
     with closing(llama.sync()) as sync, pytest.raises(SyncMismatch) as caught:
         sync.update_weights("5")
     message = str(caught.value)
-    assert "2 of 15 parameters differ" in message
+    assert "2 of 15 engine parameters differ" in message
     assert "model.norm.weight: trainer " in message
     assert "model.layers.1.self_attn.qkv_proj.weight (made of" in message
     assert "model.layers.1.self_attn.v_proj.weight" in message and "layers.0" not in message
