@@ -72,7 +72,7 @@ def test_a_best_checkpoint_that_cannot_be_written_costs_no_earlier_one(folder: P
     run = train(folder, folder / "config.yaml", "run.name=unsaved", "checkpoint.on_error=warn")
     assert losses(run_dir) == found and os.readlink(run_dir / "checkpoints/best") == f"step_{before}"
     said = f"its checkpoint was not written; the weights of step {before} are in {run_dir / 'hf_best'}"
-    assert f"best validation: loss {found[best]:.4f} at step {best}: {said}" in run.terminal.replace("\n", "")
+    assert f"best validation: loss {found[best]:.4f} at step {best}; {said}" in run.terminal.replace("\n", "")
     rows = [json.loads(line) for line in (folder / "held_out.jsonl").read_text().splitlines()]
     assert nll(run_dir / "hf_best", rows)["loss"] == pytest.approx(found[before], rel=1e-5)
 
