@@ -83,7 +83,7 @@ def test_the_recipes_ranks_are_built_as_they_are_planned(name: str) -> None:
     for model in plan.work.models.values():
         assert all(kind.is_right for kind in rank_kinds(model)), model.name
     assert any(item.what == "tower" for item in dict(plan.worst)["actor_update"][1].items)
-    assert any("pictures" in part.what for part in plan.parts if part.phase == "rollout")
+    assert any("images" in part.what for part in plan.parts if part.phase == "rollout")
 
 
 def test_a_frozen_tower_costs_its_weights_alone_on_the_first_stage() -> None:
