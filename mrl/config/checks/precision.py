@@ -139,8 +139,7 @@ def _recompute(section: str, key: str, train: TrainConfig, arch: ModelArch) -> I
 
 
 def _sizes(section: str, key: str, model: ModelSpec, arch: ModelArch) -> Iterator[Problem]:
-    """Checks that sizes are multiples of a block. Emulation allows smaller blocks at an edge, with scales of their own.
-    """
+    """Checks that sizes are multiples of a block. Emulation also allows smaller blocks at an edge."""
     fp8, layout = model.train.precision.fp8, model.train.parallel
     if fp8.emulate:
         return
