@@ -86,7 +86,7 @@ def rloo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
 @ESTIMATORS.register("opo")
 def opo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """On-policy optimal baseline (arXiv 2505.23585): R - sum_G(len * R) / sum_G(len), len in valid tokens."""
+    """OPO, on-policy optimal baseline (arXiv 2505.23585): R - sum_G(len * R) / sum_G(len), len in unmasked tokens."""
     group = _Groups(inputs)
     length = inputs.mask.sum(1).double()
     baseline = group.sum(length * group.scores) / group.sum(length).clamp(min=1)

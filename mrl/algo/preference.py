@@ -50,10 +50,11 @@ class LogProbSums:
 
 @dataclass(frozen=True)
 class PreferencePairs:
-    """All pairs of a step.
+    """The pairs of a step.
 
-    text [P]: summed log-probs of the text that `sft` trains on: the chosen response, or that and its prompt;
-    text_tokens: 0-d, the number of those tokens over all pairs
+    Attributes:
+        text [P]: summed log-probs of the text that `sft` trains on: the chosen response, with or without its prompt
+        text_tokens: 0-d, number of tokens of that text over all pairs
     """
 
     chosen: LogProbSums

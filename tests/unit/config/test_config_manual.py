@@ -42,7 +42,7 @@ def test_links_in_the_documentation_lead_somewhere() -> None:
         ("ema.decay", "number > 0, < 1", "0.992", "decay of the average"),
         ("run.nproc", "integer > 0 or null", "null", "processes on each machine"),
         ("data.train", "path | section | [path or section, ...]", None, "training rows"),
-        ("ptx.data.train.weight", "number > 0 or null", "null", "relative share of the prompts"),
+        ("ptx.data.train.weight", "number > 0 or null", "null", "relative share of the rows"),
         ("reward.recipe", "{NAME: {NAME: number, ...}, ...}", "{}", "data source"),
         ("reward.servers.NAME.retries", "integer >= 0", "3", "retries after"),
         ("critic", "section or null", "null", "The value model"),
