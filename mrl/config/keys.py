@@ -213,7 +213,8 @@ def _written(value: Any) -> str:
     """Formats a default as YAML, with numbers as people write them (1e-6)."""
     if isinstance(value, float):
         return repr(value).removesuffix(".0").replace("e-0", "e-")
-    text = yaml.dump(value, Dumper=Dumper, default_flow_style=True, width=1000)
+    style = '"' if isinstance(value, str) and not value.isprintable() else None  # escapes a line break
+    text = yaml.dump(value, Dumper=Dumper, default_flow_style=True, default_style=style, width=1000)
     return text.removesuffix("...\n").strip()
 
 
