@@ -169,7 +169,8 @@ def _policy_loss(
         weights = weights * (geometric_means(factors, sequences) if kind.one_weight_a_response else factors)
     chosen = None
     if kind.chooses_tokens:
-        chosen = token_choice.choose(name, **dense, mask=mask, generator=torch.default_generator, **settings)[mask]
+        whole: dict[str, Any] = {**dense, "mask": mask, "generator": torch.default_generator}
+        chosen = token_choice.choose(name, **whole, **settings)[mask]
     flat = {key: tensor[mask] for key, tensor in dense.items()}
     return policy_loss.compute(
         name, **flat, weights=weights, metric_weights=means, sequences=sequences, chosen=chosen, **settings
@@ -584,7 +585,8 @@ def _advantages(
     estimator: str | Callable[..., Any], rewards: Tensor, response_mask: Tensor, index: Index | None = None, **more: Any
 ) -> tuple[Tensor, Tensor]:
     """Computes an estimator of `mrl.algo.advantages`. Responses with equal values in `index` form a group."""
-    ids = range(rewards.shape[0]) if index is None else index.tolist() if hasattr(index, "tolist") else index
+    ids = range(rewards.shape[0]) if index is None else index
+    ids = ids.tolist() if hasattr(ids, "tolist") else ids  # tensors would be compared by identity
     numbers: dict[Any, int] = {}
     group = torch.tensor([numbers.setdefault(each, len(numbers)) for each in ids], dtype=torch.int64)
     given = {"token_rewards": rewards, "response_mask": response_mask, "group": group.to(rewards.device)}
@@ -612,8 +614,7 @@ def compute_gae_advantage_return(
     Raises:
         ValueError: For shapes that do not fit.
     """
-    options = {"gamma": float(gamma), "lam": float(lam)}
-    return _advantages("gae", token_level_rewards, response_mask, values=values, **options)
+    return _advantages("gae", token_level_rewards, response_mask, values=values, gamma=float(gamma), lam=float(lam))
 
 
 def compute_grpo_outcome_advantage(
@@ -715,8 +716,8 @@ def compute_gpg_outcome_advantage(
     """Group policy gradient (GPG, arXiv 2504.02546): alpha * (R - mean) / f_norm.
 
     As in verl, alpha is computed: the number of responses over that of responses with R other than 0. The arguments
-    alpha, epsilon and config are unused. Other arguments, results and errors are those of `compute_grpo_outcome_advantage`;
-    f_norm must be positive.
+    alpha, epsilon and config are unused. f_norm must be positive. Other arguments, results and errors are those of
+    `compute_grpo_outcome_advantage`.
     """
     return _advantages("gpg", token_level_rewards, response_mask, index, gpg_f_norm=f_norm)
 
@@ -743,8 +744,8 @@ def compute_reinforce_plus_plus_outcome_advantage(
         ValueError: For shapes that do not fit.
     """
     discount = _read(config, "gamma") if gamma is None else gamma
-    options = {"gamma": 1.0 if discount is None else float(discount)}
-    return _advantages("reinforce_plus_plus", token_level_rewards, response_mask, **options)
+    discount = 1.0 if discount is None else float(discount)
+    return _advantages("reinforce_plus_plus", token_level_rewards, response_mask, gamma=discount)
 
 
 def compute_remax_outcome_advantage(

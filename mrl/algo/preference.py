@@ -102,17 +102,18 @@ def dpo_loss(
         ValueError: For an unknown loss type or shapes that differ.
         TypeError: For an option that the loss lacks.
     """
-    loss, pairs = PAIR_LOSSES.get(loss_type), []
+    loss = PAIR_LOSSES.get(loss_type)
     sides = (policy_chosen_logps, reference_chosen_logps), (policy_rejected_logps, reference_rejected_logps)
     check_same_shape(chosen=policy_chosen_logps, rejected=policy_rejected_logps)
-    for policy, reference in sides:
-        anchor = torch.zeros_like(policy) if reference_free else reference.detach()
-        pairs.append(LogProbSums(policy, anchor, torch.ones_like(policy)))
+    chosen, rejected = (
+        LogProbSums(policy, torch.zeros_like(policy) if reference_free else reference.detach(), torch.ones_like(policy))
+        for policy, reference in sides
+    )
     given = options | ({"beta": beta} if loss_type != "sft" else {})
     given |= {"label_smoothing": label_smoothing} if label_smoothing else {}
     settings = arguments(loss, PREFERENCE_LOSSES[loss_type].filled(given))
     text_tokens = torch.tensor(policy_chosen_logps.numel(), device=policy_chosen_logps.device)
-    losses = loss(PreferencePairs(*pairs, policy_chosen_logps, text_tokens), **settings)
+    losses: Tensor = loss(PreferencePairs(chosen, rejected, policy_chosen_logps, text_tokens), **settings)
     chosen_rewards, rejected_rewards = (beta * (policy - reference).detach() for policy, reference in sides)
     return losses, chosen_rewards, rejected_rewards
 

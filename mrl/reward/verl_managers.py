@@ -52,7 +52,7 @@ def default_compute_score(data_source: str, solution_str: str, ground_truth: Any
         The score.
 
     Raises:
-        RewardError: For another data source.
+        RewardError: For another data source, or if `math` reaches no verdict.
         ValueError: For an unreadable answer.
     """
     spec = GRADERS.get(data_source) or ("math" if data_source.startswith(MATH_PREFIXES) else None)
