@@ -26,8 +26,8 @@ class Trainer(Generic[C]):
     """What `trainer: NAME` means.
 
     schema: the keys of such a configuration
-    main: "module:function" that takes it and trains, on every rank; by name, as reading a configuration imports no
-    torch
+    loop: "module:class" of the loop that trains by it, on every rank (see mrl/trainers/shared/loop.py); by name, as
+    reading a configuration imports no torch
     check: contradictions between its keys, beside those that every trainer is checked for
     check_files: what is wrong with files that only its keys name
     packages: optional ones that the program imports, by the names of their modules
@@ -36,16 +36,16 @@ class Trainer(Generic[C]):
     """
 
     schema: type[C]
-    main: str
+    loop: str
     check: Callable[[C, Archs, Machine], Iterator[Problem]]
     check_files: Callable[[C], Iterator[Problem]] = lambda cfg: iter(())
     packages: tuple[str, ...] = ()
     plan: str | None = None
     preview: str | None = None
 
-    def load_main(self) -> Callable[[C], None]:
-        """The program, with all that it imports."""
-        found: Callable[[C], None] = _load(self.main)
+    def load_loop(self) -> Callable[..., Any]:
+        """The class, with all that it imports."""
+        found: Callable[..., Any] = _load(self.loop)
         return found
 
     def load_plan(self) -> Callable[[C, Any], OwnPlan] | None:
@@ -76,23 +76,28 @@ def _load(name: str) -> Any:
 
 
 TRAINERS: dict[str, Trainer[Any]] = {  # by `trainer`
-    "rl": Trainer(RLConfig, "mrl.trainers.rl.main:main", rl_checks.check, rl_checks.check_files),
-    "sft": Trainer(sft.SFTConfig, "mrl.trainers.sft:main", sft.check),
-    "dpo": Trainer(dpo.DPOConfig, "mrl.trainers.dpo.loop:main", dpo.check),
+    "rl": Trainer(RLConfig, "mrl.trainers.rl.main:RLLoop", rl_checks.check, rl_checks.check_files),
+    "sft": Trainer(sft.SFTConfig, "mrl.trainers.sft:SFTLoop", sft.check),
+    "dpo": Trainer(dpo.DPOConfig, "mrl.trainers.dpo.loop:DPOLoop", dpo.check),
     "reward_model": Trainer(
         reward_model.RewardModelTrainerConfig,
-        "mrl.trainers.reward_model.loop:main",
+        "mrl.trainers.reward_model.loop:RewardModelLoop",
         reward_model.check,
         reward_model.check_files,
     ),
     "ddpo": Trainer(
-        *(diffusion.DDPOConfig, "mrl.diffusion.ddpo:main", diffusion.check_ddpo, diffusion.check_files),
+        *(diffusion.DDPOConfig, "mrl.diffusion.ddpo:DDPOLoop", diffusion.check_ddpo, diffusion.check_files),
         packages=diffusion.PACKAGES,
         plan=diffusion.PLAN,
         preview=diffusion.PREVIEW,
     ),
     "diffusion_sft": Trainer(
-        *(diffusion.DiffusionSFTConfig, "mrl.diffusion.sft:main", diffusion.check_sft, diffusion.check_files),
+        *(
+            diffusion.DiffusionSFTConfig,
+            "mrl.diffusion.sft:DiffusionSFTLoop",
+            diffusion.check_sft,
+            diffusion.check_files,
+        ),
         packages=diffusion.PACKAGES,
         plan=diffusion.PLAN,
         preview=diffusion.PREVIEW,
