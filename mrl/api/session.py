@@ -292,7 +292,7 @@ class Session:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._trainer.close()
+        self._trainer.__exit__(*error)
         if self._temporary is not None and self.is_main:
             with contextlib.suppress(OSError):
                 shutil.rmtree(self._temporary)

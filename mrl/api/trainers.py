@@ -18,8 +18,7 @@ from mrl.config.derived import Machine
 from mrl.config.loader import load
 from mrl.config.problems import ConfigError, Problem
 from mrl.config.trainers.base import AnyConfig
-from mrl.config.trainers.rl import RLConfig
-from mrl.config.trainers.table import trainer_of
+from mrl.config.trainers.table import TRAINERS, trainer_of
 from mrl.config.tree import Source, name_of
 from mrl.imports import importing
 from mrl.ports import is_a_rank, world_problem
@@ -187,19 +186,19 @@ class Trainer:
 
     def close(self) -> None:
         """Closes models, engines and files in this process; saves nothing."""
-        if self._loop is not None:
-            self._loop.close()
-            self._loop = None
+        self.__exit__(None, None, None)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, *error: Any) -> None:
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            loop.__exit__(*error)
 
     def _check(self, cfg: AnyConfig) -> Iterator[Problem]:
         """Yields why this class cannot train by a configuration."""
-        if cfg.trainer != self.trainer:
+        if not isinstance(cfg, TRAINERS[self.trainer].schema):
             yield Problem(("trainer",), f"{type(self).__name__} needs {self.trainer}, got {cfg.trainer}")
 
     def _load(self, gpus: int | None = None) -> AnyConfig:
@@ -291,11 +290,10 @@ class RLTrainer(Trainer):
 
     def _check(self, cfg: AnyConfig) -> Iterator[Problem]:
         yield from super()._check(cfg)
-        if self.estimator is not None and isinstance(cfg, RLConfig):
-            found = cfg.algorithm.adv_estimator
-            if found != self.estimator:
-                message = f"{type(self).__name__} needs {self.estimator}, got {found}: change it, or use RLTrainer"
-                yield Problem(("algorithm.adv_estimator",), message)
+        algorithm = cfg.algorithm_used()
+        if algorithm is not None and algorithm.adv_estimator != (self.estimator or algorithm.adv_estimator):
+            what = f"{type(self).__name__} needs {self.estimator}, got {algorithm.adv_estimator}"
+            yield Problem(("algorithm.adv_estimator",), f"{what}: change it, or use RLTrainer")
 
     def generate(self) -> Rollout:
         """Generates and scores the samples of the next step.
@@ -361,5 +359,5 @@ class _Both(io.StringIO):
 @contextlib.contextmanager
 def _stderr() -> Iterator[io.StringIO]:
     """Keeps what the block prints to stderr."""
-    with _Both(sys.stderr) as both, contextlib.redirect_stderr(both):
+    with contextlib.redirect_stderr(_Both(sys.stderr)) as both:
         yield both

@@ -81,10 +81,6 @@ class Loop(Generic[R]):
         self._report_saved()
         return path
 
-    def close(self) -> None:
-        """Closes everything that `init_workers` has opened."""
-        self._stack.close()
-
     def __enter__(self) -> Self:
         return self.init_workers()
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,22 +21,6 @@ from mrl.trainers.shared.callbacks import CallbackError, Callbacks
 from mrl.user_functions import find
 from tests.conftest import TinyModels
 from tests.helpers.sft_config import write
-
-ROOT = Path(__file__).parents[3]
-
-
-def python(code: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
-
-
-@pytest.mark.parametrize(
-    ("code", "absent"), [("import mrl", "pydantic torch"), ("from mrl import PPOTrainer", "torch")]
-)
-def test_importing_is_quick(code: str, absent: str) -> None:
-    done = python(f"import sys; {code}; sys.exit(len(set({absent.split()}) & sys.modules.keys()))")
-    assert done.returncode == 0, done.stderr
-
 
 def test_every_public_name_is_there() -> None:
     assert all(hasattr(mrl, name) for name in mrl.__all__)
@@ -172,3 +154,60 @@ def test_an_exception_in_a_callback_names_it() -> None:
     callbacks("on_train_begin")
     with pytest.raises(CallbackError, match=r"^Broken.on_step_end failed at step 7: KeyError: 'reward'$"):
         callbacks("on_step_end", {}, step=7)
+
+
+class Seen(TrainerCallback):
+    """Notes what is called, and ends the run after a step."""
+
+    def __init__(self, last: int) -> None:
+        self.calls: list[Any] = []
+        self.last = last
+
+    def on_train_begin(self, state: TrainerState) -> None:
+        self.calls.append(("begin", state.step, state.total_steps))
+
+    def on_step_end(self, state: TrainerState, metrics: Any) -> None:
+        self.calls.append(("step", state.step, metrics["actor/loss"]))
+        state.should_stop = state.step == self.last
+
+    def on_evaluate(self, state: TrainerState, metrics: Any) -> None:
+        self.calls.append(("evaluate", state.step, metrics["validation/loss"]))
+
+    def on_save(self, state: TrainerState, path: Path) -> None:
+        self.calls.append(("save", state.step, path.name))
+
+    def on_train_end(self, state: TrainerState) -> None:
+        self.calls.append(("end", state.step, state.run_dir.name))
+
+
+def test_steps_in_this_process_are_those_of_fit(sft: dict[str, Any]) -> None:
+    sft |= {"validation": {"every_steps": 2}, "checkpoint": {"every_steps": 2, "asynchronous": False}}
+    whole, steps = Seen(last=3), Seen(last=3)
+    with SFTTrainer(sft, callbacks=[whole]) as trainer:
+        result = trainer.init_workers().fit()
+    assert (result.steps, result.metrics["step"]) == (3, 3)
+    named = ("begin", "save", "end")
+    kinds = [(kind, step, what) if kind in named else (kind, step) for kind, step, what in whole.calls]
+    assert kinds == [
+        ("begin", 0, 50),
+        ("evaluate", 0),
+        ("step", 1),
+        ("evaluate", 2),
+        ("step", 2),
+        ("save", 2, "step_2"),
+        ("step", 3),
+        ("save", 3, "step_3"),
+        ("end", 3, "run"),
+    ]
+
+    sft["run"] |= {"name": "steps"}
+    with SFTTrainer(sft, callbacks=[steps]) as trainer:
+        assert trainer.train_step_num == 0
+        losses = [trainer.train_step()["actor/loss"] for _ in range(2)]
+        assert trainer.validate()["validation/loss"] == steps.calls[-1][2]
+        assert trainer.save_checkpoint(save_as_hf=True) == trainer.run_dir / "checkpoints/step_2"
+        assert (trainer.run_dir / "hf_step_2/config.json").exists() and trainer.train_step_num == 2
+    with SFTTrainer(sft, callbacks=[steps]) as trainer:
+        assert trainer.train_step_num == 2, "resumed"
+        losses.append(trainer.train_step()["actor/loss"])
+    assert losses == [value for kind, _, value in whole.calls if kind == "step"]
