@@ -239,6 +239,7 @@ class Session:
         pipeline: int = 1,
         lr: float = 1e-6,
         dtype: str = "bfloat16",
+        max_prompt_tokens: int = 256,
         max_new_tokens: int = 256,
         engine: str = "sglang",
         root: str | Path | None = None,
@@ -252,6 +253,7 @@ class Session:
             pipeline: pipeline-parallel size.
             lr: learning rate of the actor.
             dtype: dtype of the weights.
+            max_prompt_tokens: most tokens of a prompt.
             max_new_tokens: most tokens of a response.
             engine: rollout engine, sglang or transformers.
             root: directory of the run directory, needed for `save`; None: a temporary one.
@@ -270,7 +272,7 @@ class Session:
             "run": {"name": run_dir.name, "root": str(run_dir.parent), "existing": "move_aside", "trackers": []},
             "model": {"path": str(path), "dtype": dtype},
             "actor": {"parallel": {"tensor": tensor, "pipeline": pipeline}, "optimizer": {"lr": lr}},
-            "data": {"train": str(rows)},
+            "data": {"train": str(rows), "max_prompt_tokens": max_prompt_tokens},
             "batch": {"prompts_per_step": prompts, "samples_per_prompt": 2},
             "rollout": {"engine": engine, "sampling": {"max_new_tokens": max_new_tokens}},
             "reward": {"function": "exact_match", "workers": 1},

@@ -13,7 +13,6 @@ from typing import Any
 
 import psutil
 import pytest
-import yaml
 
 from mrl.observe import read_metrics
 from tests.conftest import TinyModels
@@ -68,10 +67,7 @@ def grpo(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> P
 def test_a_script_s_run_is_that_of_the_command(grpo: Path) -> None:
     """To the bit, from the configuration that the run has written down."""
     run_dir = grpo / "runs/grpo"
-    config = yaml.safe_load((run_dir / "config.yaml").read_text())
-    config["run"] |= {"name": "command"}
-    (grpo / "config.yaml").write_text(yaml.safe_dump(config))
-    train(grpo, grpo / "config.yaml")
+    train(grpo, run_dir / "config.yaml", "run.name=command")
     assert results(run_dir) == results(grpo / "runs/command")
     assert max(results(run_dir)) == 5
 
@@ -91,9 +87,9 @@ import json, sys
 sys.path.insert(0, sys.argv[3])
 from mrl import GRPOTrainer
 from grpo_script import lower_case
-import yaml
+from mrl.config.tree import read
 
-config = yaml.safe_load(open(sys.argv[1]))
+config = read(sys.argv[1])[0].plain()
 config["run"] |= {"name": "stepwise"}
 with GRPOTrainer(config, reward_fn=lower_case) as trainer:
     losses = []
@@ -136,12 +132,9 @@ def test_a_loop_of_one_s_own_learns_as_the_built_in_one(
     layout = (2, 2) if ranks else ()
     shown = example("own_loop.py", tmp_path, tiny_models("llama"), *layout, ranks=ranks)
     own = [json.loads(line) for line in shown.splitlines() if line.startswith("{")]
-    config = yaml.safe_load((grpo / "runs/grpo/config.yaml").read_text())
-    config["run"] |= {"name": f"built_in_{ranks}"}
-    config["data"]["shuffle"] = False
-    config["actor"]["parallel"] |= {"tensor": 2, "pipeline": 2} if ranks else {}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    train(tmp_path, tmp_path / "config.yaml")
+    parallel = ["actor.parallel.tensor=2", "actor.parallel.pipeline=2"] if ranks else []
+    overrides = [f"run.name=built_in_{ranks}", "data.shuffle=false", *parallel]
+    train(tmp_path, grpo / "runs/grpo/config.yaml", *overrides)
     built_in = results(grpo / f"runs/built_in_{ranks}")
     assert len(own) == 5
     for row in own:

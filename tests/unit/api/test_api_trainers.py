@@ -22,6 +22,7 @@ from mrl.user_functions import find
 from tests.conftest import TinyModels
 from tests.helpers.sft_config import write
 
+
 def test_every_public_name_is_there() -> None:
     assert all(hasattr(mrl, name) for name in mrl.__all__)
     with pytest.raises(AttributeError, match="no attribute 'Trainer'"):
