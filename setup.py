@@ -24,6 +24,7 @@ REQUIRED = [
     "rich>=13.9",
     "httpx>=0.27",
     "pillow>=10.0",  # pictures of rows
+    "cloudpickle>=3.0",  # callbacks and rewards of scripts
     "psutil>=6.0",  # dist_checkpointing hangs without it
     "tensorboard>=2.17",
     "matplotlib>=3.9",
@@ -85,7 +86,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_namespace_packages(include=["mrl", "mrl.*"]),
-    package_data={"mrl.kernels.native": ["*.c", "*.h"]},
+    package_data={"mrl": ["py.typed"], "mrl.kernels.native": ["*.c", "*.h"]},
     install_requires=REQUIRED,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["mrl=mrl.__main__:main"]},

@@ -17,4 +17,4 @@ if not platform.is_built_for_gpus():
 
 for trainer in TRAINERS.values():
     if not trainer.packages:  # optional packages may be absent, and would slow down all other trainers
-        trainer.load_main()
+        trainer.load_loop()

@@ -143,4 +143,4 @@ def _lead(args: argparse.Namespace, fork_server: ForkServer | None) -> int:
     signals.raise_recorded_interrupt()  # a Ctrl-C during the import of torch, before there are other processes
     if args.nodes > 1:
         return world.start_node(cfg, args)
-    return world.start_local(cfg, args.config, args.overrides, fork_server)
+    return world.start_local(cfg, ["mrl", "train", str(args.config), *args.overrides], fork_server)

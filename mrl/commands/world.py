@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mrl.config.derived import Machine
     from mrl.config.schema import AnyConfig
     from mrl.launcher import ForkServer
+    from mrl.trainers.shared.callbacks import TrainerCallback
 
 
 def gpus() -> int:
@@ -41,16 +42,15 @@ def machine_on_nodes(nodes: int, gpus: int | None = None) -> Callable[[AnyConfig
     return lambda cfg: Machine.for_launch(cfg, gpus, nodes)
 
 
-def start_local(cfg: AnyConfig, config: Path, overrides: Sequence[str], fork_server: ForkServer | None) -> int:
-    """Runs a world on this machine for `mrl train CONFIG OVERRIDES`; returns the exit code. fork_server: fork server of
-    the own launcher's ranks."""
+def start_local(cfg: AnyConfig, arguments: Sequence[str], fork_server: ForkServer | None = None) -> int:
+    """Runs a world on this machine, each rank as `python -m ARGUMENTS`; returns the exit code. fork_server: fork server
+    of the own launcher's ranks."""
     from mrl.config.derived import Machine, is_on_one_machine
     from mrl.launcher import ElasticJob, LaunchError, launch, launch_elastic
     from mrl.observe import RunExists, refuse_existing
     from mrl.ports import GLOO, LOOPBACK
     from mrl.resilience import ft_config
 
-    arguments = ["mrl", "train", str(config), *overrides]
     nproc, run_dir = Machine.for_launch(cfg).world_size, Path(cfg.run.root) / cfg.run.name
     save_s = cfg.resilience.save_deadline_s if cfg.effective_checkpoint.every_steps else None
     timeouts = cfg.resilience.timeouts_s
@@ -118,8 +118,19 @@ def _mark_if_preempted(exit_code: int, run_dir: Path) -> int:
     return exit_code
 
 
-def run_rank(cfg: AnyConfig) -> int:
-    """Trains as one rank.
+def run_rank(cfg: AnyConfig, callbacks: Sequence[TrainerCallback] = ()) -> int:
+    """Trains as one rank; returns the exit code."""
+    try:
+        train(cfg, callbacks)
+    except Exception as error:
+        if not failure.note(error):
+            raise
+        return 1
+    return 0
+
+
+def train(cfg: AnyConfig, callbacks: Sequence[TrainerCallback]) -> None:
+    """Trains to the end as one rank.
 
     Stopping signals become SystemExit, so that everything open is closed. If checkpoints are configured, SIGTERM and
     SIGUSR1 let the run save first.
@@ -133,13 +144,8 @@ def run_rank(cfg: AnyConfig) -> int:
     if os.environ["RANK"] == "0":
         for name, value in summary(cfg, int(os.environ["WORLD_SIZE"])):
             print(f"{name:>8}  {value}")
-    try:
-        with importing():
-            train = trainer_of(cfg).load_main()
-        preemption.close_on_signal()
-        train(cfg)
-    except Exception as error:
-        if not failure.note(error):
-            raise
-        return 1
-    return 0
+    with importing():
+        make_loop = trainer_of(cfg).load_loop()
+    preemption.close_on_signal()
+    with make_loop(cfg, callbacks) as loop:
+        loop.fit()

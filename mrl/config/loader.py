@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -18,7 +17,7 @@ from mrl.config.sections.base import Section
 from mrl.config.sections.variants import TAG
 from mrl.config.trainers.base import AnyConfig
 from mrl.config.trainers.table import TRAINERS
-from mrl.config.tree import Node, describe, read
+from mrl.config.tree import Node, Source, describe, name_of, read
 from mrl.config.yaml_dialect import Dumper
 from mrl.redaction import redact_tree
 
@@ -39,29 +38,29 @@ _EXPECTED = {
 
 
 def load(
-    path: str | Path,
+    source: Source,
     overrides: Sequence[str] = (),
     *,
     joined: Machine | None = None,
     gpus: int | None = None,
     planned: Callable[[AnyConfig], Machine] | None = None,
 ) -> AnyConfig:
-    """Reads, validates and cross-checks a configuration. Starts no process.
+    """Reads, validates and cross-checks a configuration: a file or a dict. Starts no process.
 
     Args:
         overrides: KEY=VALUE texts
         joined: world that this process is part of
         gpus: GPUs of this machine
         planned: returns the world to check for (`mrl plan`). Without `joined` and `planned`, the configuration is
-            checked
-            for the world that it would start on this machine.
+            checked for the world that it would start on this machine.
 
     Raises:
         ConfigError: with every mistake found, each with its file, line and key
     """
-    tree, problems = read(path, overrides)
+    path = name_of(source)
+    tree, problems = read(source, overrides)
     if tree is None:
-        raise ConfigError(str(path), problems)
+        raise ConfigError(path, problems)
     schema = _schema(tree, path, problems)
     cfg, errors = _validate(schema, tree)
     if dropped := [error for error in errors if error["input"] is None and _owners(schema, error)]:
@@ -80,7 +79,7 @@ def load(
             _placed(schema, tree, p) for p in found if not any(_tainted(key, e) for key in p.keys for e in unclear)
         ]
     if problems or cfg is None:
-        raise ConfigError(str(path), problems)
+        raise ConfigError(path, problems)
     return cfg
 
 
@@ -95,7 +94,7 @@ def dump_tree(cfg: AnyConfig) -> dict[str, Any]:
     return tree
 
 
-def _schema(tree: Node, path: str | Path, problems: list[Problem]) -> type[AnyConfig]:
+def _schema(tree: Node, path: str, problems: list[Problem]) -> type[AnyConfig]:
     """Returns the class for the file's `trainer`; without a known trainer nothing else can be checked."""
     node, depth = tree.find(["trainer"])
     if depth == 0:
@@ -104,7 +103,7 @@ def _schema(tree: Node, path: str | Path, problems: list[Problem]) -> type[AnyCo
         return TRAINERS[node.value].schema
     else:
         message = f"must be one of {', '.join(TRAINERS)}, got {describe(node.value)}"
-    raise ConfigError(str(path), [*problems, Problem(("trainer",), message, (node.place,))])
+    raise ConfigError(path, [*problems, Problem(("trainer",), message, (node.place,))])
 
 
 def _validate(schema: type[AnyConfig], tree: Node) -> tuple[AnyConfig | None, list[dict[str, Any]]]:

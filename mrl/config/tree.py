@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ _OVERRIDE = re.compile(r"(\w{1,200}(?:\.\w{1,200})*)=(.*)", re.DOTALL)
 _KEY = re.compile(r"[^\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]{1,200}")
 _NO_TEXT = re.compile(r"[\x00\ud800-\udfff]")
 MAX_BASES = 20
+Source = str | Path | Mapping[str, Any]  # a file, or a YAML tree of plain values
 
 
 @dataclass
@@ -53,18 +54,35 @@ class Node:
             parent.value.pop(path[-1], None)
 
 
-def read(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Node | None, list[Problem]]:
-    """Returns the merged tree of a file, its base files and the overrides, with the problems found.
+def read(source: Source, overrides: Sequence[str] = ()) -> tuple[Node | None, list[Problem]]:
+    """Returns the merged tree of a file or a dict, its base files and the overrides, with the problems found.
 
     The tree is None if a file cannot be read at all.
     """
     problems: list[Problem] = []
-    tree = _read_file(Path(path), (), f"{path}:1", problems)
+    if isinstance(source, Mapping):
+        tree = _on_its_base(_from_plain(source), Path(name_of(source)), (), problems)
+    else:
+        tree = _read_file(Path(source), (), f"{source}:1", problems)
     for text in overrides:
         override = _read_override(text, problems)
         if tree is not None and override is not None:
             tree = _merge(tree, override, keep_place=True)
     return tree, problems
+
+
+def name_of(source: Source) -> str:
+    """Returns the name of a file, "config" for a dict."""
+    return "config" if isinstance(source, Mapping) else str(source)
+
+
+def _from_plain(value: Any) -> Node:
+    """Returns the tree of a YAML tree that Python made; lists may be tuples, and paths objects."""
+    if isinstance(value, Mapping):
+        return Node("config", {str(key): _from_plain(child) for key, child in value.items()})
+    if isinstance(value, list | tuple):
+        return Node("config", tuple(_from_plain(item).plain() for item in value))
+    return Node("config", os.fspath(value) if isinstance(value, os.PathLike) else value)
 
 
 def read_overrides(texts: Sequence[str]) -> dict[str, Any]:

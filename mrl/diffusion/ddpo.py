@@ -5,9 +5,10 @@ Left out of the reference: its image hook (grids are written) and prompt functio
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,25 +29,13 @@ from mrl.diffusion.sample import Trajectories, draw, share
 from mrl.diffusion.update import Policy, Predict, chosen_steps, make_update
 from mrl.observe.report import BY_PROMPT
 from mrl.reward.score_requests import Outcome
+from mrl.trainers.shared.loop import Loop
 from mrl.trainers.shared.run import set_up_run
 from mrl.trainers.shared.updates import named, over_updates
 
 ERROR_CHECK = SamplingErrorCheck()
 NAME_CHARS = 60  # characters of a prompt in its metric's name
 SHUFFLE, ORDER = 1, 2  # random streams: order of images in updates, of steps in an image
-
-
-@dataclass
-class DDPOState:
-    """Objects that a step works with."""
-
-    cfg: DDPOConfig
-    run: DiffusionRun
-    data: PromptRows
-    rewards: ImageRewards
-    policy: Policy
-    stats: advantages.PromptStats
-    grids: ImageGrids
 
 
 @dataclass(frozen=True)
@@ -58,8 +47,33 @@ class StepSamples:
     outcomes: list[Outcome]
 
 
-def main(cfg: DDPOConfig) -> None:
-    """Trains to `run.steps`, resuming from the run directory's last checkpoint. Called on every rank."""
+@dataclass
+class DDPORun(DiffusionRun):
+    """Run of DDPO. grids: images that show the progress"""
+
+    cfg: DDPOConfig
+    data: PromptRows
+    rewards: ImageRewards
+    policy: Policy
+    prompt_stats: advantages.PromptStats
+    grids: ImageGrids
+
+
+class DDPOLoop(Loop[DDPORun]):
+    def open(self) -> contextlib.AbstractContextManager[DDPORun]:
+        return open_run(self.cfg)
+
+    def before_steps(self) -> None:
+        if self.run.start_step == 0:
+            _show(self.run, 0)
+
+    def step(self, step: int) -> StepStats:
+        return train_step(self.run, step)
+
+
+@contextlib.contextmanager
+def open_run(cfg: DDPOConfig) -> Iterator[DDPORun]:
+    """Builds the run on every rank; closes files and process group on any exit."""
     with set_up_run(cfg) as start:
         data = ERROR_CHECK.together("reading data.train", lambda: PromptRows(cfg.data, cfg.run.seed))
         stats = advantages.PromptStats(cfg.advantage.buffer_size, cfg.advantage.min_count)
@@ -67,13 +81,9 @@ def main(cfg: DDPOConfig) -> None:
         start.stack.callback(rewards.close)
         run = begin(start, cfg, cfg.sampler, {"prompt_stats": stats})
         grids = ERROR_CHECK.together("reading data.train", lambda: ImageGrids(cfg, data))
-        state = DDPOState(cfg, run, data, rewards, _policy(cfg, run), stats, grids)
+        policy = _policy(cfg, run)
         start.is_set_up()
-        if run.start_step == 0:
-            _show(state, 0)
-        for step in run.steps():
-            train_step(state, step)
-        run.finish()
+        yield DDPORun(**vars(run), data=data, rewards=rewards, policy=policy, prompt_stats=stats, grids=grids)
 
 
 def _policy(cfg: DDPOConfig, run: DiffusionRun) -> Policy:
@@ -110,78 +120,80 @@ def reference_of(
     return without
 
 
-def train_step(state: DDPOState, step: int) -> None:
+def train_step(run: DDPORun, step: int) -> StepStats:
     """Runs one step: images, rewards, advantages, updates."""
-    run, cfg = state.run, state.cfg
+    cfg = run.cfg
     stats, began = run.checkpointer.new_stats(step + 1), time.monotonic()
     with run.phase("rollout", stats):
-        sampled = _sample(state, step)
+        sampled = _sample(run, step)
+    run.callbacks("on_rollout", sampled, step=step)
     scores = np.array([outcome.score for outcome in sampled.outcomes])
     stats.metrics |= {"reward/mean": float(scores.mean()), "reward/std": float(scores.std())}
-    stats.metrics |= parts_of(sampled.outcomes) | _by_prompt(state, sampled, scores)
+    stats.metrics |= parts_of(sampled.outcomes) | _by_prompt(run, sampled, scores)
     with run.phase("update", stats):
-        _learn(state, step, sampled, _advantages(state, sampled, scores), stats)
+        _learn(run, step, sampled, _advantages(run, sampled, scores), stats)
     stats.metrics["perf/images_per_s"] = cfg.images_per_step / (time.monotonic() - began)
-    if state.grids.is_due(step + 1):
+    if run.grids.is_due(step + 1):
         with run.phase("rollout", stats):
-            _show(state, step + 1)
+            _show(run, step + 1)
     run.phase.end_of_step(stats)
     run.recorder.log(stats)
+    return stats
 
 
-def _sample(state: DDPOState, step: int) -> StepSamples:
-    cfg, total = state.cfg, state.cfg.images_per_step
-    rows = [prompt for _, prompt in state.data.of_step(step, cfg.batch.prompts_per_step)]
+def _sample(run: DDPORun, step: int) -> StepSamples:
+    cfg, total = run.cfg, run.cfg.images_per_step
+    rows = [prompt for _, prompt in run.data.of_step(step, cfg.batch.prompts_per_step)]
     prompts = [prompt for prompt in rows for _ in range(cfg.batch.images_per_prompt)]
-    mine, policy, what = share(total), state.policy, f"sampling for step {step + 1}"
+    mine, policy, what = share(total), run.policy, f"sampling for step {step + 1}"
     conditioning = ERROR_CHECK.together(what, lambda: policy.pipeline.conditioning.encode([prompts[i] for i in mine]))
-    state.run.recorder.expect(len(mine))
+    run.recorder.expect(len(mine))
 
     def score(ids: range, images: Tensor) -> None:
-        state.rewards.submit(ids, images, [prompts[i] for i in ids], step)
-        state.run.recorder.advance(len(ids))
+        run.rewards.submit(ids, images, [prompts[i] for i in ids], step)
+        run.recorder.advance(len(ids))
 
     def sample() -> Trajectories:
         return draw(policy.pipeline, policy.steps, policy.sampler, mine, conditioning, (cfg.run.seed, step), score)
 
     drawn = ERROR_CHECK.together(what, sample)
-    outcomes = ERROR_CHECK.each(f"scoring the images of step {step + 1}", state.rewards.collect)
+    outcomes = ERROR_CHECK.each(f"scoring the images of step {step + 1}", run.rewards.collect)
     return StepSamples(drawn, prompts, [each for part in outcomes for each in part])
 
 
-def _advantages(state: DDPOState, sampled: StepSamples, scores: np.ndarray) -> Tensor:
+def _advantages(run: DDPORun, sampled: StepSamples, scores: np.ndarray) -> Tensor:
     """[B] float32."""
-    cfg = state.cfg.advantage
+    cfg = run.cfg.advantage
     if cfg.against == "prompt":
-        found = state.stats.advantages([prompt.text for prompt in sampled.prompts], scores)
+        found = run.prompt_stats.advantages([prompt.text for prompt in sampled.prompts], scores)
     elif cfg.against == "group":
-        each = state.cfg.batch.images_per_prompt
+        each = run.cfg.batch.images_per_prompt
         found = advantages.of_groups(scores, np.arange(len(scores)) // each)
     else:
         found = advantages.of_batch(scores)
     return torch.from_numpy(found).float().clamp(-cfg.clip, cfg.clip)
 
 
-def _learn(state: DDPOState, step: int, sampled: StepSamples, weights: Tensor, stats: StepStats) -> None:
-    run, cfg, each = state.run, state.cfg, state.cfg.images_per_update
+def _learn(run: DDPORun, step: int, sampled: StepSamples, weights: Tensor, stats: StepStats) -> None:
+    cfg, each = run.cfg, run.cfg.images_per_update
     made: list[dict[str, float]] = []
     for epoch in range(cfg.batch.inner_epochs):
         seeds = (cfg.run.seed, step, epoch)
         order = np.random.default_rng([*seeds, SHUFFLE]).permutation(cfg.images_per_step)
         for ids in order.reshape(-1, each).tolist():
-            fraction, counted = cfg.batch.timestep_fraction, state.policy.steps.counted
+            fraction, counted = cfg.batch.timestep_fraction, run.policy.steps.counted
             places = {i: chosen_steps(counted, fraction, (*seeds, ORDER, i)) for i in sorted(ids)}
-            made.append(make_update(state.policy, run.learner, sampled.mine, weights, places))
+            made.append(make_update(run.policy, run.learner, sampled.mine, weights, places))
             run.updates.note_update("actor", made[-1], step, ids)
     run.updates.end_of_step(step + 1)
     stats.metrics |= named("actor", over_updates(made))
     stats.metrics["advantage/clipped"] = float((weights.abs() >= cfg.advantage.clip).float().mean())
 
 
-def _by_prompt(state: DDPOState, sampled: StepSamples, scores: np.ndarray) -> dict[str, float]:
+def _by_prompt(run: DDPORun, sampled: StepSamples, scores: np.ndarray) -> dict[str, float]:
     """Mean score in this step of each prompt of the grid, by `prompt_names`."""
     texts = np.array([prompt.text for prompt in sampled.prompts])
-    shown = prompt_names(prompt.text for prompt in state.grids.prompts)
+    shown = prompt_names(prompt.text for prompt in run.grids.prompts)
     return {name: float(scores[texts == text].mean()) for text, name in shown.items() if text in texts}
 
 
@@ -196,9 +208,8 @@ def prompt_names(texts: Iterable[str]) -> dict[str, str]:
     return names
 
 
-def _show(state: DDPOState, steps: int) -> None:
+def _show(run: DDPORun, steps: int) -> None:
     """Writes the grid after `steps` steps. Collective."""
-    run = state.run
-    images = state.grids.draw(state.policy, steps)
+    images = run.grids.draw(run.policy, steps)
     if run.world.is_main:
         run.recorder.write_guarded("a grid of images", lambda: save_grid(run.run_dir, steps, images))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +14,14 @@ from mrl import platform
 from mrl.config.checks.diffusion import pixels_a_latent
 from mrl.config.sections.diffusion import SamplerConfig
 from mrl.config.trainers.diffusion import DiffusionSFTConfig
+from mrl.core import StepStats
 from mrl.diffusion.conditioning import ConditioningInputs, take_rows, where
 from mrl.diffusion.prompts import PromptRows
 from mrl.diffusion.rewards import SamplingErrorCheck
 from mrl.diffusion.run import DiffusionRun, begin
 from mrl.diffusion.sample import share
 from mrl.rollout.seeds import sample_seed
+from mrl.trainers.shared.loop import Loop
 from mrl.trainers.shared.run import set_up_run
 from mrl.trainers.shared.updates import named
 
@@ -34,24 +38,38 @@ class DiffusionBatch:
     conditioning: ConditioningInputs
 
 
-def main(cfg: DiffusionSFTConfig) -> None:
-    """Trains to `run.steps`, resuming from the run directory's last checkpoint. Called on every rank."""
+@dataclass
+class DiffusionSFTRun(DiffusionRun):
+    cfg: DiffusionSFTConfig
+    data: PromptRows
+
+
+class DiffusionSFTLoop(Loop[DiffusionSFTRun]):
+    def open(self) -> contextlib.AbstractContextManager[DiffusionSFTRun]:
+        return open_run(self.cfg)
+
+    def step(self, step: int) -> StepStats:
+        return train_step(self.run, step)
+
+
+@contextlib.contextmanager
+def open_run(cfg: DiffusionSFTConfig) -> Iterator[DiffusionSFTRun]:
+    """Builds the run on every rank; closes files and process group on any exit."""
     with set_up_run(cfg) as start:
         data = ERROR_CHECK.together("reading data.train", lambda: PromptRows(cfg.data, cfg.run.seed))
         run = begin(start, cfg, SamplerConfig(), {})
         start.is_set_up()
-        for step in run.steps():
-            train_step(cfg, run, data, step)
-        run.finish()
+        yield DiffusionSFTRun(**vars(run), data=data)
 
 
-def train_step(cfg: DiffusionSFTConfig, run: DiffusionRun, data: PromptRows, step: int) -> None:
+def train_step(run: DiffusionSFTRun, step: int) -> StepStats:
     """Makes one update."""
+    cfg = run.cfg
     stats, total = run.checkpointer.new_stats(step + 1), cfg.batch.images_per_step
     ids = share(total)
     with run.phase("update", stats):
         batch = ERROR_CHECK.together(
-            f"reading the images of step {step + 1}", lambda: _batch(cfg, run, data, step, ids)
+            f"reading the images of step {step + 1}", lambda: _batch(cfg, run, run.data, step, ids)
         )
         passes = (slice(first, first + cfg.actor.micro_batch) for first in range(0, len(ids), cfg.actor.micro_batch))
         losses = (_loss(run, batch, rows) / total for rows in passes)
@@ -61,6 +79,7 @@ def train_step(cfg: DiffusionSFTConfig, run: DiffusionRun, data: PromptRows, ste
     stats.metrics |= named("actor", metrics)
     run.phase.end_of_step(stats)
     run.recorder.log(stats)
+    return stats
 
 
 def _batch(cfg: DiffusionSFTConfig, run: DiffusionRun, data: PromptRows, step: int, ids: range) -> DiffusionBatch:

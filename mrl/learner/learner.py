@@ -238,11 +238,11 @@ class Learner:
         lr = float(self.optimizer.param_groups[0]["lr"])
         return {"grad_norm": norm, "lr": lr, "skipped": float(not good)}
 
-    def zero_gradients(self) -> None:
-        """Multiplies the gradients of the last `backward` by 0; non-finite gradients stay non-finite."""
+    def scale_gradients(self, factor: float) -> None:
+        """Multiplies the gradients of the last `backward` by a factor; non-finite gradients stay non-finite."""
         self.memory.require("all", "an update")
         for chunk in self.chunks:
-            chunk.scale_gradients(0.0)
+            chunk.scale_gradients(factor)
 
     def main_weights(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields `main_parameters` from where they are stored: host memory while they are offloaded."""

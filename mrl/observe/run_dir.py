@@ -15,7 +15,7 @@ from mrl.resilience.protocol import MARKER
 
 LAUNCH = "launch"  # the launcher (torchrun or ft_launcher) whose ranks write to the directory
 # of the directory, not of what a run has made
-KEEP = ("logs", "checkpoints", "engines", "lock", "ft.yaml", MARKER, LAUNCH)
+KEEP = ("inputs", "logs", "checkpoints", "engines", "lock", "ft.yaml", MARKER, LAUNCH)
 
 
 class RunExists(RuntimeError):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from mrl import failure
 from mrl.config.schema import SFTConfig
-from mrl.core import Rollout
+from mrl.core import Rollout, StepStats
 from mrl.data import SFTDataset
 from mrl.data.open_data import open_sft
 from mrl.data.packed_rows import PackedRows
@@ -18,7 +18,7 @@ from mrl.learner import Loss, losses
 from mrl.learner.likelihood import likelihood
 from mrl.learner.likelihood import metrics as of_held_out
 from mrl.trainers.shared.best_validation import BestValidation
-from mrl.trainers.shared.held_out import ValidatedRun
+from mrl.trainers.shared.held_out import ValidatedLoop, ValidatedRun
 from mrl.trainers.shared.lm_head_quantization_error import lm_head_quantization_error
 from mrl.trainers.shared.models import build_learner
 from mrl.trainers.shared.run import set_up_run
@@ -47,17 +47,15 @@ class SFTRun(ValidatedRun):
         return of_held_out(likelihood(self.actor, self.held_out.batches(numbers, ROWS_AT_ONCE)), "validation")
 
 
-def main(cfg: SFTConfig) -> None:
-    """Trains to `run.steps`, or through `batch.epochs`, going on from the run directory's last checkpoint. Called on
-    every rank."""
-    with open_sft_run(cfg) as run:
-        run.before_steps()
-        for step in run.steps():
-            train_step(run, step)
-        run.finish()
+class SFTLoop(ValidatedLoop[SFTRun]):
+    def open(self) -> contextlib.AbstractContextManager[SFTRun]:
+        return open_sft_run(self.cfg)
+
+    def step(self, step: int) -> StepStats:
+        return train_step(self.run, step)
 
 
-def train_step(run: SFTRun, step: int) -> None:
+def train_step(run: SFTRun, step: int) -> StepStats:
     stats, began, cfg = run.checkpointer.new_stats(step + 1), time.monotonic(), run.cfg
     batch = run.batch(step)
     samples = range(batch.num_samples)
@@ -73,6 +71,7 @@ def train_step(run: SFTRun, step: int) -> None:
     run.after_update(stats)
     run.phase.end_of_step(stats)
     run.recorder.log(stats)
+    return stats
 
 
 def step_loss(cfg: SFTConfig, batch: Rollout) -> Loss:

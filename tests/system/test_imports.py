@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -26,6 +28,15 @@ def test_it_starts_without_torch() -> None:
     code += "print([name for name in ('torch', 'numpy', 'transformers') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "without"), [("import mrl", ["torch", "pydantic", "yaml"]), ("from mrl import PPOTrainer", ["torch"])]
+)
+def test_python_s_own_interface_is_quick_to_import(code: str, without: list[str]) -> None:
+    code = f"import sys; {code}; print([name for name in {without} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stderr
 
 
 def test_importing_the_arch_does_not_import_megatron() -> None:

@@ -158,7 +158,7 @@ INSIDE: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "trainers": {"shared": (), "*": ("shared",)},  # no trainer imports another
 }
-ANYTHING = ("cli", "commands", "__main__", "__init__")
+ANYTHING = ("api", "cli", "commands", "__main__", "__init__")
 WITHOUT_MEGATRON = ("options", "algo", "reward", "rollout", "data", "config", "observe", "kernels", "core", "units")
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -28,29 +28,28 @@ class Trainer(Generic[C]):
 
     Attributes:
         schema: configuration class
-        main: "module:function" that takes the configuration and trains, on every rank. A name, because reading a
-            configuration must not import torch
+        loop: "module:class" of the loop that trains on every rank (mrl/trainers/shared/loop.py). A name, because
+            reading a configuration must not import torch
         check: checks between keys, besides those of every trainer
         check_files: checks of files that only this trainer's keys name
         packages: optional packages that the program imports, by module name
         plan: "module:class" of `mrl plan`'s output, constructed with the configuration and a cluster; None: the plan of
             language models
         preview: "module:function" that takes the configuration and a number of samples, and yields the lines of `mrl
-            data`;
-            None: the preview of language models
+            data`; None: the preview of language models
     """
 
     schema: type[C]
-    main: str
+    loop: str
     check: Callable[[C, Archs, Machine], Iterator[Problem]]
     check_files: Callable[[C], Iterator[Problem]] = lambda cfg: iter(())
     packages: tuple[str, ...] = ()
     plan: str | None = None
     preview: str | None = None
 
-    def load_main(self) -> Callable[[C], None]:
-        """Imports and returns the main program."""
-        found: Callable[[C], None] = _load(self.main)
+    def load_loop(self) -> Callable[..., Any]:
+        """Imports and returns the class of the loop."""
+        found: Callable[..., Any] = _load(self.loop)
         return found
 
     def load_plan(self) -> Callable[[C, Any], OwnPlan] | None:
@@ -85,23 +84,28 @@ def _load(name: str) -> Any:
 
 
 TRAINERS: dict[str, Trainer[Any]] = {  # by `trainer`
-    "rl": Trainer(RLConfig, "mrl.trainers.rl.main:main", rl_checks.check, rl_checks.check_files),
-    "sft": Trainer(sft.SFTConfig, "mrl.trainers.sft:main", sft.check),
-    "dpo": Trainer(dpo.DPOConfig, "mrl.trainers.dpo.loop:main", dpo.check),
+    "rl": Trainer(RLConfig, "mrl.trainers.rl.main:RLLoop", rl_checks.check, rl_checks.check_files),
+    "sft": Trainer(sft.SFTConfig, "mrl.trainers.sft:SFTLoop", sft.check),
+    "dpo": Trainer(dpo.DPOConfig, "mrl.trainers.dpo.loop:DPOLoop", dpo.check),
     "reward_model": Trainer(
         reward_model.RewardModelTrainerConfig,
-        "mrl.trainers.reward_model.loop:main",
+        "mrl.trainers.reward_model.loop:RewardModelLoop",
         reward_model.check,
         reward_model.check_files,
     ),
     "ddpo": Trainer(
-        *(diffusion.DDPOConfig, "mrl.diffusion.ddpo:main", diffusion.check_ddpo, diffusion.check_files),
+        *(diffusion.DDPOConfig, "mrl.diffusion.ddpo:DDPOLoop", diffusion.check_ddpo, diffusion.check_files),
         packages=diffusion.PACKAGES,
         plan=diffusion.PLAN,
         preview=diffusion.PREVIEW,
     ),
     "diffusion_sft": Trainer(
-        *(diffusion.DiffusionSFTConfig, "mrl.diffusion.sft:main", diffusion.check_sft, diffusion.check_files),
+        *(
+            diffusion.DiffusionSFTConfig,
+            "mrl.diffusion.sft:DiffusionSFTLoop",
+            diffusion.check_sft,
+            diffusion.check_files,
+        ),
         packages=diffusion.PACKAGES,
         plan=diffusion.PLAN,
         preview=diffusion.PREVIEW,

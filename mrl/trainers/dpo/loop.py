@@ -15,7 +15,7 @@ from torch import Tensor
 from mrl.algo import preference_unpaired
 from mrl.algo.preference import LogProbSums
 from mrl.config.schema import DPOConfig
-from mrl.core import Rollout
+from mrl.core import Rollout, StepStats
 from mrl.data import PreferenceDataset
 from mrl.data.preference import mismatched_pairs, with_prompts
 from mrl.learner.preference import PreferenceTargets, one_pass, targets, two_pass
@@ -23,7 +23,7 @@ from mrl.options.preference import BCO
 from mrl.trainers.dpo import metrics as reported
 from mrl.trainers.dpo.reference import CachedReference, LiveReference, cached_references, live_reference, sums_of
 from mrl.trainers.shared.best_validation import BestValidation
-from mrl.trainers.shared.held_out import ValidatedRun
+from mrl.trainers.shared.held_out import ValidatedLoop, ValidatedRun
 from mrl.trainers.shared.lm_head_quantization_error import lm_head_quantization_error
 from mrl.trainers.shared.models import build_learner
 from mrl.trainers.shared.preferences import pictures_of, read_preferences
@@ -69,16 +69,15 @@ class DPORun(ValidatedRun):
         return {f"validation/{name}": value for name, value in of_held_out(self, self.held_out).items()}
 
 
-def main(cfg: DPOConfig) -> None:
-    """Trains to `run.steps`, resuming from the run directory's last checkpoint. Called on every rank."""
-    with open_run(cfg) as run:
-        run.before_steps()
-        for step in run.steps():
-            train_step(run, step)
-        run.finish()
+class DPOLoop(ValidatedLoop[DPORun]):
+    def open(self) -> contextlib.AbstractContextManager[DPORun]:
+        return open_run(self.cfg)
+
+    def step(self, step: int) -> StepStats:
+        return train_step(self.run, step)
 
 
-def train_step(run: DPORun, step: int) -> None:
+def train_step(run: DPORun, step: int) -> StepStats:
     stats, began = run.checkpointer.new_stats(step + 1), time.monotonic()
     numbers = run.data.of_step(step, run.cfg.batch.rows_per_step, run.cfg.run.seed)
     batch = run.data.batch(step, numbers)
@@ -101,6 +100,7 @@ def train_step(run: DPORun, step: int) -> None:
     run.after_update(stats)
     run.phase.end_of_step(stats)
     run.recorder.log(stats)
+    return stats
 
 
 def first_gap(run: DPORun, ratios: Tensor, tokens: Tensor) -> dict[str, float]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from mrl.config.schema import RewardModelTrainerConfig
+from mrl.core import StepStats
 from mrl.data import PreferenceDataset
 from mrl.families.table import VALUE_HEAD
 from mrl.learner import Learner
@@ -18,7 +19,7 @@ from mrl.models.initialise import draw_head
 from mrl.trainers.reward_model import metrics as reported
 from mrl.trainers.reward_model.batches import ScoreBatch, score_batch
 from mrl.trainers.shared.best_validation import BestValidation
-from mrl.trainers.shared.held_out import ValidatedRun
+from mrl.trainers.shared.held_out import ValidatedLoop, ValidatedRun
 from mrl.trainers.shared.models import build_learner
 from mrl.trainers.shared.preferences import pictures_of, read_preferences
 from mrl.trainers.shared.run import set_up_run
@@ -36,16 +37,15 @@ class RewardModelRun(ValidatedRun):
         return {f"validation/{name}": value for name, value in of_held_out(self.cfg, self.actor, self.held_out).items()}
 
 
-def main(cfg: RewardModelTrainerConfig) -> None:
-    """Trains to `run.steps`, resuming from the run directory's last checkpoint. Called on every rank."""
-    with open_run(cfg) as run:
-        run.before_steps()
-        for step in run.steps():
-            train_step(run, step)
-        run.finish()
+class RewardModelLoop(ValidatedLoop[RewardModelRun]):
+    def open(self) -> contextlib.AbstractContextManager[RewardModelRun]:
+        return open_run(self.cfg)
+
+    def step(self, step: int) -> StepStats:
+        return train_step(self.run, step)
 
 
-def train_step(run: RewardModelRun, step: int) -> None:
+def train_step(run: RewardModelRun, step: int) -> StepStats:
     stats, began = run.checkpointer.new_stats(step + 1), time.monotonic()
     numbers = run.data.of_step(step, run.cfg.batch.rows_per_step, run.cfg.run.seed)
     batch = score_batch(run.cfg, run.data, step, numbers)
@@ -60,6 +60,7 @@ def train_step(run: RewardModelRun, step: int) -> None:
     run.after_update(stats)
     run.phase.end_of_step(stats)
     run.recorder.log(stats)
+    return stats
 
 
 def update(actor: Learner, batch: ScoreBatch) -> tuple[dict[str, float], Tensor]:

@@ -135,7 +135,7 @@ class Generator:
             seed = cfg.run.seed if number == 0 else sample_seed(cfg.run.seed, ROUND_STREAM, number)
             prompts = self.train.prompts_for_step(step, prompts_per_round(cfg), seed)
             before = number * len(prompts) * n
-            samples = self._samples(prompts, n, step, self._params(), on_sample, before)
+            samples = self._samples(prompts, n, step, self.sampling_params(), on_sample, before)
             return [self._present(samples[i : i + n]) for i in range(0, len(samples), n)]
 
         if self.segments is not None:
@@ -186,7 +186,7 @@ class Generator:
         return Request(number, place, prompt, sample_seed(cfg.run.seed, step, number))
 
     def _segmented(self, step: int, segments: Segments, on_sample: OnSample) -> tuple[list[Group], dict[str, float]]:
-        params = self._params()
+        params = self.sampling_params()
 
         def generate(requests: list[Request], tokens: int) -> list[Sample]:
             return self.engine.generate(requests, replace(params, max_new_tokens=tokens), self.is_active)
@@ -211,11 +211,11 @@ class Generator:
 
         if self.agents is not None:
             generate = partial(self.engine.generate, on_samples=self.is_active, over_pushes=True)
-            return self.agents.play(feed.take, self._params(), generate, scored)
+            return self.agents.play(feed.take, self.sampling_params(), generate, scored)
         size = self.cfg.batch
         waits = self.cfg.rollout.max_staleness == 0  # a step for all of its groups, as without overlap
         together = size.samples_per_prompt * (size.prompts_per_step if waits else 1)
-        self.engine.follow(feed, self._params(), finished, together)
+        self.engine.follow(feed, self.sampling_params(), finished, together)
 
     def numbered(self, group: int, member: int) -> Request:
         """As `request`, by its numbers in the run."""
@@ -270,7 +270,7 @@ class Generator:
             raise SamplingError(f"{name}: none of {len(samples)} responses has a score (rollouts/{file}.jsonl)")
         return {f"{name}/{metric}": value for metric, value in metrics.items()}
 
-    def _params(self) -> SamplingParams:
+    def sampling_params(self) -> SamplingParams:
         """Of samples that are learnt from. They end at the tokenizer's EOS too: the model's own configuration may name
         another one."""
         cfg = self.cfg.rollout.sampling
@@ -279,7 +279,9 @@ class Generator:
         return SamplingParams(cfg.temperature, cfg.top_p, cfg.top_k, cfg.max_new_tokens, cfg.stop, stop_ids, experts)
 
     def _unfiltered(self, temperature: float) -> SamplingParams:
-        return replace(self._params(), temperature=temperature, top_p=1.0, top_k=-1, return_routed_experts=False)
+        return replace(
+            self.sampling_params(), temperature=temperature, top_p=1.0, top_k=-1, return_routed_experts=False
+        )
 
     def _samples(
         self,

@@ -21,21 +21,23 @@ from mrl.trainers.shared.references import RefreshedReference
 from mrl.trainers.shared.updates import named, over_updates
 
 
-def train(run: RLRun) -> None:
-    """The steps that are left."""
-    for step in run.steps():
-        train_step(run, step)
-
-
-def train_step(run: RLRun, step: int) -> None:
+def train_step(run: RLRun, step: int) -> StepStats:
     """One step: sample with the current weights, learn from the samples, give the engine the new weights."""
     stats, started, restarts = run.checkpointer.new_stats(step + 1), time.monotonic(), run.engine_restarts
-    with run.phase("rollout", stats):
-        rollout, metrics = run.generate(step)
-    stats.metrics |= metrics | run.passes.early_metrics(stats.seconds)
+    rollout = generate(run, step, stats)
     experience = learn(run, step, rollout, stats)
     publish(run, step, stats)
     log(run, step, stats, experience, rollout, started, restarts)
+    return stats
+
+
+def generate(run: RLRun, step: int, stats: StepStats) -> Rollout:
+    """The samples of a step, by the weights that the engines have."""
+    with run.phase("rollout", stats):
+        rollout, metrics = run.generate(step)
+    stats.metrics |= metrics | run.passes.early_metrics(stats.seconds)
+    run.callbacks("on_rollout", rollout, step=step)
+    return rollout
 
 
 def learn(run: RLRun, step: int, rollout: Rollout, stats: StepStats) -> Experience:
@@ -199,5 +201,6 @@ def validate(run: RLRun, step: int, stats: StepStats | None = None) -> None:
         stats.metrics |= run.validate(step)
         if not alone and run.cfg.ema is not None and run.cfg.ema.in_validation:
             stats.metrics |= run.validate_average(step)
+    run.callbacks("on_evaluate", stats.metrics, step=step)
     if alone:
         run.recorder.log(stats)

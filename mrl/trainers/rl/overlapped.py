@@ -8,18 +8,10 @@ from __future__ import annotations
 
 import time
 
+from mrl.core import StepStats
 from mrl.trainers.rl.loop import learn, log, publish
 from mrl.trainers.rl.run import RLRun
 from mrl.trainers.rl.sampler import Pending
-
-
-def train(run: RLRun) -> None:
-    """The steps that are left, from samples that the checkpoint has or that are drawn by the weights of its step."""
-    if run.start_step == run.cfg.run.last_step:
-        return
-    pending = begin(run, run.start_step)
-    for step in run.steps():
-        pending = train_step(run, step, pending)
 
 
 def begin(run: RLRun, step: int) -> Pending:
@@ -31,14 +23,15 @@ def begin(run: RLRun, step: int) -> Pending:
         run.push_again(verify=True)
 
 
-def train_step(run: RLRun, step: int, pending: Pending) -> Pending:
+def train_step(run: RLRun, step: int, pending: Pending) -> tuple[StepStats, Pending]:
     """One step: take its samples, have the next ones drawn while learning from them, give the engines the weights.
-    Gives the next step's samples; after the last step there are none, and these again."""
+    Gives the metrics and the next step's samples; after the last step there are none, and these again."""
     cfg, phase = run.cfg, run.phase
     stats, started, restarts = run.checkpointer.new_stats(step + 1), time.monotonic(), run.engine_restarts
     with phase("rollout", stats):
         rollout, metrics = pending.result()
     stats.metrics |= metrics
+    run.callbacks("on_rollout", rollout, step=step)
 
     is_last, lost = step + 1 == cfg.run.last_step, False
     following = pending if is_last else run.sampler.start(step + 1)
@@ -56,4 +49,4 @@ def train_step(run: RLRun, step: int, pending: Pending) -> Pending:
             following = begin(run, step + 1)
     stats.metrics |= {"perf/train_s": learnt - started, "perf/wait_s": waited, "rollout/redrawn": float(lost)}
     log(run, step, stats, experience, rollout, started, restarts)
-    return following
+    return stats, following

@@ -94,5 +94,5 @@ def drop_if_far(run: RLRun, metrics: dict[str, float]) -> dict[str, float]:
         return {}
     is_far = metrics["actor/ratio"] > threshold
     if is_far:
-        run.actor.zero_gradients()
+        run.actor.scale_gradients(0.0)
     return {"actor/loss_zeroed": float(is_far)}

@@ -129,6 +129,8 @@ class Checkpointer:
         self._exports = exports or self._of_actor(end_tokens)
         self._since_row = StepStats(0)
         self._step = 0  # steps done by the learners
+        self._written: list[Path] = []
+        self.is_stopped = False  # a callback ends the run after this step
         self._best_saved: int | None = None  # step of the best validation when the last save began
 
     def resume(self) -> int:
@@ -168,7 +170,8 @@ class Checkpointer:
         """Saves what is due after `step` steps. The caller has written the step's metrics: a checkpoint never covers
         more steps than the metrics do."""
         self._step = step
-        cfg, last = self._cfg.effective_checkpoint, step == self._cfg.run.steps or self.is_over
+        cfg = self._cfg.effective_checkpoint
+        last = step == self._cfg.run.steps or self.is_over or self.is_stopped
         is_best = self._best is not None and self._best.kept_step == step
         self._attempt(self._saver.poll)
         if cfg.every_steps and (step % cfg.every_steps == 0 or last or is_best):
@@ -178,6 +181,24 @@ class Checkpointer:
         if cfg.weights_every_steps and step % cfg.weights_every_steps == 0:
             with self._phase("checkpoint", self._since_row):
                 self._attempt(lambda: self._exports.of_step(step))
+
+    def save(self, step: int, export: bool = False) -> Path:
+        """Saves a checkpoint of `step` steps, complete on return; returns its path. export: writes weights like
+        checkpoint.weights_every_steps"""
+        self._step, path = step, checkpoint.step_path(self._run_dir, step)
+        with self._phase("checkpoint", self._since_row):
+            self._saver.wait()
+            if step == 0 or self._newest() != step:
+                self._save()
+                self._saver.wait()
+            if export:
+                self._exports.of_step(step)
+        return path
+
+    def take_written(self) -> list[Path]:
+        """Returns the checkpoints that were completed since the last call."""
+        written, self._written = self._written, []
+        return written
 
     def save_now(self, deadline_s: float) -> int:
         """Saves between two steps and returns the step that a restart resumes from.
@@ -286,6 +307,7 @@ class Checkpointer:
         return None
 
     def _note_written(self, done: SavedCheckpoint) -> None:
+        self._written.append(done.path)
         self._since_row.metrics |= {"checkpoint/copy_s": done.copy_s, "checkpoint/write_s": done.write_s}
         size, meanwhile = f"{done.nbytes / MIB:.1f} MiB", " in the background" * self._cfg.checkpoint.asynchronous
         self._recorder.note(f"{done.path} is complete: {size} written in {done.write_s:.2f} s{meanwhile}")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 from mrl.core import StepStats
 from mrl.trainers.shared.best_validation import BestValidation
+from mrl.trainers.shared.loop import Loop
 from mrl.trainers.shared.run import Run
 
 
@@ -24,7 +26,7 @@ class ValidatedRun(Run):
         cfg = self.cfg.held_out()
         if self.best is not None and self.start_step == 0 and cfg is not None and cfg.at_start:
             stats = StepStats(0)
-            self._validate(stats)
+            self.add_validation(stats)
             self.recorder.log(stats)
 
     def after_update(self, stats: StepStats) -> None:
@@ -33,7 +35,7 @@ class ValidatedRun(Run):
         if self.best is None or cfg is None:
             return
         if stats.step % cfg.every_steps == 0 or stats.step == self.cfg.run.steps:
-            self._validate(stats)
+            self.add_validation(stats)
             self.best.record(stats.step, stats.metrics)
 
     def finish(self) -> None:
@@ -41,7 +43,26 @@ class ValidatedRun(Run):
             self.recorder.note(f"early stop: no improvement in {self.best.stalled} validations (best: {self.best})")
         super().finish()
 
-    def _validate(self, stats: StepStats) -> None:
+    def add_validation(self, stats: StepStats) -> None:
+        """Validates and adds the metrics to those of the step. Collective."""
         with self.phase("validation", stats):
             stats.metrics |= self.validate()
+        self.callbacks("on_evaluate", stats.metrics, step=stats.step)
         self.speed.leave_out()
+
+
+V = TypeVar("V", bound=ValidatedRun)
+
+
+class ValidatedLoop(Loop[V]):
+    """The loop of a run with held-out rows."""
+
+    def before_steps(self) -> None:
+        self.run.before_steps()
+
+    def validation(self) -> dict[str, float]:
+        if self.run.best is None:
+            return super().validation()
+        stats = StepStats(self.num_steps)
+        self.run.add_validation(stats)
+        return stats.metrics

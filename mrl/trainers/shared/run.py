@@ -17,6 +17,7 @@ from mrl.observe import Recorder, SilentRecorder
 from mrl.parallel import world_size
 from mrl.resilience import sections
 from mrl.trainers.shared.best_validation import BestValidation
+from mrl.trainers.shared.callbacks import Callbacks
 from mrl.trainers.shared.checkpoints import Checkpointer, Stateful, open_run_dir
 from mrl.trainers.shared.memory import PhaseMemoryManager
 from mrl.trainers.shared.phases import Phases
@@ -32,6 +33,7 @@ class TrainingLoop:
     """State of every trainer's loop, on every rank.
 
     start_step: steps done by earlier launches
+    callbacks: set by the loop
     """
 
     cfg: AnyConfig
@@ -42,6 +44,7 @@ class TrainingLoop:
     updates: Updates
     checkpointer: Checkpointer
     start_step: int
+    callbacks: Callbacks = field(default=Callbacks(), init=False)
     _is_deadline_told: bool = field(default=False, init=False)
 
     def resume(self) -> None:
@@ -49,12 +52,13 @@ class TrainingLoop:
         self.start_step = self.checkpointer.resume()
 
     def steps(self) -> Iterator[int]:
-        """Yields the numbers of the remaining steps, from 0; stops early if a validation ends the run. Collective.
+        """Yields the numbers of the remaining steps, from 0; stops early if a validation or a callback ends the run.
+        Collective.
 
         Before each step the run ends if a scheduler has asked for it. After each step, due checkpoints are saved.
         """
         for step in range(self.start_step, self.cfg.run.last_step):
-            if self.checkpointer.is_over:
+            if self.checkpointer.is_over or self.checkpointer.is_stopped:
                 return
             self.exit_if_preempted(step)
             began = time.monotonic()

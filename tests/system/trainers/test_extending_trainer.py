@@ -5,12 +5,14 @@ The trainer is in this file. It minimises the answers' mean log-likelihood, so t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -56,24 +58,40 @@ def check(cfg: ForgetConfig, archs: Archs, machine: Machine) -> Iterator[Problem
 # ---- mrl/trainers/forget.py
 
 
-def main(cfg: ForgetConfig) -> None:
+def make_loop(cfg: ForgetConfig, callbacks: Any) -> Any:
+    """In the file, a class; here it would import Megatron."""
+    from mrl.trainers.shared.loop import Loop
+
+    class ForgetLoop(Loop[Any]):
+        open = staticmethod(lambda: open_run(cfg))
+
+        def step(self, step: int) -> Any:
+            return train_step(self.run, self.run.data.sft_rollout(step, cfg.samples_per_step, cfg.run.seed))
+
+    return ForgetLoop(cfg, callbacks)
+
+
+@contextlib.contextmanager
+def open_run(cfg: ForgetConfig) -> Iterator[Any]:
     from mrl.data import PromptDataset, load_tokenizer
     from mrl.trainers.shared.models import build_learner
-    from mrl.trainers.shared.run import set_up_run
+    from mrl.trainers.shared.run import Run, set_up_run
+
+    @dataclass
+    class ForgetRun(Run):
+        data: Any
 
     with set_up_run(cfg) as start:
         actor = build_learner(cfg, start.world, "policy", None, cfg.actor)
         tokenizer = load_tokenizer(cfg.model.path, cfg.model.eos_token)
         data = PromptDataset(cfg.data.train, cfg.data, tokenizer, require_answer=True)
-        run = start.begin(actor)
+        run = ForgetRun(**vars(start.begin(actor)), data=data)
         run.resume()
         start.is_set_up()
-        for step in run.steps():
-            train_step(run, data.sft_rollout(step, cfg.samples_per_step, cfg.run.seed))
-        run.finish()
+        yield run
 
 
-def train_step(run: Any, batch: Any) -> None:
+def train_step(run: Any, batch: Any) -> Any:
     from mrl.algo import aggregate
     from mrl.learner import losses
     from mrl.trainers.shared.updates import named
@@ -88,11 +106,12 @@ def train_step(run: Any, batch: Any) -> None:
     stats.metrics |= named("actor", metrics)
     run.phase.end_of_step(stats)
     run.recorder.log(stats)
+    return stats
 
 
 # ---- the row of mrl/config/trainers/table.py
 
-ROW = Trainer(ForgetConfig, f"{__name__}:main", check)
+ROW = Trainer(ForgetConfig, f"{__name__}:make_loop", check)
 
 
 @pytest.fixture
@@ -174,7 +193,7 @@ def train(config: Path, *overrides: str) -> str:
 
 
 def test_every_row_names_a_program() -> None:
-    assert all(callable(trainer.load_main()) for trainer in TRAINERS.values() if all(map(find_spec, trainer.packages)))
+    assert all(callable(trainer.load_loop()) for trainer in TRAINERS.values() if all(map(find_spec, trainer.packages)))
 
 
 def test_nobody_else_asks_which_trainer_it_is() -> None:

@@ -154,7 +154,8 @@ def test_each_step_says_what_it_was_beside_the_plan(
 ) -> None:
     """With a GPU's name, so that there is a plan; nothing is computed on one."""
     monkeypatch.setattr(platform, "gpu_names", lambda: [H100])
-    sft.main(sft_config(tmp_path, tiny_models("llama"), steps=2))
+    with sft.SFTLoop(sft_config(tmp_path, tiny_models("llama"), steps=2)) as loop:
+        loop.fit()
     shown, rows = capsys.readouterr().out, read_metrics(tmp_path / "runs/run")
     for row in rows:
         assert row["perf/mfu"] == pytest.approx(row["perf/tflop_per_s_per_rank"] / 989.5)
@@ -195,7 +196,8 @@ def test_without_a_gpu_nothing_is_made_up_and_a_checkpoint_knows_the_tracker_s_r
     tiny_models: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(trackers.TRACKERS, "wandb", Elsewhere)
-    sft.main(sft_config(tmp_path, tiny_models("llama"), steps=2, trackers=("wandb",)))
+    with sft.SFTLoop(sft_config(tmp_path, tiny_models("llama"), steps=2, trackers=("wandb",))) as loop:
+        loop.fit()
     run_dir = tmp_path / "runs/run"
     shown = capsys.readouterr().out
     assert shown.count("no MFU and no predicted step times: both need a GPU") == 1 and "MFU 0" not in shown
@@ -207,7 +209,8 @@ def test_without_a_gpu_nothing_is_made_up_and_a_checkpoint_knows_the_tracker_s_r
     (run_dir / "trackers/wandb.json").unlink()  # the checkpoint alone knows it now
     monkeypatch.setattr(beside, "make_plan", lambda *_, **__: 1 / 0)
     monkeypatch.setattr(platform, "gpu_names", lambda: [H100])
-    sft.main(sft_config(tmp_path, tiny_models("llama"), steps=3, trackers=("wandb",)))
+    with sft.SFTLoop(sft_config(tmp_path, tiny_models("llama"), steps=3, trackers=("wandb",))) as loop:
+        loop.fit()
     assert Elsewhere.opened == [None, "run-7"] and Elsewhere.steps == [1, 2, 1, 2, 3]
     shown = capsys.readouterr().out
     assert (

@@ -1,0 +1,223 @@
+"""The Python interface as a user runs it: the examples, in one process and TP2 x PP2, and how a script's run ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from mrl.observe import read_metrics
+from tests.conftest import TinyModels
+from tests.helpers.runs import results, train
+from tests.helpers.sft_config import write
+
+pytestmark = pytest.mark.long
+
+ROOT = Path(__file__).parents[3]
+RUN_S = 600.0
+EXACT = ("actor/loss", "actor/grad_norm", "reward/mean")
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
+
+
+def python(folder: Path, *arguments: object, ranks: int = 0, **more: str) -> subprocess.CompletedProcess[str]:
+    """`python ARGUMENTS` in the folder, or as ranks of torchrun."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
+    return subprocess.run(
+        [sys.executable, *launcher, *map(str, arguments)],
+        cwd=folder,
+        env=environment(**more),
+        capture_output=True,
+        text=True,
+        timeout=RUN_S,
+    )
+
+
+def example(name: str, folder: Path, *arguments: object, ranks: int = 0) -> str:
+    done = python(folder, ROOT / "examples" / name, *arguments, ranks=ranks)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return done.stdout
+
+
+def script(folder: Path, *lines: str) -> Path:
+    file = folder / "script.py"
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
+@pytest.fixture(scope="module")
+def grpo(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The example in one process."""
+    folder = tmp_path_factory.mktemp("grpo")
+    shown = example("grpo_script.py", folder, tiny_models("llama"), folder / "runs")
+    assert "after 5 steps" in shown
+    return folder
+
+
+def test_a_script_s_run_is_that_of_the_command(grpo: Path) -> None:
+    """To the bit, from the configuration that the run has written down."""
+    run_dir = grpo / "runs/grpo"
+    train(grpo, run_dir / "config.yaml", "run.name=command")
+    assert results(run_dir) == results(grpo / "runs/command")
+    assert max(results(run_dir)) == 5
+
+
+@pytest.mark.parametrize("ranks", [0, 4])
+def test_four_ranks_learn_the_same(grpo: Path, tiny_models: TinyModels, tmp_path: Path, ranks: int) -> None:
+    """Started by the trainer, and by torchrun."""
+    example("grpo_script.py", tmp_path, tiny_models("llama"), tmp_path / "runs", 2, 2, ranks=ranks)
+    alone, four = read_metrics(grpo / "runs/grpo"), read_metrics(tmp_path / "runs/grpo")
+    for one, other in zip(alone, four, strict=True):
+        for name in EXACT:
+            assert other[name] == pytest.approx(one[name], rel=2e-3, abs=1e-5), name
+
+
+STEPS = """
+import json, sys
+sys.path.insert(0, sys.argv[3])
+from mrl import GRPOTrainer
+from grpo_script import lower_case
+from mrl.config.tree import read
+
+config = read(sys.argv[1])[0].plain()
+config["run"] |= {"name": "stepwise"}
+with GRPOTrainer(config, reward_fn=lower_case) as trainer:
+    losses = []
+    for _ in range(3):
+        rollout = trainer.generate()
+        metrics = trainer.train_step(rollout)
+        trainer.sync_weight()
+        losses.append([metrics["actor/grad_norm"], rollout.scores.mean().item()])
+    path = trainer.save_checkpoint(save_as_hf=True)
+    assert trainer.train_step_num == 3 and path.name == "step_3" and (path / "complete").exists(), path
+    assert (trainer.run_dir / "hf_step_3" / "config.json").exists()
+    try:
+        trainer.validate()
+    except ValueError as error:
+        assert "data.validation" in str(error)
+    result = trainer.fit()
+assert result.steps == 5, result
+print(json.dumps(losses))
+"""
+
+
+def test_step_by_step_is_fit(grpo: Path, tmp_path: Path) -> None:
+    run_dir = grpo / "runs/grpo"
+    done = python(tmp_path, script(tmp_path, STEPS), run_dir / "config.yaml", tmp_path, ROOT / "examples")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    found, whole = json.loads(done.stdout.splitlines()[-1]), results(run_dir)
+    for step, (norm, reward) in enumerate(found, 1):
+        assert norm == pytest.approx(whole[step]["actor/grad_norm"], rel=1e-6)
+        assert reward == pytest.approx(whole[step]["reward/mean"], rel=1e-6)
+    stepwise = results(run_dir.parent / "stepwise")
+    assert {step: row["reward/mean"] for step, row in stepwise.items()} == {
+        step: row["reward/mean"] for step, row in whole.items()
+    }
+
+
+@pytest.mark.parametrize("ranks", [0, 4])
+def test_a_loop_of_one_s_own_learns_as_the_built_in_one(
+    grpo: Path, tiny_models: TinyModels, tmp_path: Path, ranks: int
+) -> None:
+    layout = (2, 2) if ranks else ()
+    shown = example("own_loop.py", tmp_path, tiny_models("llama"), *layout, ranks=ranks)
+    own = [json.loads(line) for line in shown.splitlines() if line.startswith("{")]
+    parallel = ["actor.parallel.tensor=2", "actor.parallel.pipeline=2"] if ranks else []
+    overrides = [f"run.name=built_in_{ranks}", "data.shuffle=false", *parallel]
+    train(tmp_path, grpo / "runs/grpo/config.yaml", *overrides)
+    built_in = results(grpo / f"runs/built_in_{ranks}")
+    assert len(own) == 5
+    for row in own:
+        other = built_in[row["step"]]
+        assert row["loss"] == pytest.approx(other["actor/loss"], abs=1e-6)
+        assert row["grad_norm"] == pytest.approx(other["actor/grad_norm"], rel=1e-6, abs=1e-6)
+        assert row["reward"] == pytest.approx(other["reward/mean"], abs=1e-6)
+
+
+def test_callbacks_see_a_run_and_may_end_it(tiny_models: TinyModels, tmp_path: Path) -> None:
+    shown = example("ppo_with_callbacks.py", tmp_path, tiny_models("llama"), tmp_path / "runs")
+    assert [line.partition(":")[0] for line in shown.splitlines() if " samples, best score" in line] == [
+        f"step {n}" for n in range(1, 5)
+    ]
+    assert "validation after step 2:" in shown and f"saved {tmp_path}/runs/ppo/checkpoints/step_4" in shown
+    lines = (ROOT / "examples/ppo_with_callbacks.py").read_text().replace("StopAtReward(0.9)", "StopAtReward(-1.0)")
+    file = script(tmp_path, lines.replace('"name": "ppo"', '"name": "stopped"'))
+    done = python(tmp_path, file, tiny_models("llama"), tmp_path / "runs")
+    assert done.returncode == 0 and "after 1 steps" in done.stdout, done.stdout[-2000:] + done.stderr[-4000:]
+    assert (tmp_path / "runs/stopped/checkpoints/step_1/complete").exists(), "the last step is saved"
+
+
+def test_the_notebook_runs(tiny_models: TinyModels, tmp_path: Path) -> None:
+    cells = json.loads((ROOT / "examples/notebook.ipynb").read_text())["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    without_buffer = [  # as a notebook's stdout
+        "import io, sys",
+        "class Shown(io.TextIOBase):",
+        "    def write(self, text): return sys.__stdout__.write(text)",
+        "sys.stdout = Shown()",
+    ]
+    more = {"MODEL": str(tiny_models("llama")), "ROOT": str(tmp_path / "runs")}
+    done = python(tmp_path, script(tmp_path, *without_buffer, *code), **more)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "step 6/6" in done.stdout
+
+
+# ---- ends
+
+
+def sft_script(folder: Path, model: Path, *lines: str, **sections: Any) -> Path:
+    write(folder, model, **{"run": {"steps": 10_000}, "validation": {"patience": 10_000}, **sections})
+    before = ["import time", "from mrl import SFTTrainer, TrainerCallback, TrainingFailed"]
+    return script(folder, *before, *lines)
+
+
+def test_an_exception_in_a_callback_of_one_rank_ends_the_run(tiny_models: TinyModels, tmp_path: Path) -> None:
+    lines = [
+        "class Broken(TrainerCallback):",
+        "    def on_step_end(self, state, metrics):",
+        "        if state.step == 2 and not state.is_main:",
+        "            raise ValueError('no more')",
+        "try:",
+        "    SFTTrainer('config.yaml', callbacks=[Broken()]).fit()",
+        "except TrainingFailed as error:",
+        "    print('caught', error.exit_code, error)",
+    ]
+    file = sft_script(tmp_path, tiny_models("llama"), *lines, actor={"parallel": {"tensor": 2}})
+    done = python(tmp_path, file)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "caught 1 Broken.on_step_end failed at step 2: ValueError: no more" in done.stdout
+
+
+def test_ctrl_c_ends_all_ranks(tiny_models: TinyModels, tmp_path: Path) -> None:
+    lines = [
+        "try:",
+        "    SFTTrainer('config.yaml').fit()",
+        "except KeyboardInterrupt:",
+        "    print('interrupted', flush=True)",
+    ]
+    file = sft_script(tmp_path, tiny_models("llama"), *lines, actor={"parallel": {"tensor": 2}})
+    shown = tmp_path / "shown"
+    with shown.open("wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, str(file)], cwd=tmp_path, env=environment(), stdout=out, stderr=out, start_new_session=True
+        )
+    end = time.monotonic() + RUN_S
+    while "step 2/" not in shown.read_text():
+        assert process.poll() is None and time.monotonic() < end, shown.read_text()[-4000:]
+        time.sleep(0.1)
+    ranks = psutil.Process(process.pid).children(recursive=True)
+    assert len(ranks) >= 2
+    process.send_signal(signal.SIGINT)
+    assert process.wait(RUN_S) == 0
+    assert "interrupted" in shown.read_text()
+    assert psutil.wait_procs(ranks, 30)[1] == []
