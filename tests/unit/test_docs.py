@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("mrl", "tests", "tools", "docs", "yaml_configs")
-TEXTS = "*.md docs/**/*.md yaml_configs/* tools/**/*.py mrl/**/*.py tests/**/*.py Makefile setup.py".split()
+FOLDERS = ("mrl", "tests", "tools", "docs", "yaml_configs", "examples")
+TEXTS = "*.md docs/**/*.md yaml_configs/* tools/**/*.py mrl/**/*.py tests/**/*.py examples/* Makefile setup.py".split()
 PAGES = [file for pattern in TEXTS for file in sorted(ROOT.glob(pattern)) if file.is_file()]
 FILE = re.compile(rf"(?<![\w/.-])(?:{'|'.join(FOLDERS)})/[\w./-]*\w")
 MODULE = re.compile(r"(?<![\w/.-])(?:mrl(?!\.yaml)|(?<=`)tests|(?<=from )tests)(?:\.\w+)+")
