@@ -52,7 +52,7 @@ def main() -> None:
 
 
 class _Trajectories:
-    """All trajectories of this process, each a task of its event loop."""
+    """Runs the trajectories of this process, each as a task of its event loop."""
 
     def __init__(
         self,

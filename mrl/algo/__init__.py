@@ -6,6 +6,7 @@ The package depends on no mesh and no config.
 from mrl.algo import (
     advantages,
     aggregate,
+    core,
     custom,
     group_advantages,
     kl,
@@ -35,6 +36,7 @@ __all__ = [
     "Sequences",
     "advantages",
     "aggregate",
+    "core",
     "explained_variance",
     "group_advantages",
     "kl",

@@ -19,7 +19,9 @@ GROUP_STD_EPS = 1e-6
 
 
 @ESTIMATORS.register("grpo")
-def grpo(inputs: AdvantageInputs, norm_adv_by_std_in_grpo: bool) -> tuple[Tensor, Tensor]:
+def grpo(
+    inputs: AdvantageInputs, norm_adv_by_std_in_grpo: bool, epsilon: float = GROUP_STD_EPS
+) -> tuple[Tensor, Tensor]:
     """Group-relative advantage (arXiv 2402.03300): (R - mean_G) / (std_G + 1e-6) on every token of the response.
 
     The standard deviation has ddof 1, that of a group of one is 1. `norm_adv_by_std_in_grpo=False` leaves the division
@@ -27,7 +29,7 @@ def grpo(inputs: AdvantageInputs, norm_adv_by_std_in_grpo: bool) -> tuple[Tensor
 
     Peers: TRL adds 1e-4, OpenRLHF 1e-9, NeMo-RL takes leave-one-out statistics, Megatron-LM ddof 0 and 1e-4.
     """
-    return _on_tokens(_Groups(inputs).normalised(norm_adv_by_std_in_grpo), inputs)
+    return _on_tokens(_Groups(inputs).normalised(norm_adv_by_std_in_grpo, epsilon), inputs)
 
 
 @ESTIMATORS.register("gdpo")
@@ -57,7 +59,9 @@ def gdpo(
 
 
 @ESTIMATORS.register("grpo_passk")
-def grpo_passk(inputs: AdvantageInputs, norm_adv_by_std_in_grpo: bool) -> tuple[Tensor, Tensor]:
+def grpo_passk(
+    inputs: AdvantageInputs, norm_adv_by_std_in_grpo: bool, epsilon: float = GROUP_STD_EPS
+) -> tuple[Tensor, Tensor]:
     """Pass@k (arXiv 2503.19595): only the best response of a group has an advantage, its lead over the second best.
 
     The lead is divided by std_G + 1e-6, as in grpo. Raises ValueError for a group of one, which has no second best.
@@ -72,7 +76,7 @@ def grpo_passk(inputs: AdvantageInputs, norm_adv_by_std_in_grpo: bool) -> tuple[
     best = first.nonzero()[:, 0]
     advantage = torch.zeros_like(group.scores)
     advantage[order[best]] = group.scores[order[best]] - group.scores[order[best + 1]]
-    return _on_tokens(advantage / (group.std + GROUP_STD_EPS) if norm_adv_by_std_in_grpo else advantage, inputs)
+    return _on_tokens(advantage / (group.std + epsilon) if norm_adv_by_std_in_grpo else advantage, inputs)
 
 
 @ESTIMATORS.register("rloo")
@@ -86,7 +90,7 @@ def rloo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
 @ESTIMATORS.register("opo")
 def opo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """On-policy optimal baseline (arXiv 2505.23585): R - sum_G(len * R) / sum_G(len), len in valid tokens."""
+    """OPO, on-policy optimal baseline (arXiv 2505.23585): R - sum_G(len * R) / sum_G(len), len in unmasked tokens."""
     group = _Groups(inputs)
     length = inputs.mask.sum(1).double()
     baseline = group.sum(length * group.scores) / group.sum(length).clamp(min=1)
@@ -137,10 +141,10 @@ class _Groups:
         self.mean = mean.masked_fill(single, 0)
         self.std = (square / (self.count - 1).clamp(min=1)).sqrt().masked_fill(single, 1)
 
-    def normalised(self, by_std: bool) -> Tensor:
+    def normalised(self, by_std: bool, epsilon: float = GROUP_STD_EPS) -> Tensor:
         """Returns grpo's advantage of every response, [B]."""
         centred = self.scores - self.mean
-        return centred / (self.std + GROUP_STD_EPS) if by_std else centred
+        return centred / (self.std + epsilon) if by_std else centred
 
     def sum(self, values: Tensor) -> Tensor:
         """Returns the sum of `values` [B] over each response's group, [B]."""

@@ -10,13 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from mrl.algo.registry import Registry
+from mrl.algo.registry import Registry, arguments
 from mrl.algo.stats import check_same_shape
+from mrl.options.preference import PREFERENCE_LOSSES
 
 MOST_EXPONENT = 80.0  # e^80 is still a float32
 LEAST_LOSS = 1e-7  # nats a token: a response of probability 1 has infinite odds
@@ -50,10 +52,11 @@ class LogProbSums:
 
 @dataclass(frozen=True)
 class PreferencePairs:
-    """All pairs of a step.
+    """The pairs of a step.
 
-    text [P]: summed log-probs of the text that `sft` trains on: the chosen response, or that and its prompt;
-    text_tokens: 0-d, the number of those tokens over all pairs
+    Attributes:
+        text [P]: summed log-probs of the text that `sft` trains on: the chosen response, with or without its prompt
+        text_tokens: 0-d, number of tokens of that text over all pairs
     """
 
     chosen: LogProbSums
@@ -64,6 +67,56 @@ class PreferencePairs:
 
 PairLoss = Callable[..., Tensor]
 PAIR_LOSSES: Registry[PairLoss] = Registry("pair loss")
+
+
+def dpo_loss(
+    policy_chosen_logps: Tensor,
+    policy_rejected_logps: Tensor,
+    reference_chosen_logps: Tensor,
+    reference_rejected_logps: Tensor,
+    *,
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+    loss_type: str = "sigmoid",
+    reference_free: bool = False,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Direct preference optimization (DPO, arXiv 2305.18290) and its kin, in TRL's form.
+
+    Args:
+        policy_chosen_logps: The policy's summed log-probs of the chosen responses [pairs].
+        policy_rejected_logps: The policy's of the rejected responses [pairs].
+        reference_chosen_logps: The reference's of the chosen responses [pairs]; no gradient flows into it.
+        reference_rejected_logps: The reference's of the rejected responses [pairs]; no gradient flows into it.
+        beta: Strength of the pull to the reference.
+        label_smoothing: Assumed share of pairs with swapped labels; 0 is the loss's default.
+        loss_type: A loss of `PAIR_LOSSES`, by TRL's name. OpenRLHF's ipo=True is "ipo". Pass log-probs per token, not
+            sums, to ipo, sigmoid_norm, simpo, orpo and sft, as TRL does.
+        reference_free: Takes a uniform reference in the loss, whatever reference is given.
+        **options: The loss's other options, such as f_divergence_type; see mrl.options.preference.
+
+    Returns:
+        (losses, chosen_rewards, rejected_rewards), [pairs] each. OpenRLHF's loss is the mean of the losses. Rewards are
+        beta * (policy - reference), without gradient.
+
+    Raises:
+        ValueError: For an unknown loss type or shapes that differ.
+        TypeError: For an option that the loss lacks.
+    """
+    loss = PAIR_LOSSES.get(loss_type)
+    sides = (policy_chosen_logps, reference_chosen_logps), (policy_rejected_logps, reference_rejected_logps)
+    check_same_shape(chosen=policy_chosen_logps, rejected=policy_rejected_logps)
+    chosen, rejected = (
+        LogProbSums(policy, torch.zeros_like(policy) if reference_free else reference.detach(), torch.ones_like(policy))
+        for policy, reference in sides
+    )
+    given = options | ({"beta": beta} if loss_type != "sft" else {})
+    given |= {"label_smoothing": label_smoothing} if label_smoothing else {}
+    settings = arguments(loss, PREFERENCE_LOSSES[loss_type].filled(given))
+    text_tokens = torch.tensor(policy_chosen_logps.numel(), device=policy_chosen_logps.device)
+    losses: Tensor = loss(PreferencePairs(chosen, rejected, policy_chosen_logps, text_tokens), **settings)
+    chosen_rewards, rejected_rewards = (beta * (policy - reference).detach() for policy, reference in sides)
+    return losses, chosen_rewards, rejected_rewards
 
 
 def reward(ratio: Tensor, f_divergence_type: str = "reverse_kl", f_alpha_divergence_coef: float = 0.5) -> Tensor:

@@ -18,10 +18,13 @@ from mrl.algo.registry import Registry
 
 @dataclass(frozen=True)
 class LabelledResponses:
-    """All rows of a step.
+    """The rows of a step.
 
-    responses: their sums [B]; desirable [B] bool: their labels
-    kl: used by kto, 0-d without gradient; shift: used by bco, in units of its rewards
+    Attributes:
+        responses [B]: log-prob sums of the responses
+        desirable [B]: labels of the responses, bool
+        kl: 0-d without gradient, for kto
+        shift: shift of the rewards (beta * log-ratio), for bco
     """
 
     responses: LogProbSums

@@ -22,16 +22,20 @@ def check_same_shape(**tensors: Tensor) -> None:
         raise ValueError(f"shapes differ: {shapes}")
 
 
-def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean over the mask, 0-d; 1e-8 in the denominator makes an empty mask give 0."""
+def masked_mean(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
+    """Mean over the mask, 0-d, or over `axis` alone; 1e-8 in the denominator makes an empty mask give 0."""
     inside = values.masked_fill(~mask.bool(), 0)
-    return inside.sum() / (mask.sum().to(values.dtype) + EPS)
+    return inside.sum(axis) / (mask.sum(axis).to(values.dtype) + EPS)
 
 
-def masked_var(values: Tensor, mask: Tensor) -> Tensor:
-    """Variance over the mask, 0-d, Bessel-corrected; 0 for fewer than two values (verl raises there)."""
+def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
+    """Variance over the mask, 0-d, Bessel-corrected unless `unbiased` is False; 0 for fewer than two values (verl
+    raises there).
+    """
     count = mask.sum().to(values.dtype)
     biased = masked_mean((values - masked_mean(values, mask)).square(), mask)
+    if not unbiased:
+        return biased
     return torch.where(count > 1, biased * count / (count - 1).clamp(min=1), torch.zeros_like(biased))
 
 

@@ -1,8 +1,8 @@
-"""On-disk layout: RUN_DIR/checkpoints/step_N, visible under that name only when complete.
+"""Disk layout of checkpoints: RUN_DIR/checkpoints/step_N, visible under that name only when complete.
 
 A checkpoint is written as step_N.tmp and renamed when complete. Its last file is `complete`: a manifest with the size
-of every other file, which detects a truncated one before anything is loaded. Readers of a checkpoint hold a shared
-lock on that file, and removal requires the exclusive lock.
+of every other file, which detects a truncated one before anything is loaded. Readers of a checkpoint hold a shared lock
+on that file, and removal requires the exclusive lock.
 """
 
 from __future__ import annotations

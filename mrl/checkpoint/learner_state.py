@@ -89,7 +89,7 @@ def _metadata(learner: Learner) -> dict[str, Any]:
 
 
 def _models(learner: Learner, metadata: dict[str, Any]) -> dict[str, Any]:
-    """All weights, or only the adapters if the learner has some."""
+    """Returns the weights, or only the adapters if the learner has some."""
     if learner.adapters is None:
         return {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(learner.bare)}
     of = learner.arch, learner.role, learner.adapters.spec, learner.mesh

@@ -1,8 +1,11 @@
-"""The built-in rewards by name, and where each stands. The standard library only: reward workers start with it."""
+"""Names of the built-in rewards and the modules that define them.
+
+Uses the standard library only, because reward workers read this table when they start.
+"""
 
 from __future__ import annotations
 
-COMPARISONS = {  # f(response, answer), the answer being the row's
+COMPARISONS = {  # f(response, answer), where `answer` comes from the row
     "exact_match": "mrl.reward.functions",
     "sorted_digits": "mrl.reward.functions",
     "arithmetic": "mrl.reward.functions",
@@ -10,10 +13,10 @@ COMPARISONS = {  # f(response, answer), the answer being the row's
     "multiple_choice": "mrl.reward.functions",
 }
 SHAPES = dict.fromkeys(("format", "length", "overlong"), "mrl.reward.shaping")  # f(response, tokens, **its section)
-OF_LENGTH = ("length", "overlong")  # what a response says does not matter to them
-PARTS = {"sorted_digits": ("exact_match", "right_positions"), "code": ("tests_passed",)}  # beside the score
-OF_AGENTS = ("environment",)  # what an agent's environment has said
-WITH_SECTION = ("code", *SHAPES)  # `reward` has a section of settings for each
+OF_LENGTH = ("length", "overlong")  # these score the length of a response only, not its content
+PARTS = {"sorted_digits": ("exact_match", "right_positions"), "code": ("tests_passed",)}  # logged besides the score
+OF_AGENTS = ("environment",)  # the score that an agent's environment returns
+WITH_SECTION = ("code", *SHAPES)  # each of these has a settings section under `reward`
 BUILTIN_REWARDS = (*COMPARISONS, *WITH_SECTION, *OF_AGENTS)
-IMAGE_SCORER = "scorer"  # of images: `reward` of trainer ddpo has a section for it
-RESERVED = ("mean", "std", "failed")  # metrics beside the components' scores and their parts
+IMAGE_SCORER = "scorer"  # built-in reward of images; trainer ddpo has the section `reward.scorer` for it
+RESERVED = ("mean", "std", "failed")  # names of the metrics that every reward logs

@@ -1,4 +1,4 @@
-"""How much room the checkpoints of a run take."""
+"""Disk space of a run's checkpoints and exports."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ from mrl.families.table import Role
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 FLOAT32 = 4
-OPTIMIZER = 3 * FLOAT32  # main weights and both of Adam's moments
+OPTIMIZER = 3 * FLOAT32  # float32 main weights and both Adam moments
 
 
 def checkpoint_bytes(cfg: Config, archs: Archs) -> int:
-    """Of the tensors of one checkpoint. archs: of every model that is trained"""
+    """Returns the bytes of the tensors of one checkpoint.
+
+    Args:
+        archs: shapes of every trained model
+    """
     total = 0
     for name, built in cfg.built().items():
         if not built.is_trained:
@@ -31,13 +35,13 @@ def checkpoint_bytes(cfg: Config, archs: Archs) -> int:
 
 
 def bytes_a_weight(cfg: Config, model: str) -> int:
-    """In a checkpoint, of a trained model: the weight, what updates it, and copies of the actor's."""
+    """Returns the bytes that a checkpoint stores per weight of a model: weight, optimizer state and float32 copies."""
     copies = len(cfg.copies()) if model == "actor" else 0
     return DTYPE_BYTES[cfg.model.dtype] + OPTIMIZER + copies * FLOAT32
 
 
 def export_bytes(cfg: Config, archs: Archs) -> int:
-    """Of the actor's weights alone, as a Hugging Face directory."""
+    """Returns the bytes of the actor's weights as a Hugging Face directory."""
     arch = archs["actor"]
     assert arch is not None
     role: Role = "critic" if cfg.built()["actor"].scores else "policy"
@@ -45,7 +49,7 @@ def export_bytes(cfg: Config, archs: Archs) -> int:
 
 
 def adapter_bytes(cfg: Config, archs: Archs) -> int:
-    """Of the actor's adapters alone; 0 without any."""
+    """Returns the bytes of the actor's LoRA adapters; 0 without adapters."""
     arch, lora = archs["actor"], cfg.actor.lora
     assert arch is not None
     return num_trained(arch, "policy", lora.spec) * DTYPE_BYTES[cfg.model.dtype] if lora is not None else 0
@@ -53,9 +57,14 @@ def adapter_bytes(cfg: Config, archs: Archs) -> int:
 
 @dataclass(frozen=True)
 class DiskUse:
-    """Bytes that the run's checkpoints and exports take at most. turning: of those that come and go, with the one that
-    is being written; staying: of those that are never removed, at the run's end, but for those of every so many steps
-    where only the data says how many steps there are"""
+    """Upper bounds of the disk space of a run's checkpoints and exports, in bytes.
+
+    Attributes:
+        turning: checkpoints that are replaced during the run, including the one being written
+        staying: files that are never removed, at the end of the run. Excludes files written every n steps if the number
+            of
+            steps depends on the data.
+    """
 
     turning: int
     staying: int
@@ -66,7 +75,7 @@ def disk_use(cfg: Config, archs: Archs) -> DiskUse:
     turning = staying = 0
     if kept.every_steps is not None:
         one, last = checkpoint_bytes(cfg, archs), kept.keep_last + 1
-        every = 1 if cfg.keeps_best() else kept.every_steps  # any step may be the best
+        every = 1 if cfg.keeps_best() else kept.every_steps  # with keep_best, a checkpoint can be due at any step
         made = -(-steps // every) if steps is not None else last
         turning = one * (min(last, made) + cfg.keeps_best())
         if kept.keep_every_steps is not None:

@@ -1,4 +1,4 @@
-"""Numbers that follow from any configuration: worlds and data-parallel sizes. Printed at start."""
+"""World sizes and data-parallel sizes derived from any configuration. `summary` is printed at start."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from mrl.config.trainers.base import AnyConfig
 
 @dataclass(frozen=True)
 class Machine:
-    """The world that a configuration is checked for.
+    """The machine and world that a configuration is checked for.
 
-    world_size: ranks in all; local_world_size: of these, on this machine
-    gpus: devices on this machine, 0 for a CPU machine, None when nobody has looked
-    joined: the world was started by somebody else (torchrun, ft_launcher)
-    planned: it is elsewhere, and of all files that a run reads only config.json has to be here
-    alone: it is to be started on this machine and on no other
+    Attributes:
+        world_size: total number of ranks
+        local_world_size: number of ranks on this machine
+        gpus: GPUs of this machine; 0: a CPU machine; None: unknown
+        joined: another launcher (torchrun, ft_launcher) started the world
+        planned: the run takes place elsewhere (`mrl plan`); only the config.json of each model has to exist here
+        alone: the run starts on this machine only
     """
 
     world_size: int
@@ -31,50 +33,56 @@ class Machine:
 
     @classmethod
     def from_environment(cls, gpus: int) -> Machine:
-        """The world that a launcher has put this process in, by its environment; without one, a world of one."""
+        """Returns the world of this process from WORLD_SIZE and LOCAL_WORLD_SIZE; one rank if they are not set."""
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         return cls(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), gpus, joined=True)
 
     @classmethod
     def for_launch(cls, cfg: AnyConfig, gpus: int | None = None, nodes: int = 1) -> Machine:
-        """The world that `mrl train` starts on this machine, or on `nodes` like it. Alone, of a run that is made for
-        several: the whole of it, which the checks refuse to start here."""
+        """Returns the world that `mrl train` starts on this machine, or on `nodes` machines of the same kind.
+
+        With nodes=1 and run.nodes > 1, returns the full world of run.nodes machines with alone=True. The checks then
+        refuse to start the run on this machine only.
+        """
         smallest, whole = smallest_world(cfg), nodes if nodes > 1 else cfg.run.nodes or 1
         nproc = cfg.run.nproc or (smallest if nodes == 1 else gpus or -(-smallest // nodes))
         return cls(nproc * whole, nproc, gpus, alone=nodes == 1)
 
 
 def model_size(layout: ParallelConfig) -> int:
-    """Ranks that hold one copy of the model."""
+    """Returns the number of ranks that hold one copy of the model."""
     return layout.tensor * layout.pipeline * layout.context
 
 
 def expert_size(layout: ParallelConfig) -> int:
-    """Ranks that hold one copy of the expert layers."""
+    """Returns the number of ranks that hold one copy of the expert layers."""
     return layout.expert_tensor_size * layout.expert * layout.pipeline
 
 
 def layouts(cfg: AnyConfig) -> dict[str, ParallelConfig]:
-    """The layout of every model that the run builds, by the key that holds it."""
+    """Returns the layout of every model that the run builds, by its key."""
     uses = cfg.models().items()
     return {f"{name}.parallel": use.parallel for name, use in uses if use.parallel is not None}
 
 
 def asks_for_transformer_engine(cfg: AnyConfig) -> list[str]:
-    """The keys that do."""
+    """Returns the keys with `layers: transformer_engine`."""
     trains = ((name, use.train) for name, use in cfg.models().items())
     return [f"{name}.layers" for name, train in trains if train is not None and train.layers == "transformer_engine"]
 
 
 def is_on_one_machine(cfg: AnyConfig) -> bool:
-    """With all engines: the ranks that `mrl train` starts may have to reach given ones elsewhere, by nccl (by gloo
-    they do it over an address of their own choice: mrl.weights.sync.transports.distributed)."""
+    """True if the trainer and all engines are on this machine.
+
+    Relevant to NCCL: trainer ranks may have to reach engines at given addresses on other machines. With gloo,
+    mrl.weights.sync.transports.distributed chooses the address itself.
+    """
     given = all(urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1") for url in cfg.given_urls())
     return given and cfg.engine_nodes() is None
 
 
 def smallest_world(cfg: AnyConfig) -> int:
-    """The fewest ranks over which every layout of the run can be laid out."""
+    """Returns the smallest world size that every layout of the run divides."""
     return math.lcm(*(math.lcm(model_size(p), expert_size(p)) for p in layouts(cfg).values()))
 
 
@@ -83,7 +91,7 @@ def data_parallel(layout: ParallelConfig, world_size: int) -> int:
 
 
 def stage_layers(layout: ParallelConfig, num_layers: int) -> tuple[int, ...]:
-    """Layers of each pipeline stage, all its chunks together."""
+    """Returns the number of layers of each pipeline stage, over all of its virtual chunks."""
     if layout.pipeline == 1:
         return (num_layers,)
     ends = (layout.first_stage_layers, layout.last_stage_layers)
@@ -94,12 +102,12 @@ def stage_layers(layout: ParallelConfig, num_layers: int) -> tuple[int, ...]:
 
 
 def first_chunk_layers(layout: ParallelConfig, num_layers: int) -> int:
-    """Layers beside the embedding: of the first stage's first chunk."""
+    """Returns the number of layers of the first virtual chunk of the first stage, which also has the embedding."""
     return stage_layers(layout, num_layers)[0] // (layout.virtual_pipeline or 1)
 
 
 def summary(cfg: AnyConfig, world_size: int) -> list[tuple[str, str]]:
-    """Name and value of everything a reader would otherwise have to work out."""
+    """Returns (name, value) rows of derived settings, for the lines that are printed at start."""
     steps = "" if cfg.steps_follow_data() else f"{cfg.run.steps} steps, "
     rows = [("run", f"{cfg.run.root}/{cfg.run.name}, {steps}seed {cfg.run.seed}")]
     rows += [

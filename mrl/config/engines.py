@@ -1,4 +1,4 @@
-"""The engines that `rollout.engine` can name: a line for each."""
+"""Table of the engines that `rollout.engine` can name."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ from pydantic_core import PydanticKnownError
 
 @dataclass(frozen=True)
 class EngineKind:
-    """A program that answers `mrl.rollout.protocol`.
+    """An inference engine that implements `mrl.rollout.protocol`.
 
-    launch: `module:function` of mrl.rollout.launch.ServerSpec -> Launch, imported when a run starts such an engine
-    ignores: keys of `rollout` that have no effect on it
-    is_plain: its weights reach it as CPU tensors or files, neither in GPU memory nor by a process group
-    pauses: it can stop in the middle of its requests, and go on with them by other weights
-    returns_experts: it can say which experts each token went to
-    cpu_imports: the module that has its imports, where it can be a copy of a process on a CPU (mrl.rollout.fork_server)
+    Attributes:
+        launch: `module:function`, a function mrl.rollout.launch.ServerSpec -> Launch; imported when a run starts the
+            engine
+        ignores: keys of `rollout` without effect on this engine
+        is_plain: weights arrive as CPU tensors or files only, neither by CUDA IPC nor by a process group
+        pauses: can pause requests in flight and continue them with new weights
+        returns_experts: can return the routed experts of each token
+        cpu_imports: module that imports everything the engine needs, for the fork server (mrl.rollout.fork_server),
+            which
+            forks engines on a CPU; None: always started as a new process
     """
 
     launch: str

@@ -1,4 +1,4 @@
-"""What files and directories of a model's size hold, as far as a few reads tell: enough to notice other contents."""
+"""Fingerprints of model directories and Python files, from a few reads, to detect changed contents on resume."""
 
 from __future__ import annotations
 
@@ -9,24 +9,26 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
-# of a model's directory, whoever has written it; not its README, logs and lists
+# suffixes of files in a model directory that affect the model; README and logs do not
 OF_MODELS = (".json", ".safetensors", ".bin", ".pt", ".distcp", ".jinja", ".model", ".txt")
-WHOLE = 64 << 20  # bytes: files up to here are read to their end
-HEAD, PLACES, PIECE = 1 << 20, 64, 4096  # of longer ones: the beginning, and so many pieces from there to the end
-READERS = 8  # files at once
+WHOLE = 64 << 20  # bytes; files up to this size are read completely
+HEAD, PLACES, PIECE = 1 << 20, 64, 4096  # larger files: HEAD bytes, then PLACES pieces of PIECE bytes up to the end
+READERS = 8  # files read concurrently
 
 
 def file_of(spec: str | None) -> str:
-    """Of `path/to/file.py:name`; empty for a built-in's name."""
+    """Returns the path in `path/to/file.py:name`; empty for the name of a built-in."""
     return (spec or "").rpartition(":")[0]
 
 
 def fingerprint(path: Path) -> dict[str, str]:
-    """File -> its size and a digest, whatever its time: of a model's directory those of OF_MODELS, of a Python file its
-    own and those of its folder that it imports. Empty for what is not there.
+    """Returns file -> size and digest, independent of modification times; empty if the path does not exist.
 
-    Of long files a digest of pieces: another model of equal shapes differs in some, one that differs in a few rows of
-    one tensor may not.
+    A model directory: files with the suffixes OF_MODELS. A Python file: the file and the modules of its folder that it
+    imports, directly or indirectly.
+
+    The digest of a large file covers samples of it. Another model with equal shapes is detected, but a change of a few
+    rows of one tensor may not be.
     """
     folder = path if path.is_dir() else path.parent
     files = _of_model(path) if path.is_dir() else _with_imports(path) if path.suffix == ".py" else [path]
@@ -37,7 +39,7 @@ def fingerprint(path: Path) -> dict[str, str]:
 
 
 def changed_files(before: dict[str, str], now: dict[str, str]) -> list[str]:
-    """The files that differ, are new, or are gone."""
+    """Returns the names of files that changed, are new, or are missing."""
     return sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
 
 
@@ -53,7 +55,7 @@ def _outlined(file: Path) -> str:
 
 @cache
 def _digest(file: Path, size: int, mtime_ns: int) -> str:
-    """Read once as long as the file has this size and time."""
+    """Hashes a file; cached until its size or modification time changes."""
     found = hashlib.blake2b(digest_size=16)
     with file.open("rb") as contents:
         if size <= WHOLE:
@@ -66,7 +68,7 @@ def _digest(file: Path, size: int, mtime_ns: int) -> str:
 
 
 def _with_imports(file: Path) -> list[Path]:
-    """The file, what it imports of its own folder (which is first on sys.path), and what that imports."""
+    """Returns the file and the modules of its folder (first on sys.path) that it imports, directly or indirectly."""
     found: list[Path] = []
     left = [file]
     while left:
@@ -82,7 +84,7 @@ def _of_module(path: Path) -> list[Path]:
 
 
 def _imported(file: Path) -> Iterator[str]:
-    """The first parts of names but mrl's own; nothing of what cannot be read."""
+    """Yields the top-level names of imported modules, except mrl; nothing for a file that cannot be parsed."""
     try:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError, RecursionError, MemoryError):

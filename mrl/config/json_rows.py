@@ -1,4 +1,4 @@
-"""JSON from outside: what it holds, or in one sentence why it is none."""
+"""Parses JSON from outside mrl, with one-sentence errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_ROW_BYTES = 64 << 20
 
 
 def parse(raw: bytes) -> Any:
-    """The value. Raises ValueError for what is no JSON by `mrl.strict_json`."""
+    """Returns the parsed value. Raises ValueError if `mrl.strict_json` rejects it."""
     try:
         return strict_json.loads(raw)
     except ValueError as error:
@@ -19,14 +19,14 @@ def parse(raw: bytes) -> Any:
 
 
 def parse_row(raw: bytes) -> dict[str, Any]:
-    """One object. Raises ValueError also for another value."""
+    """Returns one parsed JSON object. Raises ValueError for invalid JSON, another type, or more than MAX_ROW_BYTES."""
     if len(raw) > MAX_ROW_BYTES:
         raise ValueError(f"the row has {len(raw) >> 20} MiB; the limit is {MAX_ROW_BYTES >> 20} MiB")
     return as_row(parse(raw))
 
 
 def as_row(value: Any) -> dict[str, Any]:
-    """The value itself. Raises ValueError if it is no JSON object."""
+    """Returns the value unchanged. Raises ValueError if it is not a JSON object."""
     if not isinstance(value, dict):
         raise ValueError(f"a row must be a JSON object, not {type(value).__name__}")
     return value

@@ -1,7 +1,7 @@
-"""What a configuration's keys are, read from the sections: values, default and meaning.
+"""Reads the keys of a configuration from the section classes: values, default and meaning.
 
-A meaning has one home: the comment of the key in its class, above it or at its end; of a section that has none, the
-first sentence of its class's docstring.
+The meaning of a key is its comment in the class, above the key or at the end of its line. A section without a comment
+has the first sentence of its class's docstring.
 """
 
 from __future__ import annotations
@@ -34,15 +34,17 @@ _BOUNDS = {Gt: (">", "gt"), Ge: (">=", "ge"), Lt: ("<", "lt"), Le: ("<=", "le")}
 
 @dataclass(frozen=True)
 class Key:
-    """One key, with those below it.
+    """One key, with the keys below it.
 
-    path: dotted; NAME stands for a name that the file gives; places in lists are left out
-    values: what it can be
-    default: as YAML; None for a section with defaults of its own, and where there is none
-    section: the class of what is below
-    only_with: of a key that its section has only then: ("loss_mode", "gspo")
-    former: the path of the name that it had before
-    kinds: of a section that has such keys: the values of its key `by`, each with what it is
+    Attributes:
+        path: dotted path; NAME stands for a name of the user's choice, and list indices are left out
+        values: description of the accepted values
+        default: default as YAML; None for a required key and for a section, whose keys have defaults of their own
+        section: class of a section
+        below: keys of a section
+        only_with: (key, value) that the section must contain for this key to exist, such as ("loss_mode", "gspo")
+        former: path with the former name of a renamed key
+        kinds: variants of a section whose keys depend on the value of one of them
     """
 
     path: str
@@ -62,13 +64,17 @@ class Key:
 
     @property
     def about(self) -> str:
-        """Of a section, the docstring of its class."""
+        """Docstring of the section's class; empty for a key that is not a section."""
         return _docstring(self.section) if self.section else ""
 
 
 @dataclass(frozen=True)
 class SectionVariant:
-    """One value of the key `by` that decides which further keys a section has; noun: what it chooses."""
+    """The keys that a section has only with one value of the key `by`.
+
+    Attributes:
+        noun: what the value selects, for messages, such as "estimator"
+    """
 
     by: str
     value: str
@@ -79,13 +85,13 @@ class SectionVariant:
 
 @cache
 def keys_of(section: type[BaseModel], prefix: str = "") -> tuple[Key, ...]:
-    """The keys of a section, in order."""
+    """Returns the keys of a section, in order of definition."""
     types = get_type_hints(section, include_extras=True)
     return tuple(_key(section, name, prefix + name, types[name]) for name in section.model_fields)
 
 
 def walk(keys: Iterable[Key]) -> Iterator[Key]:
-    """Each, followed by all that are below it."""
+    """Yields each key, followed by all keys below it."""
     for key in keys:
         yield key
         yield from walk(key.below)
@@ -94,9 +100,17 @@ def walk(keys: Iterable[Key]) -> Iterator[Key]:
 def nearest_keys(
     keys: Sequence[Key], path: Sequence[str], chosen: Collection[str] | None = None
 ) -> tuple[list[Key], list[Key]]:
-    """(those beside a key that does not exist, those that may be meant): one beside it whose name is close, else of the
-    same name elsewhere, else a close one that the section has by another choice, else one beside it that is not too
-    far. chosen: the kinds of sections that the file has."""
+    """Finds the keys that a misspelled key may mean.
+
+    Args:
+        path: the unknown key
+        chosen: values that select variants of sections in the file
+
+    Returns:
+        (keys beside the unknown key, candidates). Candidates are the first of these that exist: a close name beside it;
+            the
+        same name elsewhere; a close name in another variant of the section; a less close name beside it.
+    """
     there = list(keys)
     for part in path[:-1]:
         there = [below for key in there if key.name == part for below in key.below] or there
@@ -111,7 +125,7 @@ def _once(keys: Iterable[Key]) -> list[Key]:
 
 
 def _close(keys: Sequence[Key], name: str, cutoff: float) -> list[Key]:
-    """The one whose name is closest, if it is close enough."""
+    """Returns the keys with the closest name, if it is close enough."""
     meant = difflib.get_close_matches(name, [key.name for key in keys], n=1, cutoff=cutoff)
     return [key for key in keys if key.name in meant]
 
@@ -156,7 +170,7 @@ def _kinds(annotation: Any, prefix: str) -> Iterator[SectionVariant]:
 
 
 def _section_in(annotation: Any) -> type[BaseModel] | None:
-    """The class of the section that a key of this type holds, also by name, in a list, or where it may be null."""
+    """Returns the class of the section in this type, also inside a dict, a list or an optional."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((found for part in get_args(annotation) if (found := _section_in(part))), None)
@@ -171,7 +185,7 @@ def _first_sentence(text: str) -> str:
 
 
 def _values(annotation: Any) -> str:
-    """What values of this type look like in YAML: `integer > 0 or null`, `[string, ...]`, `k1 | k2`."""
+    """Describes the values of this type in YAML: `integer > 0 or null`, `[string, ...]`, `k1 | k2`."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         said = [note.description for note in parts[1:] if isinstance(note, FieldInfo) and note.description]
@@ -196,10 +210,11 @@ def _bounds(notes: Iterable[Any]) -> Iterator[str]:
 
 
 def _written(value: Any) -> str:
-    """As YAML, numbers as people write them."""
+    """Formats a default as YAML, with numbers as people write them (1e-6)."""
     if isinstance(value, float):
         return repr(value).removesuffix(".0").replace("e-0", "e-")
-    text = yaml.dump(value, Dumper=Dumper, default_flow_style=True, width=1000)
+    style = '"' if isinstance(value, str) and not value.isprintable() else None  # escapes a line break
+    text = yaml.dump(value, Dumper=Dumper, default_flow_style=True, default_style=style, width=1000)
     return text.removesuffix("...\n").strip()
 
 
@@ -210,7 +225,7 @@ def _comment(section: type[BaseModel], name: str) -> str:
 
 @cache
 def _comments(module: str) -> Mapping[tuple[str, str], str]:
-    """(class, key) -> the comments between the statement before and the key's own end, as one text."""
+    """Returns (class, key) -> the comments between the previous statement and the end of the key, joined."""
     source = inspect.getsource(sys.modules[module])
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     comments = {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}

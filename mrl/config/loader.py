@@ -1,4 +1,4 @@
-"""YAML (a file, its `base:` files, overrides) -> a checked, frozen Config of its trainer, or every mistake at once."""
+"""Loads YAML (a file, its `base:` files, overrides) into a checked, frozen Config, or reports every mistake at once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mrl.config.tree import Node, describe, read
 from mrl.config.yaml_dialect import Dumper
 from mrl.redaction import redact_tree
 
-MAX_ERRORS = 200  # looked at; a file with more is none of ours
+MAX_ERRORS = 200  # errors reported; a file with more is not a configuration of mrl
 
 _EXPECTED = {
     "int_type": "must be an integer",
@@ -46,10 +46,18 @@ def load(
     gpus: int | None = None,
     planned: Callable[[AnyConfig], Machine] | None = None,
 ) -> AnyConfig:
-    """Reads, validates and cross-checks a configuration, for the world it `joined` or that is `planned` for it, else
-    for the one it would start on this machine with its `gpus`.
+    """Reads, validates and cross-checks a configuration. Starts no process.
 
-    Raises ConfigError with every mistake found, each with its file, line and key. Starts nothing.
+    Args:
+        overrides: KEY=VALUE texts
+        joined: world that this process is part of
+        gpus: GPUs of this machine
+        planned: returns the world to check for (`mrl plan`). Without `joined` and `planned`, the configuration is
+            checked
+            for the world that it would start on this machine.
+
+    Raises:
+        ConfigError: with every mistake found, each with its file, line and key
     """
     tree, problems = read(path, overrides)
     if tree is None:
@@ -57,7 +65,7 @@ def load(
     schema = _schema(tree, path, problems)
     cfg, errors = _validate(schema, tree)
     if dropped := [error for error in errors if error["input"] is None and _owners(schema, error)]:
-        for error in dropped:  # null drops a base file's key of another algorithm
+        for error in dropped:  # null removes a base file's key that belongs to another algorithm
             tree.drop(_as_written(schema, tree, _path(error)))
         cfg, errors = _validate(schema, tree)
     problems += [_foreign(schema, tree, error) or _problem(schema, tree, error) for error in errors[:MAX_ERRORS]]
@@ -77,18 +85,18 @@ def load(
 
 
 def dump_resolved(cfg: AnyConfig) -> str:
-    """YAML with every key written out, which loads back to the same configuration but for its passwords (***)."""
+    """Returns YAML with every key, which loads back to the same configuration except for passwords (***)."""
     return yaml.dump(dump_tree(cfg), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
 def dump_tree(cfg: AnyConfig) -> dict[str, Any]:
-    """Every key with its value, for JSON, passwords as ***."""
+    """Returns every key with its value, for JSON, with passwords as ***."""
     tree: dict[str, Any] = redact_tree(cfg.model_dump(mode="json"))
     return tree
 
 
 def _schema(tree: Node, path: str | Path, problems: list[Problem]) -> type[AnyConfig]:
-    """Which class the file is read into. Nothing more can be checked while `trainer` is unknown."""
+    """Returns the class for the file's `trainer`; without a known trainer nothing else can be checked."""
     node, depth = tree.find(["trainer"])
     if depth == 0:
         message = f"required key is missing: one of {', '.join(TRAINERS)}"
@@ -100,8 +108,10 @@ def _schema(tree: Node, path: str | Path, problems: list[Problem]) -> type[AnyCo
 
 
 def _validate(schema: type[AnyConfig], tree: Node) -> tuple[AnyConfig | None, list[dict[str, Any]]]:
-    """The configuration, or pydantic's list of what is wrong with it. A section that is null has its defaults: so a
-    file drops what its base file says of one."""
+    """Returns the configuration, or pydantic's errors.
+
+    A null section gets its defaults, so that a file can drop a section of its base file.
+    """
     kinds = {name: field.annotation for name, field in schema.model_fields.items()}
     given = {
         name: value
@@ -115,24 +125,24 @@ def _validate(schema: type[AnyConfig], tree: Node) -> tuple[AnyConfig | None, li
 
 
 def _path(error: dict[str, Any]) -> list[str]:
-    """Keys down to the one in question; the place inside a list is left out."""
+    """Returns the keys down to the one in error, without list indices."""
     return [part for part in error["loc"] if isinstance(part, str) and not part.startswith(TAG)]
 
 
 def _chosen(error: dict[str, Any]) -> list[str]:
-    """The kinds of the sections on the way down."""
+    """Returns the values that select the variants of the sections on the way to the error."""
     return [part.removeprefix(TAG) for part in error["loc"] if isinstance(part, str) and part.startswith(TAG)]
 
 
 def _owners(schema: type[AnyConfig], error: dict[str, Any]) -> list[str]:
-    """The kinds of a section that have a key which it has not, being of another kind."""
+    """Returns the variants of a section that have the unknown key, if it belongs to other variants."""
     path = ".".join(_path(error))
     unknown = error["type"] == "extra_forbidden"
     return [key.only_with[1] for key in walk(keys_of(schema)) if unknown and key.path == path and key.only_with]
 
 
 def _foreign(schema: type[AnyConfig], tree: Node, error: dict[str, Any]) -> Problem | None:
-    """Of a key that another algorithm reads."""
+    """Returns the problem for a key that belongs to another algorithm, else None."""
     owners = _owners(schema, error)
     if not owners:
         return None
@@ -144,10 +154,10 @@ def _foreign(schema: type[AnyConfig], tree: Node, error: dict[str, Any]) -> Prob
 
 
 def _tainted(key: str, error: dict[str, Any]) -> bool:
-    """Is this key unreliable because of that mistake, so that cross-checks would only repeat it in other words?
+    """True if the error makes this key unreliable, so that cross-checks would only report the same mistake again.
 
-    Keys beside and below the mistake are; of the top level only what is below it. An unknown section may be any of its
-    neighbours misspelt, so it taints all that they hold.
+    This holds for keys beside and below the mistake; at the top level only for keys below it. An unknown section may be
+    a misspelling of any section beside it, so all keys of those sections count as unreliable.
     """
     *parents, _ = path = _path(error)
     around, wrong = ".".join(parents), ".".join(path)
@@ -190,13 +200,13 @@ def _meant_key(schema: type[AnyConfig], path: Sequence[str], chosen: Sequence[st
 
 
 def _called(schema: type[AnyConfig], key: Key) -> str:
-    """Of a key that is not beside the one that was written."""
+    """Names a key that is not beside the misspelled one, with the variant that it belongs to."""
     owners = [same.only_with[1] for same in walk(keys_of(schema)) if same.path == key.path and same.only_with]
     return f"{key.path} (a key of {', '.join(owners)})" if owners else key.path
 
 
 def _of_others(schema: type[AnyConfig], path: Sequence[str]) -> str:
-    """Of a key that other trainers have."""
+    """Describes the trainers that have this key; empty if there are none."""
     schemas: dict[str, type[AnyConfig]] = {name: trainer.schema for name, trainer in TRAINERS.items()}
     has = {name for name, of in schemas.items() if any(key.path == ".".join(path) for key in walk(keys_of(of)))}
     here = ", ".join(name for name, of in schemas.items() if of is schema)
@@ -204,7 +214,7 @@ def _of_others(schema: type[AnyConfig], path: Sequence[str]) -> str:
 
 
 def _as_written(schema: type[AnyConfig], tree: Node, path: list[str]) -> list[str]:
-    """The path by its key's former name, where the file has that."""
+    """Returns the path with the key's former name, if the file uses that name."""
     if tree.find(path)[1] == len(path):
         return path
     former = [key.former.split(".") for key in walk(keys_of(schema)) if key.path == ".".join(path) and key.former]

@@ -1,4 +1,4 @@
-"""`mrl config`: what can be written into a configuration, as text and as docs/configuration.md."""
+"""`mrl config`: describes the keys of a configuration, as text and as docs/configuration.md."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mrl.config.trainers.base import AnyConfig
 from mrl.config.trainers.table import TRAINERS
 
 COMMAND = "mrl config --markdown > docs/configuration.md"
-_WIDTHS = (60, 120)  # of text, at least and at most
+_WIDTHS = (60, 120)  # minimum and maximum width of the text
 _INTRODUCTION = f"""<!-- Generated from mrl/config/sections and mrl/options; after a change there: {COMMAND} -->
 # Configuration
 
@@ -26,12 +26,12 @@ keys.
 
 
 class UnknownKey(Exception):
-    """No section and no key of a configuration; the message has what was probably meant."""
+    """No such section or key; the message suggests the nearest ones."""
 
 
 @cache
 def manual() -> dict[Key, str]:
-    """Every section at the top -> the trainers that have it. One that they have in different forms is there twice."""
+    """Returns top-level key -> the trainers that have it. A key that differs between trainers occurs several times."""
     found: dict[Key, list[str]] = {}
     schemas: dict[str, type[AnyConfig]] = {name: trainer.schema for name, trainer in TRAINERS.items()}
     for name, schema in schemas.items():
@@ -42,7 +42,7 @@ def manual() -> dict[Key, str]:
 
 
 def text(path: str | None = None) -> str:
-    """The page of a section or key; of None a line for each section. Raises UnknownKey."""
+    """Returns the page of a section or key; for None, one line per section. Raises UnknownKey."""
     if path is None:
         return "\n".join(_overview())
     pages = [
@@ -61,7 +61,7 @@ def text(path: str | None = None) -> str:
 
 
 def markdown() -> str:
-    """docs/configuration.md: a table of what is at the top, then one for each kind of section."""
+    """Returns docs/configuration.md: a table of the top-level keys, then one chapter per section class."""
     places: dict[type, list[tuple[Key, str]]] = {}
     for top, trainers in manual().items():
         for key in walk([top]):
@@ -75,7 +75,7 @@ def markdown() -> str:
 
 
 def _chapter(same: list[tuple[Key, str]], headings: dict[Key, str]) -> str:
-    """Of a kind of section, which may be in several places: each with its trainers."""
+    """Renders one section class; it may occur at several paths, each with its trainers."""
     (first, _), *others = same
     places = [f"`{key.path}`{f' ({of})' if key.path == first.path else ''}" for key, of in others]
     also = f"\nAlso {', '.join(places)}.\n" if places else ""
@@ -101,7 +101,7 @@ def _heading(key: Key, trainers: str) -> str:
 
 
 def _cell(key: Key, headings: dict[Key, str]) -> str:
-    """Its name, linked to its chapter if it has one."""
+    """Renders the name of a key, linked to its chapter if there is one."""
     if key not in headings:
         return f"`{key.name}`"
     anchor = re.sub(r"[^\w -]", "", headings[key].lower()).replace(" ", "-")
@@ -114,7 +114,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _matches(path: str, written: str) -> bool:
-    """`written` may have a name where the key has NAME, and may leave it out."""
+    """True if `written` is this path; for NAME it may have any name, or none."""
     pattern = re.escape(path).replace(r"\.NAME", r"(\.[^.]+)?")
     return re.fullmatch(pattern, written) is not None
 
@@ -152,7 +152,7 @@ def _keys_below(keys: Sequence[Key]) -> Iterator[str]:
 
 
 def _line(key: Key, name: str) -> str:
-    """As it is written, and what it can be: `stop: 1  # number > 0 or null`."""
+    """Renders a key with its default and values: `stop: 1  # number > 0 or null`."""
     default = f" {key.default}" if key.default is not None else ""
     return f"{name}:{default}  # {key.values}{', required' if key.is_required else ''}"
 

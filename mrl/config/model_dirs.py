@@ -1,8 +1,8 @@
-"""Directories of converted models: what says that one is whole.
+"""Directories of converted models, and the check that one is complete.
 
-A converted model has what a Hugging Face directory has (config.json, tokenizer, ...), but its weights are Megatron's:
-`latest_checkpointed_iteration.txt` names their directory, as in Megatron-LM. The standard library only: config checks
-read it before torch is imported.
+A converted model has the files of a Hugging Face directory (config.json, tokenizer, ...) and weights in Megatron
+format. `latest_checkpointed_iteration.txt` names the directory of the weights, as in Megatron-LM. Uses the standard
+library only: config checks read it before torch is imported.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ FORMAT, VERSION = "mrl-converted", 1
 
 
 def is_converted(path: str | Path) -> bool:
-    """Whether the weights of this directory are Megatron's, complete or not."""
+    """True if the directory has Megatron weights, complete or not."""
     return (Path(path) / TRACKER).is_file() or (Path(path) / RELEASE).is_dir()
 
 
 def read_converted(path: str | Path) -> dict[str, Any]:
-    """The manifest of a converted model. Raises ValueError for one that is not whole or of another format."""
+    """Returns the manifest of a converted model. Raises ValueError if it is incomplete or has another format."""
     manifest = read_manifest(Path(path), remedy="convert it again", format=FORMAT, version=VERSION)
     keys = manifest.get("keys")
     named = isinstance(keys, dict) and all(isinstance(key, str) for key in keys.values())

@@ -1,4 +1,4 @@
-"""Which GPUs of the machine the engines have, and which of those are the trainer's too."""
+"""Assignment of a machine's GPUs to engines, and the GPUs that engines share with the trainer."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from mrl.config.trainers.rl import RLConfig
 
 
 def engine_gpus(rollout: RolloutConfig, machine: Machine, nodes_per_engine: int = 1) -> tuple[int, ...]:
-    """Numbers among the GPUs that a node's first rank sees, for each engine that mrl starts there, or its part there,
-    one engine after the other; none without GPUs."""
+    """Returns the GPU numbers of the engines that mrl starts on a node, engine by engine; empty without GPUs.
+
+    Numbers count the GPUs that the node's first rank sees. An engine that spans several nodes has only its local GPUs
+    here.
+    """
     if rollout.urls or not machine.gpus:
         return ()
     here = rollout.servers * rollout.tensor // nodes_per_engine
@@ -19,19 +22,22 @@ def engine_gpus(rollout: RolloutConfig, machine: Machine, nodes_per_engine: int 
 
 
 def shared_gpus(rollout: RolloutConfig, machine: Machine, nodes_per_engine: int = 1) -> tuple[int, ...]:
-    """Those that ranks of the trainer have too: rank i of a machine has GPU i, or is shown its own one alone."""
+    """Returns the GPUs that engines share with trainer ranks.
+
+    Rank i of a machine uses GPU i, also if it sees that GPU only.
+    """
     ranks = min(machine.local_world_size, machine.gpus or 0)
     return tuple(sorted({gpu for gpu in engine_gpus(rollout, machine, nodes_per_engine) if gpu < ranks}))
 
 
 def gpus_with_engines(cfg: RLConfig, machine: Machine) -> tuple[int, ...]:
-    """Those of the trainer that an engine has too: none where engines have nodes of their own."""
+    """Returns the trainer's GPUs that engines share; empty if engines have separate nodes."""
     placement = cfg.placement
     return () if placement.is_apart else shared_gpus(cfg.rollout, machine, placement.nodes_per_engine)
 
 
 def notes(rollout: RolloutConfig, machine: Machine, nodes_per_engine: int = 1) -> Iterator[str]:
-    """What the user should know before the run starts, one sentence each. Of engines on the trainer's nodes."""
+    """Yields one-sentence notes for the user before the run starts, about engines on the trainer's nodes."""
     if not machine.gpus and rollout.gpus is not None:
         yield "rollout.gpus has no effect: this machine has no GPUs"
     if machine.gpus and rollout.threads is not None:

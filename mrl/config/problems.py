@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, and where it was written."""
+"""Mistakes in a configuration, with the place where each was written."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 class Problem:
     """One mistake.
 
-    keys: dotted key paths; the first is the one to change, the others are the ones that it disagrees with.
-    places: where each key was written ("file.yaml:12", "override a.b=c"), filled in by the loader.
-    unwritten: those of the keys that have their default; their place is their section's.
+    Attributes:
+        keys: dotted key paths: first the key to change, then the keys that it conflicts with
+        places: where each key was written ("file.yaml:12", "override a.b=c"), set by the loader
+        unwritten: keys that have their default; their place is the place of their section
     """
 
     keys: tuple[str, ...]
@@ -38,7 +39,7 @@ class Problem:
 
 
 class ConfigError(Exception):
-    """Everything that is wrong with a configuration, all at once."""
+    """Every mistake in a configuration, in one message."""
 
     def __init__(self, source: str, problems: list[Problem]) -> None:
         self.source = source
@@ -50,12 +51,15 @@ class ConfigError(Exception):
 
 
 def reason(error: Exception) -> str:
-    """An operating system's error without number and file name, any other as it is."""
+    """Returns the text of an operating system error without number and file name; other errors unchanged."""
     return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
 
 
 def not_a_file(path: Path) -> str | None:
-    """What this is instead of a file; links are followed. OSError if there is nothing, ValueError for no path."""
+    """Returns what the path is instead of a file, or None for a file; follows links.
+
+    Raises OSError if it does not exist, and ValueError if the text is not a path.
+    """
     mode = path.stat().st_mode
     if stat.S_ISREG(mode):
         return None
@@ -63,7 +67,7 @@ def not_a_file(path: Path) -> str | None:
 
 
 def printable(text: str) -> str:
-    """On one line, whatever it holds: control characters and bytes that are not UTF-8 as escapes."""
+    """Returns the text on one line, with control characters and bytes that are not UTF-8 escaped."""
     return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 

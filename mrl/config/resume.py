@@ -1,4 +1,4 @@
-"""What a run that goes on from a checkpoint may do otherwise than the run that made it."""
+"""Compares the configuration of a resumed run with that of its checkpoint, and decides which changes are allowed."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from mrl.config.trainers.base import AnyConfig
 from mrl.options.base import Options
 from mrl.redaction import redact_tree
 
-# Where, how long and how fast; what is written down and when. The longest entry that covers a key decides, and a key
-# that none covers is part of what the run computes.
+# These keys affect the place, length, speed and output of a run, but not what it computes. The longest entry of
+# MAY_CHANGE or MUST_NOT_CHANGE that covers a key decides; a key that no entry covers must not change.
 MAY_CHANGE = (
     "run",
     "resilience",
@@ -53,16 +53,16 @@ MAY_CHANGE = (
 BEHIND = ("rollout.overlap", "rollout.max_staleness", "rollout.segment_tokens", "rollout.oversample")
 SAMPLES = ("rollout.engine", "rollout.sampling", "rollout.deterministic", "rollout.quantization")
 MUST_NOT_CHANGE = ("run.seed", *SAMPLES, *BEHIND)
-QUIET = ("run.name", "run.root", "checkpoint.accept_changes")  # changes that need no word
+QUIET = ("run.name", "run.root", "checkpoint.accept_changes")  # changes that are not reported
 
-READERS = 4  # files at once
-NAMED = 3  # of those that were edited
+READERS = 4  # files read concurrently
+NAMED = 3  # edited files that a message names
 
 Tree = dict[str, Any]
 
 
 class ConfigChanged(Exception):
-    """The configuration differs from the checkpoint's in what makes the run what it is."""
+    """The configuration differs from the checkpoint's in a key that changes what the run computes."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,10 @@ class KeyChange:
 
 
 def snapshot(cfg: AnyConfig) -> Tree:
-    """What a checkpoint keeps of the configuration, for JSON and without passwords. Reads the training data, about a
-    second a GB, and pieces of models."""
+    """Returns the part of the configuration that a checkpoint stores, for JSON and without passwords.
+
+    Reads the training data, at about a second per GB, and samples of model files.
+    """
     found = {
         key: {source.path: contents(Path(source.path)) for source in sources} for key, sources in cfg.sources().items()
     }
@@ -93,7 +95,7 @@ def snapshot(cfg: AnyConfig) -> Tree:
 
 
 def contents(path: Path) -> Tree:
-    """Size and digest of a file, or of all files of a directory but those that are hidden or a cache."""
+    """Returns size and digest of a file, or of all files of a directory except hidden and cache files."""
     files = [path]
     if path.is_dir():
         names = (file.relative_to(path) for file in sorted(path.rglob("*")) if file.is_file())
@@ -109,15 +111,19 @@ def contents(path: Path) -> Tree:
 
 @cache
 def _digest(file: Path, size: int, mtime_ns: int) -> str:
-    """Of its contents, read once as long as the file has this size and time."""
+    """Hashes the contents of a file; cached until its size or modification time changes."""
     with file.open("rb") as contents:
         return hashlib.file_digest(contents, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def check_resume(stored: Tree, cfg: AnyConfig, checkpoint: Path) -> list[KeyChange]:
-    """The changes that are harmless or accepted, to be shown. `stored`: `snapshot` of the run that made `checkpoint`.
+    """Returns the changes that are harmless or accepted, to be shown.
 
-    Raises ConfigChanged, which lists every other one with old and new value, and says what to do.
+    Args:
+        stored: `snapshot` of the run that wrote `checkpoint`
+
+    Raises:
+        ConfigChanged: lists every other change with old and new value, and says what to do
     """
     changes = [change for change in compare(stored, cfg) if not _covers(QUIET, change.key)]
     accepted = (*cfg.checkpoint.accept_changes,)
@@ -134,8 +140,10 @@ def check_resume(stored: Tree, cfg: AnyConfig, checkpoint: Path) -> list[KeyChan
 
 
 def compare(stored: Tree, cfg: AnyConfig) -> list[KeyChange]:
-    """Every key that differs in more than a password. A key that the stored configuration does not know yet had its
-    default."""
+    """Returns every key that differs, passwords excepted.
+
+    A key that did not exist when the checkpoint was written counts as its default.
+    """
     present = snapshot(cfg)
     changes = list(_differences(redact_tree(stored["config"]), cfg, present["config"], ""))
     for key, sources in (present["data_contents"] | present["held_out_contents"]).items():
@@ -148,7 +156,7 @@ def compare(stored: Tree, cfg: AnyConfig) -> list[KeyChange]:
 
 
 def unknown(stored: Tree, cfg: AnyConfig) -> list[str]:
-    """What an older checkpoint does not say, one sentence each."""
+    """Returns one sentence for each change that cannot be detected, because an older checkpoint lacks the digests."""
     keys = ", ".join(dict.fromkeys(key for key, _ in cfg.reread_files()))
     of_files = f"the checkpoint has no digests of files: changes to the contents of {keys} cannot be detected"
     of_data = [
@@ -160,19 +168,19 @@ def unknown(stored: Tree, cfg: AnyConfig) -> list[str]:
 
 
 def _edited(key: str, sources: Tree, stored: Tree) -> Iterator[KeyChange]:
-    """Sources with other contents than the checkpoint's run has read."""
+    """Yields data sources whose contents differ from those that the checkpoint's run has read."""
     before = (stored.get("data_contents", {}) | stored.get("held_out_contents", {})).get(key, {})
     for path, now in sources.items():
         if path in before and before[path] != now:
             yield KeyChange(key, f"{path} of {_size(before[path])}", f"edited: {_size(now)}")
-    if key in (sizes := stored.get("data_bytes", {})):  # of an older checkpoint
+    if key in (sizes := stored.get("data_bytes", {})):  # older checkpoints store sizes only
         size = sum(source["bytes"] for source in sources.values())
         if size != sizes[key]:
             yield KeyChange(key, f"{sizes[key]} bytes of data", f"{size} bytes")
 
 
 def _rewritten(key: str, paths: Tree, before: Tree) -> Iterator[KeyChange]:
-    """Files and models with other contents than those that the checkpoint's run was made with."""
+    """Yields files and models whose contents differ from those that the checkpoint's run has used."""
     for path, now in paths.items():
         if path in before and (names := changed_files(before[path], now)):
             more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
@@ -184,13 +192,13 @@ def _size(source: Tree) -> str:
 
 
 def may_change(key: str) -> bool:
-    """Whether a run that goes on may have another value there: what covers the key most closely decides."""
+    """True if a resumed run may change the key: the longest entry that covers the key decides."""
     allowed, forbidden = _covers(MAY_CHANGE, key), _covers(MUST_NOT_CHANGE, key)
     return len(allowed) > len(forbidden)
 
 
 def is_key(section: type[BaseModel], key: str) -> bool:
-    """Whether the dotted key names a value or a section of this kind of configuration."""
+    """True if the dotted key names a value or a section of this configuration class."""
     name, _, rest = key.partition(".")
     if name not in section.model_fields:
         return False
@@ -219,11 +227,11 @@ def _plain(section: BaseModel) -> Tree:
 
 
 def _covers(entries: tuple[str, ...], key: str) -> str:
-    """The longest entry that is the key or a section that holds it; empty if there is none."""
+    """Returns the longest entry that is the key or a section around it; empty if there is none."""
     return max((entry for entry in entries if f"{key}.".startswith(f"{entry}.")), key=len, default="")
 
 
 def _short(value: Any) -> str:
-    """As YAML has it; a section that holds others, by its name only."""
+    """Formats a value as in YAML; a nested section only as "a section"."""
     holds_sections = isinstance(value, dict) and any(isinstance(inner, dict | list) for inner in value.values())
     return "a section" if holds_sections else json.dumps(value)

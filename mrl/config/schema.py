@@ -1,7 +1,7 @@
-"""Every key a YAML file can hold, typed and frozen. Sizes carry their unit in the name.
+"""Classes of every section of a YAML file, typed and frozen. Names of sizes and times end with their unit.
 
-The loader (`mrl.config.loader`) turns YAML into these classes and reports every mistake at once with file and line;
-cross-field rules live in `mrl.config.checks`.
+The loader (`mrl.config.loader`) turns YAML into these classes and reports every mistake at once with file and line.
+Rules between keys are in `mrl.config.checks`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Secrets that a configuration names by their file: the secret itself stands in no configuration."""
+"""Reads secrets from files that the configuration names, so that no secret is part of a configuration."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ MAX_BYTES = 4096
 
 
 def read_secret(path: str) -> str:
-    """The file's one line. Raises ValueError with one line if it is not there, or not for its owner's eyes alone."""
+    """Returns the single line of the file.
+
+    Raises ValueError, with a one-line message, if the file is missing, not one line, or accessible to other users.
+    """
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # a pipe would be waited for without end
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # opening a pipe would block forever
             state = os.fstat(file.fileno())
             if not stat.S_ISREG(state.st_mode):
                 raise ValueError(f"{path} is not a file")

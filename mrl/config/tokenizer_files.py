@@ -1,6 +1,6 @@
-"""What a tokenizer's files say of it, read without loading it: before a process starts, before any of its code runs.
+"""Checks a tokenizer's files without loading the tokenizer: before a process starts and any of its code runs.
 
-The standard library only, as the other checks of configurations.
+Uses the standard library only, as the other configuration checks do.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ TOKENIZER_FILES = (TOKENIZER, SETTINGS, SPECIAL, "chat_template.jinja")
 def tokenizer_problems(
     path: str | Path, vocab_size: int | None, eos_token: str | None = None
 ) -> Iterator[tuple[str, str]]:
-    """(key, what is wrong) of a model directory's tokenizer; nothing for files that are not there.
+    """Yields (key, problem) for the tokenizer of a model directory; nothing for missing files.
 
-    vocab_size: the model's, where it is known; eos_token: model.eos_token
+    Args:
+        vocab_size: vocabulary of the model, if known
+        eos_token: model.eos_token
     """
     try:
         content = _read(Path(path) / TOKENIZER)
@@ -44,8 +46,10 @@ def tokenizer_problems(
 
 
 def special_tokens(path: str | Path) -> dict[str, tuple[str, int]]:
-    """Of "eos", "pad", "unk" and "bos" those that the tokenizer's files name: the token and its id. Raises OSError or
-    ValueError for files that cannot be read."""
+    """Returns role -> (token, id) for those of "eos", "pad", "unk" and "bos" that the tokenizer's files name.
+
+    Raises OSError or ValueError for files that cannot be read.
+    """
     content, settings = _read(Path(path) / TOKENIZER), _read(Path(path) / SPECIAL) | _read(Path(path) / SETTINGS)
     ids, found = _tokens(content) | _added(settings) if content else _added(settings), {}
     for role in ("eos", "pad", "unk", "bos"):
@@ -87,7 +91,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _tokens(content: dict[str, Any]) -> dict[str, int]:
-    """Of a tokenizer.json: its model's vocabulary (by name, or in order with scores) and what was added to it."""
+    """Returns token -> id of a tokenizer.json: vocabulary (a mapping, or a list with scores) and added tokens."""
     vocabulary = content["model"].get("vocab", {})
     if isinstance(vocabulary, list):
         vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}

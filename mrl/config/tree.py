@@ -1,6 +1,7 @@
-"""YAML as a tree whose every key remembers where it was written, with `base:` files and overrides merged in.
+"""YAML as a tree in which every key records where it was written, with `base:` files and overrides merged in.
 
-A key written twice is a mistake. `<<: *name` takes over the keys of another section, below those written beside it.
+A key written twice is a mistake. `<<: *name` merges the keys of another section; keys written beside it take
+precedence.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ MAX_BASES = 20
 
 @dataclass
 class Node:
-    """A value and where it was written. Mappings hold Nodes; lists are tuples of plain values."""
+    """A value and the place where it was written. A mapping holds Nodes; a list is a tuple of plain values."""
 
     place: str
     value: Any
 
     def plain(self) -> Any:
-        """The value without places: mappings of plain values, and leaves as they are."""
+        """Returns the value without places: mappings of plain values, and leaves unchanged."""
         if isinstance(self.value, dict):
             return {key: child.plain() for key, child in self.value.items()}
         return self.value
 
     def find(self, path: Sequence[str]) -> tuple[Node, int]:
-        """The deepest Node on the path, and how many of its keys were found."""
+        """Returns the deepest existing Node on the path, and the number of keys found."""
         node = self
         for depth, key in enumerate(path):
             if not isinstance(node.value, dict) or key not in node.value:
@@ -53,7 +54,10 @@ class Node:
 
 
 def read(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Node | None, list[Problem]]:
-    """The merged tree of a file, the files it is based on, and the overrides; None if a file cannot be read at all."""
+    """Returns the merged tree of a file, its base files and the overrides, with the problems found.
+
+    The tree is None if a file cannot be read at all.
+    """
     problems: list[Problem] = []
     tree = _read_file(Path(path), (), f"{path}:1", problems)
     for text in overrides:
@@ -64,7 +68,7 @@ def read(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Node | None, 
 
 
 def read_overrides(texts: Sequence[str]) -> dict[str, Any]:
-    """The tree that KEY=VALUE texts, which have been read before, make of nothing."""
+    """Returns the tree of KEY=VALUE texts alone. `read` has reported any mistakes in them before."""
     tree = Node("", {})
     for override in (_read_override(text, []) for text in texts):
         tree = tree if override is None else _merge(tree, override, keep_place=True)
@@ -73,7 +77,7 @@ def read_overrides(texts: Sequence[str]) -> dict[str, Any]:
 
 
 def _read_file(path: Path, children: tuple[Path, ...], place: str, problems: list[Problem]) -> Node | None:
-    """`children`: the files whose `base:` led here; `place`: where this file was named."""
+    """Reads a file and its base files. `children`: files whose `base:` led here; `place`: where this file was named."""
     key = "base" if children else ""
     try:
         if path.resolve() in children or len(children) > MAX_BASES:
@@ -93,7 +97,7 @@ def _read_file(path: Path, children: tuple[Path, ...], place: str, problems: lis
 
 
 def _read_text(path: Path) -> str:
-    """Raises OSError or ValueError, which says why it is no text that could be a configuration."""
+    """Reads a file. Raises OSError or ValueError if it cannot be a configuration."""
     if str(path) != printable(str(path)):
         raise ValueError("its name contains a control character or bytes that are not UTF-8")
     if problem := not_a_file(path):
@@ -127,7 +131,7 @@ def _read_override(text: str, problems: list[Problem]) -> Node | None:
 
 
 def _parse(text: str, source: str, problems: list[Problem], numbered: bool = True) -> Node | None:
-    """None when the text is no YAML (the problem is noted). `numbered`: places carry line numbers."""
+    """Parses YAML; None if invalid, with the problem noted. `numbered`: places have line numbers."""
 
     def note(message: str, line: int | None) -> None:
         place = f"{source}:{line + 1}" if numbered and line is not None else source
@@ -151,14 +155,14 @@ def _parse(text: str, source: str, problems: list[Problem], numbered: bool = Tru
 
 
 class _NoValue(Exception):
-    """A value that no key could have."""
+    """A value that no key can have."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
 
 
 class _Conversion:
-    """Of YAML's nodes into ours; what is wrong with single values is noted."""
+    """Converts YAML nodes into Nodes, and notes problems of single values."""
 
     def __init__(self, loader: Loader, source: str, numbered: bool, problems: list[Problem]) -> None:
         self.loader, self.source, self.numbered, self.problems = loader, source, numbered, problems
@@ -175,7 +179,7 @@ class _Conversion:
 
     def _note(self, node: yaml.Node, path: str, message: str) -> None:
         problem = self._problem(node, path, message)
-        if problem not in self.problems:  # an alias is converted wherever it stands
+        if problem not in self.problems:  # an alias is converted, and checked, at every use
             self.problems.append(problem)
 
     def _value(self, node: yaml.Node, path: str) -> Any:
@@ -213,7 +217,7 @@ class _Conversion:
         return (merged or {}) | found
 
     def _merged(self, node: yaml.Node, path: str) -> dict[str, Node]:
-        """The keys of the section, or of a list of them, of which the first that has a key counts."""
+        """Returns the keys of a section, or of a list of sections; the first section that has a key decides."""
         found: dict[str, Node] = {}
         for section in reversed(node.value) if isinstance(node, yaml.SequenceNode) else [node]:
             if isinstance(section, yaml.MappingNode):
@@ -224,9 +228,9 @@ class _Conversion:
 
 
 def _merge(base: Node, over: Node, keep_place: bool = False) -> Node:
-    """`over` on top of `base`: mappings key by key, everything else (lists too) replaced.
+    """Merges `over` on top of `base`: mappings key by key; everything else, lists too, is replaced.
 
-    A section written in both is placed where `over` has it, or with `keep_place` where `base` has it.
+    A section that both have is placed where `over` has it, or with `keep_place` where `base` has it.
     """
     if not (isinstance(base.value, dict) and isinstance(over.value, dict)):
         return over
@@ -237,7 +241,7 @@ def _merge(base: Node, over: Node, keep_place: bool = False) -> Node:
 
 
 def describe(value: Any) -> str:
-    """A value as a person would name it: 'four' (a string), null, a list."""
+    """Describes a value for a message: 'four' (a string), null, a list."""
     if value is None:
         return "null (nothing)"
     if isinstance(value, bool):

@@ -1,6 +1,6 @@
-"""YAML as mrl reads and writes it: the core schema's scalars, bounded in size and depth.
+"""YAML loader and dumper of mrl: scalars of YAML's core schema, with limits of size and depth.
 
-true and false are the only booleans, 1e-6 is a number, dates and sexagesimal numbers do not exist. Tags are not read.
+Only true and false are booleans, 1e-6 is a number, and dates and sexagesimal numbers are strings. Tags are refused.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from yaml.composer import ComposerError
 
 MAX_BYTES = 256 << 10
 MAX_DEPTH = 50
-MAX_NODES = 20_000  # aliases counted as all that they stand for
+MAX_NODES = 20_000  # with aliases expanded
 MERGE = "<<"
 
 _SCALARS = (
@@ -32,17 +32,17 @@ _Extent = tuple[int, int]  # nodes, levels
 
 
 class Loader(yaml.SafeLoader):
-    """Raises ComposerError, with its place, for what is too deep, too large, or holds itself."""
+    """Raises ComposerError, with its place, for a node that is too deep, too large, or contains itself."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
-        self._open: list[_Extent] = [(0, 0)]  # of the nodes around, as far as they are read
+        self._open: list[_Extent] = [(0, 0)]  # extents of the enclosing nodes, as far as they are read
         self._anchored: dict[str, _Extent] = {}
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """The node, or what an alias stands for. Raises ComposerError for a tag, a depth or a size that is refused."""
+        """Returns the node, or the target of an alias. Raises ComposerError for a tag, or too much depth or size."""
         event: Any = self.peek_event()
         is_alias = isinstance(event, yaml.AliasEvent)
         if not is_alias and event.tag not in _TAGS:
@@ -70,7 +70,7 @@ class Loader(yaml.SafeLoader):
 
 
 class Dumper(yaml.SafeDumper):
-    """Quotes whatever `Loader` would not read back as the same string."""
+    """Quotes every string that `Loader` would read back as another value."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
 

@@ -9,7 +9,7 @@ from mrl.data.image_prompts import load_image_processor
 from mrl.data.packing import pack, sequence_align
 from mrl.data.preference import PreferenceDataset, preference_notes
 from mrl.data.sft import SFTDataset, sft_notes
-from mrl.data.tokenizer import Tokenizer, TokenizerError, load_tokenizer
+from mrl.data.tokenizer import Tokenizer, TokenizerError, hf_tokenizer, load_tokenizer
 
 __all__ = [
     "DataError",
@@ -21,6 +21,7 @@ __all__ = [
     "collate",
     "conversation",
     "data_notes",
+    "hf_tokenizer",
     "load_image_processor",
     "load_tokenizer",
     "pack",

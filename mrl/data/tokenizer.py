@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from functools import cached_property
@@ -279,6 +280,40 @@ def load_tokenizer(path: str | Path, eos_token: str | None = None, chat_template
         hf.pad_token = hf.eos_token
         notes.append(f"the tokenizer has no PAD token; using the EOS token {hf.eos_token!r}")
     return Tokenizer(hf, notes)
+
+
+def hf_tokenizer(
+    name_or_path: str | Path, correct_pad_token: bool = True, correct_gemma2: bool = True, **kwargs: Any
+) -> PreTrainedTokenizerBase:
+    """Loads a transformers tokenizer with verl's corrections, each of which gives a warning.
+
+    A run uses `load_tokenizer` instead, which reads local files alone and checks them against the model.
+
+    Args:
+        name_or_path: Directory, or name on the Hugging Face hub.
+        correct_pad_token: Uses the EOS token as PAD if there is no PAD token.
+        correct_gemma2: Uses <end_of_turn> as the EOS token of gemma-2-2b-it, whose own is ambiguous.
+        **kwargs: For `AutoTokenizer.from_pretrained`; an eos_token takes precedence over the correction.
+
+    Returns:
+        The tokenizer.
+
+    Raises:
+        TokenizerError: If the PAD token is to be corrected and there is no EOS token either.
+        OSError: If there is no such tokenizer.
+    """
+    from transformers import AutoTokenizer
+
+    if correct_gemma2 and "gemma-2-2b-it" in str(name_or_path) and "eos_token" not in kwargs:
+        kwargs["eos_token"] = "<end_of_turn>"
+        warnings.warn(f"{name_or_path}: the EOS token is set to <end_of_turn>", stacklevel=2)
+    hf: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name_or_path, **kwargs)
+    if correct_pad_token and hf.pad_token_id is None:
+        if hf.eos_token is None:
+            raise TokenizerError(f"{name_or_path} has neither a PAD nor an EOS token: pass pad_token or eos_token")
+        hf.pad_token = hf.eos_token
+        warnings.warn(f"{name_or_path}: the PAD token is set to the EOS token {hf.eos_token!r}", stacklevel=2)
+    return hf
 
 
 def _template(file: Path) -> str:

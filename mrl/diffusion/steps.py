@@ -16,11 +16,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class DenoisingSteps:
-    """All steps of a sampler, by index i from 0 (pure noise) to S - 1.
+    """The steps of a sampler, by index i from 0 (pure noise) to S - 1.
 
-    times [S]: times for the net
-    stds [S]: 0 for a deterministic step, which has no probability and is not trained
-    mean: (output, x, i [n]) -> the mean of the next latent, all [n, ...] float32
+    Attributes:
+        times [S]: times for the network
+        stds [S]: standard deviations; a step with 0 is deterministic: it has no probability and is not trained
+        mean: (output, x, i [n]) -> the mean of the next latent, all [n, ...] float32
     """
 
     times: Tensor

@@ -30,7 +30,7 @@ class GptOss(ExpertDecoder, SlidingDecoder):
     engine_needs_gpu = "has no attention with sinks on CPUs (no CPU backend for this family)"
 
     def engine_lacks(self, arch: ModelArch, tensor: int, *, quantized: bool) -> str | None:
-        """Its experts' tensors are sent whole, without scales."""
+        """Returns why fp8 is not supported: the experts' tensors are sent whole, without scales."""
         return f"does not support fp8 experts of {self.name}: leave quantization out" if quantized else None
 
     def layers(self, keys: Keys, count: int) -> tuple[LayerArch, ...]:

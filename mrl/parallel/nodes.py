@@ -34,7 +34,7 @@ class Nodes:
 
     @property
     def all(self) -> tuple[int, ...]:
-        """All distinct nodes, ascending."""
+        """The distinct node numbers, ascending."""
         return tuple(sorted(set(self.of)))
 
     def ranks(self, node: int) -> list[int]:

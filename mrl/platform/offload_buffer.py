@@ -101,7 +101,7 @@ def _aligned(size: int) -> int:
 
 
 def _flat(storage: UntypedStorage) -> Tensor:
-    """All bytes of a storage."""
+    """Returns the bytes of a storage as a tensor."""
     flat: Tensor = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     return flat
 

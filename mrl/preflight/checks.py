@@ -1,4 +1,4 @@
-"""All checks in the order of the table."""
+"""The preflight checks, in the order of the table."""
 
 from __future__ import annotations
 

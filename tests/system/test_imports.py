@@ -40,3 +40,12 @@ def test_the_room_is_importable_without_torch() -> None:
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], timeout=60, cwd=root, capture_output=True, text=True)
     assert done.stdout == "set()\n", done.stderr
+
+
+def test_algorithms_need_torch_alone() -> None:
+    """Within 1.5 s of processor time after torch."""
+    heavy = {"megatron", "transformers", "triton", "sglang"}
+    code = "import sys, time, torch; start = time.process_time(); import mrl.algo.core, mrl.algo.preference; "
+    code += f"print({heavy} & {{*sys.modules}}, time.process_time() - start < 1.5)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.stdout == "set() True\n", done.stderr

@@ -1,1 +1,1 @@
-"""What must hold between keys, one file for each file of `mrl.config.sections`; `all` puts them in order."""
+"""Rules between keys, one file for each subject of `mrl.config.sections`; `all` calls them in order."""

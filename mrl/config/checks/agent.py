@@ -1,4 +1,4 @@
-"""Responses of several turns: is there a program, and room for them; what does not go with them."""
+"""Checks of section `agent`: program, lengths, and settings that exclude multi-turn rollouts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def check(cfg: RLConfig) -> Iterator[Problem]:
 
 
 def check_file(agent: AgentConfig) -> Iterator[Problem]:
-    """The program and a parser of the user's are defined by their files (read, not run)."""
+    """Checks that the files define the program and a custom parser; parses the files, without running them."""
     found = yield from _defined(KEY, agent.rollout)
     if agent.endpoint and isinstance(found, ast.ClassDef):
         yield Problem(
@@ -63,7 +63,8 @@ def check_file(agent: AgentConfig) -> Iterator[Problem]:
 
 
 def _defined(key: str, spec: str, but: str = "") -> Generator[Problem, None, ast.stmt | None]:
-    """What `path/to/file.py:name` defines, or the problem. but: what else it is not"""
+    """Returns the definition that `path/to/file.py:name` names, or yields why there is none. `but`: prefix of the
+    message."""
     path, _, name = spec.rpartition(":")
     if not path or not name:
         yield Problem((key,), f"{spec!r} is {but}not path/to/file.py:name")

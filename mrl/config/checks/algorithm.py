@@ -1,4 +1,4 @@
-"""Estimators, the KL term, score controls and dynamic sampling: what contradicts, and what would have no effect."""
+"""Checks of estimators, KL, score settings and dynamic sampling: contradictions, and settings without effect."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def check_kl(cfg: RLConfig) -> Iterator[Problem]:
 
 
 def check_files(cfg: RLConfig) -> Iterator[Problem]:
-    """A function that chooses groups, and a user's own estimator, are defined by their files (read, not run)."""
+    """Checks that the files define a group filter and a custom estimator; parses the files, without running them."""
     algorithm, function = cfg.algorithm, cfg.algorithm.filter_groups.function
     if function is not None:
         yield from check_function("algorithm.filter_groups.function", function, OF_A_GROUP)
@@ -123,7 +123,7 @@ def _scores(cfg: RLConfig) -> Iterator[Problem]:
 
 
 def _is_drawn_by_centred_scores(algorithm: AlgorithmConfig) -> bool:
-    """Whether pf_ppo's weights, |score| ** weight_pow, are of scores without their mean; their scale changes none."""
+    """True if pf_ppo draws by |score| ** weight_pow of scores without their mean; the scale of such scores cancels."""
     resampling = algorithm.pf_ppo
     return resampling is not None and resampling.reweight_method == "pow" and algorithm.use_score_norm
 

@@ -1,4 +1,4 @@
-"""Rules that hold between keys. Pure functions: everything is known before a process is started."""
+"""Every rule between keys. The rules are pure functions, so that mistakes are known before a process starts."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from mrl.config.problems import Problem, printable
 from mrl.config.trainers.base import AnyConfig, Config
 from mrl.config.trainers.table import trainer_of
 
-MAX_SECONDS = 2e6  # operating systems count milliseconds in 31 bits
+MAX_SECONDS = 2e6  # operating systems store timeouts as milliseconds in 31 bits
 SEVERAL_LINES = ("rollout.sampling.stop", "reward.format.pattern", "model.eos_token", "data.step_separator")
 
 
 def check_all(cfg: AnyConfig, machine: Machine) -> list[Problem]:
-    """`check`, after the files that the configuration names have been looked at."""
+    """Runs `check`, after checks of the files that the configuration names."""
     problems = [] if machine.planned else [*data.check_sources(cfg), *trainer_of(cfg).check_files(cfg)]
     archs = models.read_archs(cfg, problems, shapes_only=machine.planned) if isinstance(cfg, Config) else {}
     return problems + check(cfg, archs, machine)
 
 
 def check(cfg: AnyConfig, archs: Archs, machine: Machine) -> list[Problem]:
-    """Contradictions, impossible layouts and settings without effect; each names every key that it takes part in."""
+    """Returns contradictions, impossible layouts and settings without effect, each with all keys involved."""
     problems = list(layout.check(cfg, archs, machine))
     problems += _values(cfg.model_dump())
     problems += run.check_directory(cfg.run)
@@ -39,7 +39,7 @@ def check(cfg: AnyConfig, archs: Archs, machine: Machine) -> list[Problem]:
 
 
 def _language(cfg: Config, archs: Archs, machine: Machine) -> Iterator[Problem]:
-    """Of language models: their files, optimizers, layers, precision and answers."""
+    """Checks of language models: files, optimizers, layers, precision and answers."""
     yield from models.check_pickle(cfg)
     yield from models.check_template(cfg)
     yield from models.check_optimizers(cfg)
@@ -53,12 +53,12 @@ def _language(cfg: Config, archs: Archs, machine: Machine) -> Iterator[Problem]:
 
 
 def _values(value: Any, key: str = "") -> Iterator[Problem]:
-    """Names, paths and the like are on one line; times are some that a process can wait for."""
+    """Checks that strings are one line, and that times are short enough to wait for."""
     if isinstance(value, dict):
         for name, below in value.items():
             yield from _values(below, f"{key}.{name}".removeprefix("."))
     elif isinstance(value, tuple):
-        for item in value:  # a section in a list goes by the list's key
+        for item in value:  # sections in a list are reported under the list's key
             yield from _values(item if not isinstance(item, dict) else tuple(item.values()), key)
     elif isinstance(value, str) and value != printable(value) and key not in SEVERAL_LINES:
         yield Problem((key,), f"{value!r} contains a line break or another control character")

@@ -1,4 +1,4 @@
-"""What the checks share."""
+"""Helpers of the checks."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from pydantic import BaseModel
 from mrl.config.problems import Problem
 from mrl.families import ModelArch
 
-Archs = Mapping[str, ModelArch | None]  # by Config.models()' names; None where one could not be read
+Archs = Mapping[str, ModelArch | None]  # by the names of Config.models(); None: config.json could not be read
 
 
 def changed(section: BaseModel, *names: str) -> list[str]:
-    """Which of these keys differ from their defaults. A default that is written out is not a contradiction."""
+    """Returns the keys that differ from their defaults. A default that a file writes out is not a contradiction."""
     fields, values = type(section).model_fields, dict(section)
     return [name for name in names if values[name] != fields[name].default]
 
 
 def without_effect(section: BaseModel, key: str, names: Sequence[str], because: str, other: str) -> Iterator[Problem]:
+    """Yields a problem for each of these keys that is not at its default, because key `other` makes it ineffective."""
     for name in changed(section, *names):
         yield Problem((f"{key}.{name}", other), f"has no effect: {because}")
 
 
 def one_of(values: Sequence[int]) -> str:
-    """1, 2 or 4; long lists are cut in the middle."""
+    """Formats numbers as "1, 2 or 4"; shortens long lists in the middle."""
     shown = [str(value) for value in (values if len(values) <= 9 else [*values[:4], *values[-4:]])]
     if len(values) > 9:
         shown.insert(4, "...")

@@ -1,4 +1,4 @@
-"""How many samples a step of `trainer: rl` has, and how they divide into updates and over ranks."""
+"""Checks of the samples of a step of `trainer: rl`, and of their division into updates and over ranks."""
 
 from __future__ import annotations
 

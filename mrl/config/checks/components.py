@@ -1,4 +1,4 @@
-"""The components of a reward by name, as far as they are known before anything is scored."""
+"""Checks of the reward components that keys name, as far as components are known before scoring."""
 
 from __future__ import annotations
 
@@ -15,8 +15,13 @@ ANY, BATCH, MODEL, SCORE = "*", "batch", "model", "score"
 
 @dataclass(frozen=True)
 class RewardMix:
-    """What scores rows of one data source. names: that a sample has; whole: components of whose parts the names are
-    not known; is_open: neither is any other name, as the parts of a single component have no prefix."""
+    """The components that score the rows of one data source.
+
+    Attributes:
+        names: known component names of a sample
+        whole: components whose parts have unknown names
+        is_open: any other name may exist too, because the parts of a single component have no prefix
+    """
 
     names: tuple[str, ...]
     whole: tuple[str, ...] = ()
@@ -27,7 +32,7 @@ class RewardMix:
 
 
 def check(cfg: RLConfig) -> Iterator[Problem]:
-    """Are there components of the names that are asked for, and is what decides on groups more than their length?"""
+    """Checks that named components exist, and that groups are filtered by more than the length of their responses."""
     groups, key = cfg.algorithm.filter_groups, "algorithm.filter_groups.metric"
     if groups.enable:
         yield from _missing(cfg.reward, key, groups.metric)
@@ -48,7 +53,7 @@ def _missing(reward: RewardConfig, key: str, name: str) -> Iterator[Problem]:
 
 
 def _length(cfg: RLConfig, key: str) -> Iterator[Problem]:
-    """Of a metric that nobody has chosen."""
+    """Checks a default metric: the score must not include the response length."""
     if "metric" in cfg.algorithm.filter_groups.model_fields_set:
         return
     for specs in _specs(cfg.reward).values():
@@ -64,7 +69,7 @@ def _length(cfg: RLConfig, key: str) -> Iterator[Problem]:
 
 
 def _mixes(reward: RewardConfig) -> dict[str, RewardMix]:
-    """By data source."""
+    """Returns the mix of each data source."""
     specs = _specs(reward)
     if len({spec for each in specs.values() for spec in each}) == 1:
         ((spec, *_), *_) = specs.values()
@@ -80,7 +85,7 @@ def _mixes(reward: RewardConfig) -> dict[str, RewardMix]:
 
 
 def _specs(reward: RewardConfig) -> dict[str, list[str]]:
-    """The components that score the rows of each data source: functions, names of servers, `model`."""
+    """Returns, for each data source, the components that score its rows: functions, names of servers, `model`."""
     if reward.manager == "recipe":
         function = reward.function or BATCH
         return {label: [function if name == BATCH else name for name in mix] for label, mix in reward.recipe.items()}
@@ -92,7 +97,7 @@ def _specs(reward: RewardConfig) -> dict[str, list[str]]:
 
 
 def _parts(reward: RewardConfig, spec: str) -> tuple[str, ...] | None:
-    """What it gives beside a score; None: only it knows."""
+    """Returns the names of a component's parts besides the score; None if only the component knows them."""
     if spec in reward.servers:
         return () if reward.servers[spec].api == "sglang" else None
     if spec == MODEL:
@@ -101,5 +106,5 @@ def _parts(reward: RewardConfig, spec: str) -> tuple[str, ...] | None:
 
 
 def _name(spec: str) -> str:
-    """As it is logged."""
+    """Returns the name under which a component is logged."""
     return spec.rpartition(":")[2]

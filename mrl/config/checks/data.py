@@ -1,5 +1,7 @@
-"""Are the sources of the data there, with what the data section names? Reads first rows and schemas only: the data room
-checks every row as it reads it."""
+"""Checks that data sources exist and have the columns that the data section names.
+
+Reads first rows and schemas only; mrl.data checks every row when it reads it.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,12 @@ from mrl.strict_json import raw_decode
 HEAD_BYTES = 1 << 20
 KINDS = "expected FILE.jsonl, FILE.json, FILE.parquet or a directory"
 SUFFIXES = (".parquet", ".arrow", ".jsonl", ".json", ".csv", ".tsv", ".txt", ".gz", ".zst", ".zip", ".tar", ".xml")
-LOOKED_AT = 10_000  # files of a directory
-Columns = dict[str, type | None]  # None: of a type that says nothing yet
+LOOKED_AT = 10_000  # maximum number of files of a directory that are listed
+Columns = dict[str, type | None]  # column -> type; None: other types, and types that the schema does not tell
 
 
 class _Unreadable(Exception):
-    """Why a source cannot be used."""
+    """A source that cannot be used; the message says why."""
 
 
 def check_sources(cfg: AnyConfig) -> Iterator[Problem]:
@@ -63,7 +65,7 @@ def _sources(section: str, name: str, sources: tuple[SourceConfig, ...], use: Da
 
 
 def _told(section: str, data: DataConfig) -> Iterator[Problem]:
-    """Columns of the chat template are named in vain where there is none; null says that they are meant for others."""
+    """Checks that columns of the chat template are not named without chat_template; null is allowed."""
     if data.chat_template:
         return
     for name in changed(data, "system_key", "tools_key", "chat_template_kwargs_key"):
@@ -73,7 +75,7 @@ def _told(section: str, data: DataConfig) -> Iterator[Problem]:
 
 
 def unreadable(source: SourceConfig) -> str | None:
-    """Why rows cannot be read there, as far as the first one tells; None if they can."""
+    """Returns why the source cannot be read, as far as its first row shows; None if it can."""
     try:
         read_columns(source)
     except _Unreadable as error:
@@ -114,9 +116,9 @@ def _columns(section: str, key: str, source: SourceConfig, columns: Columns, use
 
 
 def read_columns(source: SourceConfig) -> Columns | None:
-    """The keys of the first row and the types of their values; None where only the whole data can tell.
+    """Returns the keys of the first row and the types of their values; None if only the whole data can tell.
 
-    Raises _Unreadable, or FileNotFoundError where no path is given.
+    Raises _Unreadable, or FileNotFoundError for an empty path.
     """
     path = Path(source.path)
     if not source.path:
@@ -135,7 +137,7 @@ def read_columns(source: SourceConfig) -> Columns | None:
 
 
 def _columns_of_json(path: Path) -> Columns | None:
-    """Of the first line, or of the first item of a list."""
+    """Reads the first line, or the first item of a list."""
     with path.open("rb") as file:
         head = file.read(HEAD_BYTES).removeprefix(BOM).lstrip()
     as_list = path.suffix == ".json" and head.startswith(b"[")
@@ -143,7 +145,7 @@ def _columns_of_json(path: Path) -> Columns | None:
         raise _Unreadable(f"{path} has no rows")
     line, end, _ = head.partition(b"\n")
     if len(head) > HEAD_BYTES // 2 and (as_list or not end):
-        return None  # a row longer than that
+        return None  # the first row is longer than the part that was read
     try:
         row = _first_item(head) if as_list else parse_row(line)
     except ValueError as error:
@@ -182,7 +184,8 @@ def _columns_of_parquet(path: Path) -> Columns:
 
 
 def _columns_of_directory(path: Path, split: str | None) -> Columns | None:
-    """Of what `save_to_disk` has written; other directories are understood by the datasets library alone."""
+    """Reads the columns of a directory written by `save_to_disk`; None for directories that only `datasets`
+    understands."""
     try:
         if (path / "dataset_dict.json").is_file():
             path = path / _split(path, read_json(path / "dataset_dict.json")["splits"], split)
@@ -213,7 +216,7 @@ def _feature(feature: Any) -> type | None:
 
 
 def check_preferences(data: PreferenceDataConfig, arch: ModelArch | None) -> Iterator[Problem]:
-    """Responses have a place beside their prompts, and the model has positions for both."""
+    """Checks that responses have room beside their prompts, and that the model has positions for both."""
     if data.max_prompt_tokens >= data.max_tokens:
         message = f"{data.max_prompt_tokens} prompt tokens leave no room for a response in {data.max_tokens} tokens"
         yield Problem(("data.max_prompt_tokens", "data.max_tokens"), message)
@@ -223,7 +226,7 @@ def check_preferences(data: PreferenceDataConfig, arch: ModelArch | None) -> Ite
 
 
 def check_answers(cfg: Config, archs: Archs) -> Iterator[Problem]:
-    """What is learnt from has answers, which need a place beside their prompts."""
+    """Checks that answers to train on have room beside their prompts."""
     arch = archs["actor"]
     for key, use in cfg.data_uses().items():
         if (

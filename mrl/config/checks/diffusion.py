@@ -1,4 +1,4 @@
-"""What can be known of a diffusion model and its sampler from the JSON files of a diffusers directory."""
+"""Checks of a diffusion model and its sampler from the JSON files of a diffusers directory."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ SCHEDULERS = {  # by sampler.kind
     "flow_sde": ("FlowMatchEulerDiscreteScheduler",),
 }
 VAE = "AutoencoderKL"
-FOLDERS = ("transformer", "unet")  # where a diffusers directory has its net
+FOLDERS = ("transformer", "unet")  # folders of a diffusers directory that may contain the network
 
 
 @dataclass(frozen=True)
 class NetKind:
-    """told: what it is told besides the latent and the time: classes, or words by one or several text encoders
-    encoders: of how many of the directory's text encoders, which must be there; optional: of how many more that may be
-    fixed: it knows one size of latents alone
+    """Properties of a class of networks.
+
+    Attributes:
+        told: conditioning besides the latent and the time: classes, or text by one or several text encoders
+        encoders: number of text encoders that the directory must have
+        optional: number of further text encoders that it may have
+        fixed: the network supports one size of latents only
     """
 
     told: Literal["labels", "clip", "sd3", "flux"]
@@ -37,12 +41,12 @@ NETS = {
     "SD3Transformer2DModel": NetKind("sd3", 2, optional=1),
     FLUX: NetKind("flux", 2),
 }
-FLUX_LATENT = 128  # diffusers' size of a latent where nobody says one
+FLUX_LATENT = 128  # default size of a latent in diffusers
 PREDICTIONS = ("epsilon", "v_prediction", "sample")
 
 
 def scheduler_problem(kind: str, name: str, config: dict[str, Any]) -> str | None:
-    """Why a scheduler of this class and configuration has no step of this kind; None if it has."""
+    """Returns why a scheduler of this class and configuration has no step of this sampler kind; None if it has one."""
     known = SCHEDULERS[kind]
     if name not in known:
         others = [other for other, names in SCHEDULERS.items() if name in names]
@@ -58,15 +62,17 @@ def scheduler_problem(kind: str, name: str, config: dict[str, Any]) -> str | Non
 
 
 def has_random_step(kind: str, config: dict[str, Any], steps: int) -> bool:
-    """Whether a step of a sampler by this scheduler has a probability. DDIM's has none at time 0, which is the only
-    time of a single step unless the scheduler puts it elsewhere."""
+    """True if a step of this sampler with this scheduler has a probability.
+
+    DDIM's step at time 0 is deterministic. A single step is at time 0 unless the scheduler places it elsewhere.
+    """
     spacing, offset = config.get("timestep_spacing", "leading"), config.get("steps_offset", 0)
     at_zero = spacing == "linspace" or (spacing == "leading" and offset == 0)
     return kind != "ddim" or steps > 1 or not at_zero
 
 
 def net_folder(path: str | Path) -> Path:
-    """Of a diffusers directory. Raises ValueError where there is none."""
+    """Returns the folder of the network in a diffusers directory. Raises ValueError if there is none."""
     for name in FOLDERS:
         if (Path(path) / name / "config.json").is_file():
             return Path(path) / name
@@ -74,7 +80,7 @@ def net_folder(path: str | Path) -> Path:
 
 
 def component(folder: Path, file: str = "config.json") -> tuple[str, dict[str, Any]]:
-    """Class and configuration of one part of a diffusers directory. Raises ValueError."""
+    """Returns class and configuration of one part of a diffusers directory. Raises ValueError."""
     try:
         found = read_json(folder / file)
     except (OSError, ValueError) as error:
@@ -85,7 +91,7 @@ def component(folder: Path, file: str = "config.json") -> tuple[str, dict[str, A
 
 
 def net_of(path: str | Path) -> tuple[Path, str, dict[str, Any]]:
-    """Folder, class and configuration of the net that is trained. Raises ValueError for one that is not known."""
+    """Returns folder, class and configuration of the network to train. Raises ValueError for an unknown class."""
     folder = net_folder(path)
     name, config = component(folder)
     if name not in NETS:
@@ -94,7 +100,7 @@ def net_of(path: str | Path) -> tuple[Path, str, dict[str, Any]]:
 
 
 def vae_of(path: str | Path) -> dict[str, Any] | None:
-    """Configuration of the decoder; None where the directory has none. Raises ValueError for one of another class."""
+    """Returns the configuration of the VAE; None if the directory has none. Raises ValueError for another class."""
     folder = Path(path) / "vae"
     if not folder.is_dir():
         return None
@@ -105,12 +111,12 @@ def vae_of(path: str | Path) -> dict[str, Any] | None:
 
 
 def numbered(name: str, count: int) -> list[str]:
-    """Folders of a diffusers directory: NAME, NAME_2, ..."""
+    """Returns the folder names NAME, NAME_2, ... of a diffusers directory."""
     return [name if i == 1 else f"{name}_{i}" for i in range(1, count + 1)]
 
 
 def net_problem(name: str, config: dict[str, Any], vae: dict[str, Any] | None) -> str | None:
-    """Why a net of this configuration cannot be trained beside this decoder; None if it can."""
+    """Returns why a network with this configuration and VAE cannot be trained; None if it can."""
     if name == "UNet2DConditionModel" and config.get("addition_embed_type") is not None:
         return f"addition_embed_type {config['addition_embed_type']!r} (Stable Diffusion XL) is not supported"
     takes = config["in_channels"] // _places(name)
@@ -121,14 +127,15 @@ def net_problem(name: str, config: dict[str, Any], vae: dict[str, Any] | None) -
 
 
 def pixels_a_latent(vae: dict[str, Any] | None) -> int:
-    """How many pixels of an image's side one of a latent stands for."""
+    """Returns the pixels of an image's side per element of the latent's side."""
     return 1 if vae is None else 2 ** (len(vae["block_out_channels"]) - 1)
 
 
 def latent_shape(
     name: str, config: dict[str, Any], vae: dict[str, Any] | None, image_size: int | None
 ) -> tuple[int, int, int]:
-    """(channels, height, width). Raises ValueError for an image that the net has no latents of."""
+    """Returns (channels, height, width) of a latent. Raises ValueError for an image size that the network does not
+    support."""
     size: Any = config.get("sample_size") or FLUX_LATENT
     height, width = (size, size) if isinstance(size, int) else size
     if image_size is not None:
@@ -142,19 +149,19 @@ def latent_shape(
 
 
 def _places(name: str) -> int:
-    """How many places of a latent the channels of a net's input are of."""
+    """Returns the number of latent positions that the network packs into one input position."""
     return 4 if name == FLUX else 1
 
 
 def _unit(name: str, config: dict[str, Any]) -> int:
-    """What the sides of a latent are multiples of."""
+    """Returns the number that the sides of a latent must be multiples of."""
     if name.startswith("UNet"):
         return int(2 ** (len(config["block_out_channels"]) - 1))
     return 2 if name == FLUX else int(config.get("patch_size", 1))
 
 
 def blank_label(name: str, config: dict[str, Any]) -> int | None:
-    """The class that stands for no class, which guidance is measured against; None where the net has none."""
+    """Returns the class that means "no class", for guidance; None if the network has none."""
     if name == "DiTTransformer2DModel":
         return int(config.get("num_embeds_ada_norm", 1000))
     count = config.get("num_class_embeds")

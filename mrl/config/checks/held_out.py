@@ -1,4 +1,4 @@
-"""What a trainer's `validation` says, against the rest."""
+"""Checks of section `validation` against the rest of the configuration."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mrl.config.trainers.base import Config
 
 
 def check_held_out(cfg: Config) -> Iterator[Problem]:
-    """Of a trainer that looks at held-out rows."""
+    """Checks a trainer that validates on held-out rows."""
     validation = cfg.held_out()
     assert validation is not None
     if cfg.data.validation is None:

@@ -1,4 +1,4 @@
-"""Can this model be laid out like this, over this world? The rules are Megatron-Core's, told before anything starts."""
+"""Checks that each model can be laid out over the world, by Megatron-Core's rules, before anything starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mrl.families import FAMILIES, ModelArch
 
 
 def check(cfg: AnyConfig, archs: Archs, machine: Machine) -> Iterator[Problem]:
-    """Worlds that a layout does not fill, and models that it cannot cut."""
+    """Yields layouts that do not fill the world, and models that a layout cannot split."""
     for name, use in cfg.models().items():
         if use.parallel is None:
             continue
@@ -51,7 +51,7 @@ def _world(key: str, p: ParallelConfig, machine: Machine, arch: ModelArch | None
 
 
 def _cuts(name: str, size: int, arch: ModelArch | None) -> bool:
-    """Whether the model itself can be cut so."""
+    """True if the model itself can be split this way."""
     if arch is None or name == "context":
         return True
     return all(count % size == 0 for count in (_widths(arch).values() if name == "tensor" else [arch.num_layers]))
@@ -81,7 +81,7 @@ def _tensor(key: str, p: ParallelConfig, arch: ModelArch, path_key: str) -> Iter
 
 
 def _widths(arch: ModelArch) -> dict[str, int]:
-    """What tensor parallelism divides."""
+    """Returns the sizes that tensor parallelism divides."""
     widths = {"attention heads": arch.num_heads, "key-value heads": arch.num_kv_heads}
     further = {"feed-forward width": arch.dense_width, "shared experts' width": arch.shared_width}
     if arch.latent is not None:
@@ -91,7 +91,7 @@ def _widths(arch: ModelArch) -> dict[str, int]:
 
 
 def _pipeline(key: str, p: ParallelConfig, arch: ModelArch, path_key: str) -> Iterator[Problem]:
-    """Every stage gets layers, inner stages equally many, and each stage's layers divide into its virtual chunks."""
+    """Checks that every stage has layers, that inner stages are equal, and that virtual chunks divide each stage."""
     if p.pipeline == 1:
         return
     if p.pipeline > arch.num_layers:
@@ -127,7 +127,7 @@ def _pipeline(key: str, p: ParallelConfig, arch: ModelArch, path_key: str) -> It
 
 
 def _other_split(layers: int, pipeline: int, fixed: dict[str, int]) -> str:
-    """What the first of the given sizes could be instead, the other as it is."""
+    """Suggests a size for the first of the given stages, with the other one unchanged."""
     name, *others = fixed
     rest, stages = layers - sum(fixed[other] for other in others), pipeline - len(fixed)
     would = [n for n in range(1, rest + 1) if (rest - n) % stages == 0 and n < rest] if stages else [rest]
@@ -141,7 +141,7 @@ def _all_divisors(*numbers: int) -> list[int]:
 
 
 def _divisors(*numbers: int) -> str:
-    """What divides all of them."""
+    """Formats the common divisors of the numbers."""
     return one_of(_all_divisors(*numbers))
 
 
@@ -196,8 +196,13 @@ def _machine(cfg: AnyConfig, machine: Machine) -> Iterator[Problem]:
 def check_shares(
     cfg: Config, machine: Machine, key: str, count: int, what: str = "samples", models: Sequence[str] | None = None
 ) -> Iterator[Problem]:
-    """The `count` samples under `key` that an update learns from are shared by the replicas of each trained model, or
-    of `models`: are there enough?"""
+    """Checks that the samples of an update are enough for the data-parallel replicas of each trained model.
+
+    Args:
+        key: key that sets the number of samples
+        count: samples that an update trains on
+        models: models to check; None: all trained models
+    """
     for name, use in cfg.models().items():
         if use.parallel is None or use.train is None or (models is not None and name not in models):
             continue

@@ -1,4 +1,4 @@
-"""Adapters: do they fit the model, its layout and what else is asked of it?"""
+"""Checks that LoRA adapters fit the model, its layout and the other settings."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from mrl.families import FAMILIES, ModelArch, hf_keys
 from mrl.families.adapters import adapted_parts, joined_layers, layer_names, takes_experts, without_layer
 from mrl.families.decoder import packing
 
-CPU_WIDTHS = 32  # SGLang's CPU form cuts the width of MLPs in multiples of it
+CPU_WIDTHS = 32  # SGLang on CPUs splits the width of MLPs in multiples of this
 MLP = {"gate_proj", "up_proj", "down_proj"}
 
 
 def check(cfg: Config, archs: Archs) -> Iterator[Problem]:
-    """Of every model that is trained by adapters."""
+    """Checks every model that trains adapters."""
     for name, model in cfg.built().items():
         if model.train.lora is None or not model.is_trained:
             continue
@@ -86,7 +86,7 @@ def _targets(name: str, train: TrainConfig, arch: ModelArch) -> Iterator[Problem
 
 
 def check_sync(cfg: RLConfig, arch: ModelArch | None, machine: Machine) -> Iterator[Problem]:
-    """Of adapters that are sent as they are: whether the engine computes with them as the trainer does."""
+    """Checks that engines can compute with adapters that are synced unmerged."""
     key, lora = "sync.lora", cfg.actor.lora
     if cfg.sync.lora == "merge":
         return
@@ -116,7 +116,7 @@ def check_sync(cfg: RLConfig, arch: ModelArch | None, machine: Machine) -> Itera
 
 
 def _engine_reads(cfg: RLConfig, arch: ModelArch | None, machine: Machine) -> Iterator[Problem]:
-    """Whether engines of ours have the model's weights, in the shapes of the adapters."""
+    """Checks that engines started by mrl can load the base weights in the shapes of the adapters."""
     if cfg.rollout.urls:
         return
     pickled, safe = (any(Path(cfg.model.path).glob(pattern)) for pattern in ("*.bin", "*.safetensors"))

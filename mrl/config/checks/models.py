@@ -1,4 +1,4 @@
-"""Are the directories of the models what the configuration says (reads config.json, no weights); do settings fit?"""
+"""Checks the models' directories (reads config.json, no weights), optimizers, layers, heads and critic."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from mrl.families import FAMILIES, ModelArch, UnsupportedModel, is_reward_model,
 
 
 def read_archs(cfg: Config, problems: list[Problem], shapes_only: bool = False) -> Archs:
-    """The shapes of the run's models; what is wrong with their directories is added to `tokenizer_problems`, of
-    config.json alone with `shapes_only`."""
+    """Returns the shapes of the run's models, and appends what is wrong with their directories to `problems`.
+
+    With `shapes_only`, checks the config.json files only.
+    """
     model = cfg.model
     actor = _arch("model.path", model.path, problems)
     if actor is not None and not model.from_scratch and not shapes_only:
@@ -35,7 +37,7 @@ def read_archs(cfg: Config, problems: list[Problem], shapes_only: bool = False) 
 def _other(
     key: str, use: ModelUse, model: ModelConfig, actor: ModelArch | None, problems: list[Problem], shapes_only: bool
 ) -> ModelArch | None:
-    """Of a model with a directory of its own."""
+    """Returns the shape of a model with its own directory, and appends problems."""
     assert use.path is not None
     arch = _arch(key, use.path, problems)
     if arch is None:
@@ -91,14 +93,14 @@ def _weights(key: str, path: str, allow_pickle: bool) -> Iterator[Problem]:
 
 
 def check_pickle(cfg: Config) -> Iterator[Problem]:
-    """A permission to read pickled weights where none are read."""
+    """Checks that allow_pickle is not set if no weights are read."""
     paths = [use.path for use in cfg.models().values()]
     if cfg.model.from_scratch and cfg.model.allow_pickle and not any(paths):
         yield Problem(("model.allow_pickle", "model.from_scratch"), "has no effect: from_scratch reads no weights")
 
 
 def check_template(cfg: Config) -> Iterator[Problem]:
-    """A chat template that is not there, or that nobody asks for."""
+    """Checks that the chat template exists and is used."""
     key, file = "model.chat_template", cfg.model.chat_template
     if file is None:
         return
@@ -109,14 +111,18 @@ def check_template(cfg: Config) -> Iterator[Problem]:
 
 
 def check_optimizers(cfg: Config) -> Iterator[Problem]:
-    """Settings of the optimizers that contradict each other or have no effect."""
+    """Checks for optimizer settings that contradict each other or have no effect."""
     for name, use in cfg.models().items():
         if use.train is not None:
             yield from check_optimizer(f"{name}.optimizer", use.train.optimizer, cfg.min_updates(name))
 
 
 def check_optimizer(key: str, opt: OptimizerConfig, updates: int | None) -> Iterator[Problem]:
-    """Of one model, whose optimizer is under `key`. updates: that the run makes at least; None: only the data tells"""
+    """Checks the optimizer under `key`.
+
+    Args:
+        updates: minimum number of updates of the run; None: depends on the data
+    """
     decay = f"{key}.decay"
     if opt.decay == "constant":
         yield from without_effect(opt, key, ["decay_steps", "min_lr"], "the learning rate is constant", decay)
@@ -152,7 +158,7 @@ def check_layers(cfg: Config, machine: Machine) -> Iterator[Problem]:
 
 
 def check_local(cfg: Config, archs: Archs) -> Iterator[Problem]:
-    """Of families that transformer-engine's layers cannot compute."""
+    """Checks for model families that transformer-engine's layers cannot compute."""
     for key in asks_for_transformer_engine(cfg):
         arch = archs.get(key.removesuffix(".layers"))
         if arch is not None and (lacks := FAMILIES[arch.family].local_only) is not None:
@@ -170,7 +176,7 @@ def check_offload(cfg: Config) -> Iterator[Problem]:
 
 
 def check_heads(cfg: RLConfig, archs: Archs) -> Iterator[Problem]:
-    """What makes one score of several, where there is one."""
+    """Checks that `heads` and `std_coef` have an effect on the reward model."""
     judge, arch = cfg.reward.model, archs.get("reward.model")
     if judge is None:
         return
@@ -185,7 +191,7 @@ def check_heads(cfg: RLConfig, archs: Archs) -> Iterator[Problem]:
 
 
 def check_critic(cfg: RLConfig) -> Iterator[Problem]:
-    """Settings of a critic that is frozen, or trained so long that the actor never is."""
+    """Checks for settings without effect on a frozen critic, and for warm-up that never ends."""
     if cfg.critic is None:
         return
     if cfg.critic.frozen:

@@ -1,4 +1,4 @@
-"""Samples of older weights than the trainer's: what has to be there for that, and what goes against it."""
+"""Checks of asynchronous training and partial rollouts: what they require, and which settings they exclude."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check(cfg: RLConfig) -> Iterator[Problem]:
 
 
 def _learning(cfg: RLConfig, key: str) -> Iterator[Problem]:
-    """From samples of other weights than the trainer's."""
+    """Checks that the loss corrects for off-policy samples."""
     algorithm = cfg.algorithm
     if algorithm.old_log_probs != "engine" and algorithm.rollout_correction.rollout_is is None:
         message = (
@@ -58,7 +58,7 @@ def _ahead(cfg: RLConfig) -> Iterator[Problem]:
 
 
 def _bounded(cfg: RLConfig) -> Iterator[Problem]:
-    """Responses that go on over pushes."""
+    """Checks fully asynchronous rollout, whose responses continue across weight syncs."""
     rollout = cfg.rollout
     if rollout.max_staleness is None:
         message = (
@@ -83,7 +83,7 @@ def _bounded(cfg: RLConfig) -> Iterator[Problem]:
 
 
 def _early(cfg: RLConfig, parts: int) -> Iterator[Problem]:
-    """Passes over a step's first samples while others are drawn."""
+    """Checks passes over a step's first samples while engines generate the others."""
     rollout, samples = cfg.rollout, samples_per_step(cfg)
     if not cfg.step_size().passes:
         yield Problem((EARLY,), "has no effect: there are no forward passes before the first update")
@@ -108,7 +108,7 @@ def _early(cfg: RLConfig, parts: int) -> Iterator[Problem]:
 
 
 def _whole_steps(cfg: RLConfig, key: str, why: str) -> Iterator[Problem]:
-    """What needs the samples of a step to be drawn together, by the same weights."""
+    """Checks for settings that need all samples of a step to be generated with the same weights."""
     if cfg.algorithm.filter_groups.is_on:
         yield Problem(("algorithm.filter_groups", key), why)
     if cfg.algorithm.needs_greedy:

@@ -1,4 +1,4 @@
-"""Engines on nodes of their own: what contradicts that, and what would have no effect."""
+"""Checks of section `placement`: contradictions, and settings without effect."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from mrl.config.problems import Problem
 from mrl.config.schema import PlacementConfig, RLConfig
 
 MODE = "placement.mode"
-REACHING = ("auto", "http", "distributed")  # transports that bring weights to another node
+REACHING = ("auto", "http", "distributed")  # transports that can send weights to another node
 
 
 def check(cfg: RLConfig, machine: Machine) -> Iterator[Problem]:
-    """Of the section `placement`, against the engines and how they get their weights."""
+    """Checks `placement` against the engines and the weight sync."""
     placement, rollout = cfg.placement, cfg.rollout
     if not placement.is_apart:
         others = [name for name in PlacementConfig.model_fields if name not in ("mode", "nodes_per_engine")]
@@ -45,7 +45,7 @@ def check(cfg: RLConfig, machine: Machine) -> Iterator[Problem]:
 
 
 def _over_nodes(cfg: RLConfig, nodes: int, counted_by: str) -> Iterator[Problem]:
-    """Engines that one of these nodes has no room for. counted_by: the key that says how many nodes."""
+    """Checks engines that span several nodes. `counted_by`: key that sets the number of nodes."""
     rollout, key = cfg.rollout, "placement.nodes_per_engine"
     size = cfg.placement.nodes_per_engine
     if size == 1:

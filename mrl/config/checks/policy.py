@@ -1,4 +1,4 @@
-"""Settings of the policy loss, and of what corrects or stops its updates, that contradict each other or do nothing."""
+"""Checks of the policy loss, rollout correction and early stopping: contradictions, and settings without effect."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check(cfg: RLConfig) -> Iterator[Problem]:
 
 
 def check_file(cfg: RLConfig) -> Iterator[Problem]:
-    """A loss of the user's own is defined by its file (read, not run)."""
+    """Checks that the file defines a custom loss; parses the file, without running it."""
     loss = cfg.algorithm.policy_loss
     if isinstance(loss, CustomLoss):
         yield from check_function(f"{LOSS}.function", loss.function, ("inputs",), named=[*loss.options])

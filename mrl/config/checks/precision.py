@@ -1,5 +1,7 @@
-"""Can the products that a configuration wants in fp8 be made in it? transformer-engine's rules, told before anything
-starts. What a GPU can do is asked of it where it is: mrl.preflight."""
+"""Checks of fp8 by transformer-engine's rules, before anything starts.
+
+Properties of the GPU are checked where the GPU is: mrl.preflight.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,15 @@ from mrl.config.sections.precision import FP8Config
 from mrl.config.trainers.base import Config, ModelSpec
 from mrl.families import FAMILIES, ModelArch
 
-_SECTIONS = {"reward": "reward.model"}  # model -> section, where they have different names
+_SECTIONS = {"reward": "reward.model"}  # model -> section, if their names differ
 _OF_DELAYED = ("history", "history_use", "margin")
 
 
 def check(cfg: Config, archs: Archs, machine: Machine) -> Iterator[Problem]:
-    """What contradicts itself, has no effect, or does not divide; each model that says so itself or is laid out
-    otherwise than the actor whose precision it has."""
+    """Yields contradictions, settings without effect and sizes that do not divide.
+
+    Skips an untrained model with the path, precision and layout of the actor, since its problems would be the actor's.
+    """
     actor = cfg.built()["actor"]
     for name, model in cfg.built().items():
         if name != "actor" and not model.is_trained and _is_like(model, actor):
@@ -54,7 +58,7 @@ def _is_like(model: ModelSpec, actor: ModelSpec) -> bool:
 
 
 def _place(cfg: Config, section: str, key: str, fp8: FP8Config, machine: Machine) -> Iterator[Problem]:
-    """Which layers compute it, and where."""
+    """Checks which layers compute the products, and on which device."""
     layers = cfg.built()["actor"].train.layers if section not in ("actor", "critic") else None
     layers_key = f"{section if layers is None else 'actor'}.layers"
     chosen = layers or cfg.built()[section].train.layers
@@ -127,7 +131,7 @@ def _ends(key: str, fp8: FP8Config, train: TrainConfig, arch: ModelArch) -> Iter
 
 
 def _recompute(section: str, key: str, train: TrainConfig, arch: ModelArch) -> Iterator[Problem]:
-    """Experts' activation, which transformer-engine's layers would compute again beside the products."""
+    """Checks that selective recomputation and delayed scaling are not combined for models with experts."""
     fp8 = train.precision.fp8
     if fp8.recipe == "delayed" and not fp8.emulate and train.recompute == "selective" and arch.experts is not None:
         message = f"selective recomputes activations of {arch.experts.count} experts, which delayed rules out: use full"
@@ -135,7 +139,7 @@ def _recompute(section: str, key: str, train: TrainConfig, arch: ModelArch) -> I
 
 
 def _sizes(section: str, key: str, model: ModelSpec, arch: ModelArch) -> Iterator[Problem]:
-    """Emulated, a block at an edge may be smaller: its scale is that of what it holds."""
+    """Checks that sizes are multiples of a block. Emulation also allows smaller blocks at an edge."""
     fp8, layout = model.train.precision.fp8, model.train.parallel
     if fp8.emulate:
         return
@@ -148,7 +152,7 @@ def _sizes(section: str, key: str, model: ModelSpec, arch: ModelArch) -> Iterato
 
 
 def _states(cfg: Config) -> Iterator[Problem]:
-    """transformer-engine keeps what delayed scaling remembers once a process, for whatever model comes by."""
+    """Checks that one model at most uses delayed scaling: transformer-engine keeps one state per process."""
     real = [
         f"{_SECTIONS.get(name, name)}.precision.fp8.recipe"
         for name, model in cfg.built().items()
@@ -160,7 +164,7 @@ def _states(cfg: Config) -> Iterator[Problem]:
 
 
 def _weights_in_fp8(cfg: Config) -> Iterator[Problem]:
-    """What writes weights while a run goes on knows them in model.dtype only."""
+    """Checks fp8 weights against features that write weights in model.dtype only."""
     for name, model in cfg.built().items():
         key = f"{_SECTIONS.get(name, name)}.precision.fp8.params"
         if not model.train.precision.fp8.params:

@@ -1,4 +1,4 @@
-"""Averages, references that move, replay and demonstrations: what contradicts, and what would have no effect."""
+"""Checks of weight averages, moving references, replay and demonstrations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mrl.config.trainers.rl import RLConfig, needs_ref, reused_samples_per_step
 
 
 def check(cfg: RLConfig, machine: Machine) -> Iterator[Problem]:
-    """Averages, references, replayed samples and demonstrations: what does not fit together."""
+    """Yields contradictions and settings without effect."""
     yield from _ema(cfg)
     if needs_ref(cfg):
         yield from _reference(cfg)

@@ -1,4 +1,4 @@
-"""Do the reward's settings fit together, and do the functions that they name exist?"""
+"""Checks that the reward settings fit together and that the functions they name exist."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ PLAIN_VALUES = (ast.Constant, ast.Dict, ast.List, ast.Tuple, ast.Set)
 
 
 def check(cfg: RLConfig) -> Iterator[Problem]:
-    """What a manager needs and does not have, or has and does not use; scorers and components that cannot be told
-    apart."""
+    """Yields settings that the manager needs and lacks, or has and does not use, and components with equal names."""
     reward = cfg.reward
     if reward.on_error == "leave_out" and cfg.algorithm.needs_greedy:
         message = f"{cfg.algorithm.adv_estimator} needs the score of every greedy response: use stop or zero"
@@ -50,7 +49,7 @@ def check(cfg: RLConfig) -> Iterator[Problem]:
 
 
 def check_functions(reward: RewardConfig) -> Iterator[Problem]:
-    """Each is a built-in, or a file defines it (read, not run)."""
+    """Checks that each function is a built-in or defined in its file; parses files, without running them."""
     for key, spec in _functions(reward):
         is_batch = _is_batch(reward, key)
         names = *(OF_A_BATCH if is_batch else OF_A_SAMPLE), *(["pictures"] if reward.pictures else [])
@@ -58,7 +57,7 @@ def check_functions(reward: RewardConfig) -> Iterator[Problem]:
 
 
 def _functions(reward: RewardConfig) -> list[tuple[str, str]]:
-    """(key, function) of all that the manager calls."""
+    """Returns (key, function) for every function that the manager calls."""
     found = []
     if reward.manager in ("naive", "dapo"):
         found = [("reward.functions", spec) for spec in reward.functions.values()]
@@ -74,7 +73,7 @@ def _is_batch(reward: RewardConfig, key: str) -> bool:
 
 
 def _named(reward: RewardConfig) -> list[str]:
-    """The components of the recipe, each once."""
+    """Returns the distinct components of the recipe."""
     return list(dict.fromkeys(name for mix in reward.recipe.values() for name in mix))
 
 
@@ -106,7 +105,7 @@ def _manager(reward: RewardConfig) -> Iterator[Problem]:
 
 
 def check_server(key: str, server: ServerConfig) -> Iterator[Problem]:
-    """Of a scorer behind HTTP, whatever it scores."""
+    """Checks a scorer behind HTTP, of text or images."""
     if server.retries == 0:
         yield from without_effect(server, key, ["backoff_s"], "there are no retries", f"{key}.retries")
 
@@ -125,7 +124,7 @@ def _servers(reward: RewardConfig) -> Iterator[Problem]:
 
 
 def _names(reward: RewardConfig) -> Iterator[Problem]:
-    """What is logged by its name needs one of its own."""
+    """Checks that every component is logged under a distinct name."""
     for label, mix in reward.recipe.items():
         if not mix:
             yield Problem(("reward.recipe",), f"{label!r} has no components")
@@ -138,7 +137,7 @@ def _names(reward: RewardConfig) -> Iterator[Problem]:
 
 
 def _beside(reward: RewardConfig) -> list[str]:
-    """Names of the components that no key of a function names."""
+    """Returns the names of components that are not functions."""
     if reward.manager == "dapo":
         return ["overlong"] if "overlong" not in (spec for _, spec in _functions(reward)) else []
     return [name for name in (*reward.servers, MODEL) if reward.manager == "recipe" and name in _named(reward)]
@@ -179,8 +178,13 @@ def _limits(cfg: RLConfig, used: set[str]) -> Iterator[Problem]:
 def check_function(
     key: str, spec: str, takes: Sequence[str], built_in: bool = False, named: Sequence[str] = ()
 ) -> Iterator[Problem]:
-    """Is `spec` FILE:NAME of a function (or class) that is there and takes these arguments and those `named`, or a
-    built-in where that is allowed?"""
+    """Checks that `spec` is FILE:NAME of an existing function (or class) with the right parameters.
+
+    Args:
+        takes: names of the positional arguments
+        built_in: the name of a built-in is allowed too
+        named: names of the keyword arguments
+    """
     path, _, name = spec.rpartition(":")
     if not path or not name:
         if spec not in BUILTIN_REWARDS or not built_in:
@@ -201,7 +205,7 @@ def check_function(
 
 
 def definitions(tree: ast.Module) -> dict[str, ast.stmt]:
-    """What a file's own statements give a name, the last one of each."""
+    """Returns name -> statement for the top-level definitions of a file; the last definition of a name counts."""
     found: dict[str, ast.stmt] = {}
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -214,7 +218,7 @@ def definitions(tree: ast.Module) -> dict[str, ast.stmt]:
 
 
 def _call_problem(node: ast.stmt, takes: Sequence[str], named: Sequence[str]) -> str | None:
-    """Why it cannot be called so, as far as its text tells."""
+    """Returns why the definition cannot be called with these arguments, as far as its source shows."""
     wanted = f"({', '.join([*takes, *(f'{name}=' for name in named)])})"
     if isinstance(node, ast.AsyncFunctionDef):
         return "is an async function, and mrl does not await it: define it with a plain def"

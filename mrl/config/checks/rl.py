@@ -1,4 +1,4 @@
-"""What is checked of `trainer: rl` beside what every trainer is checked for."""
+"""Checks of `trainer: rl`, besides those of every trainer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mrl.config.trainers.rl import RLConfig
 
 
 def check_files(cfg: RLConfig) -> Iterator[Problem]:
-    """Of keys and functions that it names."""
+    """Checks the key file and the functions that the configuration names."""
     yield from rollout.check_key_file(cfg.rollout)
     yield from reward.check_functions(cfg.reward)
     yield from algorithm.check_files(cfg)

@@ -1,4 +1,4 @@
-"""What samples: lengths, engines, their weights, validation. What contradicts, and what would have no effect."""
+"""Checks of generation: lengths, engines, weight sync and validation."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from mrl.families import FAMILIES, ModelArch, hf_keys
 from mrl.families.decoder import packing
 
 MOST_CPU_ENGINES = 64
-_BLOCK = BLOCK["blockwise"]  # of weights in fp8
+_BLOCK = BLOCK["blockwise"]  # side of a block of fp8 weights
 
 
 def check(cfg: RLConfig, arch: ModelArch | None, machine: Machine) -> Iterator[Problem]:
-    """Lengths, engines and transports that do not fit the model, the machine or each other."""
+    """Yields lengths, engines and transports that do not fit the model, the machine or each other."""
     yield from _lengths(cfg, arch)
     yield from _engine(cfg, arch, machine)
     yield from _offload(cfg, machine)
@@ -105,7 +105,7 @@ def _engine(cfg: RLConfig, arch: ModelArch | None, machine: Machine) -> Iterator
 
 
 def check_node(cfg: RLConfig, there: int | None) -> Iterator[Problem]:
-    """Whether a node with `there` GPUs has room for its engines; None: nobody knows yet how many those have."""
+    """Checks that a node with `there` GPUs has room for its engines; None: the number of GPUs is unknown."""
     rollout = cfg.rollout
     engines = rollout.servers * rollout.tensor // cfg.placement.nodes_per_engine
     product = f"{rollout.servers} servers x tensor {rollout.tensor}"
@@ -140,7 +140,10 @@ def _gpus(
 
 
 def _offload(cfg: RLConfig, machine: Machine) -> Iterator[Problem]:
-    """Of the only model that is updated, for engines that take their share of the memory once and keep it."""
+    """Checks that engines do not take the memory that the actor frees.
+
+    This concerns a run that updates no other model, with engines that allocate memory once and keep it.
+    """
     others = cfg.critic is not None and not cfg.critic.frozen
     keeps = cfg.rollout.release == "none" and "memory_fraction" not in ENGINES[cfg.rollout.engine].ignores
     if cfg.actor.offload == "none" or others or not keeps:
@@ -193,7 +196,7 @@ def _served(rollout: RolloutConfig, arch: ModelArch, machine: Machine) -> Iterat
 
 
 def _fits(tensor: int, arch: ModelArch) -> bool:
-    """The engine cuts heads evenly and copies key-value heads where there are fewer than ranks."""
+    """True if the engine can split the heads evenly; it copies key-value heads if they are fewer than ranks."""
     cut, copied = arch.num_kv_heads % tensor == 0, tensor % arch.num_kv_heads == 0
     return arch.num_heads % tensor == 0 and (cut or copied)
 

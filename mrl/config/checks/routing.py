@@ -1,4 +1,4 @@
-"""Routing replay: has the model experts, can the engine say which it took, and is anything replayed at all?"""
+"""Checks of routing replay: the model has experts, the engine returns its routing, and replay has an effect."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KEY = "actor.routing_replay"
 
 
 def check(cfg: RLConfig, arch: ModelArch | None) -> Iterator[Problem]:
-    """arch: the actor's; None where it could not be read."""
+    """Checks routing replay. `arch`: shape of the actor; None if unreadable."""
     mode = cfg.actor.routing_replay
     if mode != "engine":
         because = "only replay of the engine's routing changes log-probs"

@@ -1,4 +1,4 @@
-"""The run directory, checkpoints, failures and restarts: what is impossible, contradicts, or would have no effect."""
+"""Checks of the run directory, checkpoints, failures and restarts."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from mrl.config.problems import Problem, printable, reason
 from mrl.config.sections.run import RunConfig
 from mrl.config.trainers.base import AnyConfig
 
-LONGEST_NAME, LONGEST_PATH = 200, 3000  # bytes; a file below it needs some too
+LONGEST_NAME, LONGEST_PATH = 200, 3000  # bytes; leaves room for the names of files below
 
 
 def check_directory(run: RunConfig) -> Iterator[Problem]:
-    """Can ROOT/NAME be made, or written to?"""
+    """Checks that ROOT/NAME can be created or written to."""
     if run.name in ("", ".", "..") or "/" in run.name:
         yield Problem(("run.name",), f"{run.name!r} must be one plain directory name (run.root holds the path)")
     for key, text, longest in (("run.name", run.name, LONGEST_NAME), ("run.root", run.root, LONGEST_PATH)):
         if text != printable(text):
-            return  # said by `all.check`
+            return  # `all.check` reports this error
         if len(text.encode()) > longest:
             yield Problem((key,), f"{len(text.encode())} bytes long; the maximum is {longest}")
             return
@@ -38,7 +38,7 @@ def check_directory(run: RunConfig) -> Iterator[Problem]:
 
 
 def check_trackers(run: RunConfig) -> Iterator[Problem]:
-    """Names that come twice, and keys of a tracker that is not asked for."""
+    """Checks for trackers named twice, and for settings of trackers that are not used."""
     if len(set(run.trackers)) < len(run.trackers):
         yield Problem(("run.trackers",), "names a tracker twice")
     for name in ("wandb", "mlflow"):
@@ -47,7 +47,7 @@ def check_trackers(run: RunConfig) -> Iterator[Problem]:
 
 
 def check_profile(cfg: AnyConfig, machine: Machine) -> Iterator[Problem]:
-    """Steps and ranks that there are none of."""
+    """Checks for steps and ranks that do not exist."""
     run = cfg.run
     if run.profile is None:
         return
@@ -62,7 +62,7 @@ def check_profile(cfg: AnyConfig, machine: Machine) -> Iterator[Problem]:
 
 
 def check_checkpoint(cfg: AnyConfig) -> Iterator[Problem]:
-    """Settings for checkpoints that are never written, or never at such a step."""
+    """Checks for settings of checkpoints that are never written."""
     checkpoint, every = cfg.checkpoint, "checkpoint.every_steps"
     kept = checkpoint.keep_every_steps
     if checkpoint.every_steps is None:
@@ -77,7 +77,7 @@ def check_checkpoint(cfg: AnyConfig) -> Iterator[Problem]:
 
 
 def check_resilience(cfg: AnyConfig) -> Iterator[Problem]:
-    """Limits that nothing watches or that are never reached, and restarts with nothing to go on from."""
+    """Checks for limits that nothing monitors or that are never reached, and for restarts without a checkpoint."""
     saves, key = cfg.checkpoint.every_steps is not None, "checkpoint.every_steps"
     if cfg.run.launcher != "ft":
         because = f"launcher {cfg.run.launcher} neither monitors nor restarts ranks"

@@ -1,4 +1,4 @@
-"""Models that see pictures: what is done with them, and what is not."""
+"""Checks of vision models: supported trainers, data and engines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SGLANG_PATCH_VALUES = 1176  # 0.5.23, get_image_feature of models/qwen2_5_vl.py
 
 
 def check(cfg: Config, archs: Archs) -> Iterator[Problem]:
-    """Of every run of language models."""
+    """Checks every run of language models."""
     seeing = {name: arch for name, arch in archs.items() if arch is not None and arch.vision is not None}
     if "actor" not in seeing and archs.get("actor") is not None:
         yield from _unseen(cfg)
@@ -42,7 +42,7 @@ def check(cfg: Config, archs: Archs) -> Iterator[Problem]:
 
 
 def _unseen(cfg: Config) -> Iterator[Problem]:
-    """Of models of text: what has no effect."""
+    """Checks a text model for image settings without effect."""
     because, other = "the model reads no images", "model.path"
     yield from without_effect(cfg.model.vision, "model.vision", ["train"], because, other)
     for key, use in cfg.data_uses().items():
@@ -52,7 +52,7 @@ def _unseen(cfg: Config) -> Iterator[Problem]:
 
 
 def _prompts_alone(cfg: Config) -> Iterator[Problem]:
-    """Pictures go to an engine with a whole prompt of the data's, and nothing behind it."""
+    """Checks that engines get whole prompts of the data only, since images belong to the prompt."""
     engines = cfg.engines()
     if cfg.has_turns:
         yield Problem(("agent", "model.path"), "is not supported for vision models: later turns would lack the images")
@@ -74,7 +74,7 @@ def _data(cfg: Config) -> Iterator[Problem]:
 
 
 def _alike(cfg: Config, archs: Archs, seeing: dict[str, ModelArch]) -> Iterator[Problem]:
-    """Of one run all models see the same pictures, or none does; a reward model may be of text alone, and its actor."""
+    """Checks that all models process images alike, or none does. One of actor and reward model may be text-only."""
     actor = archs.get("actor")
     theirs = actor.vision if actor is not None else None
     for name, arch in archs.items():
@@ -90,7 +90,7 @@ def _alike(cfg: Config, archs: Archs, seeing: dict[str, ModelArch]) -> Iterator[
 
 
 def _sight(vision: VisionArch) -> tuple[int, ...]:
-    """What makes tokens and patches of a picture."""
+    """Returns the settings that determine the tokens and patches of an image."""
     return vision.unit, vision.patch, vision.merge, vision.temporal, vision.channels, vision.image_token
 
 

@@ -1,1 +1,1 @@
-"""The sections of a configuration, a file a subject."""
+"""The sections of a configuration, one file per subject."""

@@ -1,4 +1,4 @@
-"""Responses of several turns, between which a program of the user's has its say."""
+"""Section `agent`: multi-turn rollouts with an environment of the user's."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ class AgentConfig(Section):
     """Multi-turn rollouts. Between turns your environment adds text, which the model reads and is never trained on.
     `reward.function: environment` uses the environment's score."""
 
-    # path/to/file.py:name, `async def rollout(ctx, prompt)` or a class with reset(row, rng) and step(turn)
+    # path/to/file.py:name of an `async def rollout(ctx, prompt)`, or of a class with reset(row, rng) and step(turn)
     rollout: FilePath
     # parser of tool calls in a turn: hermes (Qwen 2.5 and 3), qwen3_coder, glm45 (GLM 4.5 to 4.7), deepseek_v3,
     # deepseek_v31, kimi_k2, gpt_oss (harmony), fenced (blocks of code), or path/to/file.py:name of a function of the
     # text and the tools' declarations; null: none
     parser: FilePath | None = None
-    sandbox: SandboxConfig = SandboxConfig()  # limits of programs that the model wrote and `ctx.sandbox` runs
+    sandbox: SandboxConfig = SandboxConfig()  # sandbox and limits of programs that the model wrote, for `ctx.sandbox`
     max_turns: PositiveInt = 8  # maximum turns of the model, each of at most rollout.sampling.max_new_tokens
     max_tokens: PositiveInt = 8192  # maximum tokens of prompt, turns and environment text
     workers: Annotated[int, Field(gt=0, le=256)] = 2  # processes that run environments
-    step_timeout_s: PositiveFloat = 30.0  # maximum seconds of an environment between two turns; then its process ends
+    # maximum seconds that the environment takes between two turns; then its process is ended
+    step_timeout_s: PositiveFloat = 30.0
     # maximum seconds of a trajectory: set-up, turns, and waiting for others in its turn batch; a longer one is retried.
-    # null: as long as its turns and steps may take
+    # null: only its turns and steps have limits
     trajectory_timeout_s: PositiveFloat | None = None
     retries: NonNegativeInt = 1  # retries of a trajectory whose program raised, ended or hung
-    # after the last retry: end the run, or leave the trajectory out of its group, of baselines and of the loss
+    # after the last retry. stop: end the run; leave_out: leave the trajectory out of its group, baselines and the loss
     on_error: Literal["stop", "leave_out"] = "stop"
-    # for chat templates that drop the reasoning of earlier turns after a new user message. keep: reasoning stays, and
-    # such a message is refused; strip: each user message starts a new sequence, formatted by the template
+    # for chat templates that drop the reasoning of earlier turns after a new user message. keep: the reasoning stays,
+    # and a new user message is refused; strip: each user message starts a new sequence, formatted by the template
     thoughts: Literal["keep", "strip"] = "keep"
     # programs get a URL and a key (`ctx.endpoint`) for OpenAI chat completions clients, instead of `ctx.generate`
     endpoint: bool = False

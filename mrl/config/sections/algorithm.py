@@ -1,4 +1,4 @@
-"""Advantages and losses."""
+"""Section `algorithm`: advantages and losses."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class KLConfig(Section):
 
     use_in_reward: bool = False  # subtract coef * KL of the rollout policy from the reward of every token
     use_in_loss: bool = False  # add coef * KL to the actor's loss
-    # estimator of a token's KL (nats); "+": with k2's gradient, in the loss only
+    # estimator of a token's KL (nats); "+": its value with the gradient of k2, in the loss only
     penalty: Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"] = "k3"
     bias_correction: bool = False  # in the loss: multiply by the ratio to the rollout policy (DeepSeek-V3.2)
     coef: NonNegativeFloat = 0.0  # weight of the KL; the adaptive controller starts from it
     controller: Literal["fixed", "adaptive"] = "fixed"  # adaptive: adjusts coef to reach `target`, with use_in_reward
-    target: PositiveFloat | None = None  # target KL in nats per token, mean over responses; adaptive only
+    target: PositiveFloat | None = None  # target KL in nats per token, as mean over responses; adaptive only
     horizon_samples: PositiveInt | None = None  # samples over which coef moves by at most 20%; adaptive only
 
 
@@ -37,9 +37,11 @@ class ValueLossConfig(Section):
 
 
 class PFPPOConfig(Section):
-    """PF-PPO: updates use samples of the step, resampled by their scores; see mrl.algo.resampling."""
+    """PF-PPO (arXiv 2409.06957): updates use samples redrawn from those of the step, with probabilities given by their
+    scores."""
 
-    # pow: by |score| ** weight_pow; max_min: the best and the worst; max_random: 0.4 for the best, 0.1 for the others
+    # weight of a sample. pow: |score| ** weight_pow; max_min: 1 for the best and the worst, 0 for the others;
+    # max_random: 0.4 for the best, 0.1 for the others
     reweight_method: Literal["pow", "max_min", "max_random"] = "pow"
     weight_pow: PositiveFloat = 2.0  # exponent of pow
 
@@ -70,7 +72,8 @@ class AlgorithmConfig(EstimatorOptions):
     """Advantages from scores, and the losses of actor and critic. `adv_estimator` selects the estimator and adds its
     own keys."""
 
-    # gae needs a critic; all but gae, remax and reinforce_plus_plus compare the samples of one prompt
+    # gae needs a critic. All but gae, remax, reinforce_plus_plus and function compare the samples of a prompt, so that
+    # batch.samples_per_prompt must be at least 2
     adv_estimator: AdvEstimator
     use_score_scaling: bool = False  # divide scores by their running standard deviation
     use_score_norm: bool = False  # also subtract their running mean; with use_score_scaling
@@ -82,13 +85,13 @@ class AlgorithmConfig(EstimatorOptions):
     policy_loss: PolicyLoss = policy_loss()
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
     ratio_threshold: PositiveFloat | None = None  # set the actor loss to 0 if a mini-batch's mean ratio is above this
-    target_kl: PositiveFloat | None = None  # stop the epochs of a step once ppo_kl is above 1.5 x this
+    target_kl: PositiveFloat | None = None  # early stopping: end the epochs of a step once ppo_kl is above 1.5 x this
     value_loss: ValueLossConfig = ValueLossConfig()
     pf_ppo: PFPPOConfig | None = None
 
     @property
     def own_options(self) -> dict[str, Any]:
-        """The keys that this estimator alone reads, with their values."""
+        """The keys that only this estimator reads, with their values."""
         return {name: dict(self)[name] for name in ESTIMATORS[self.adv_estimator].model_fields}
 
 
@@ -97,6 +100,6 @@ Algorithm = Annotated[AlgorithmConfig, ADVANTAGES]
 
 
 def algorithm(**keys: Any) -> AlgorithmConfig:
-    """The section that a file with these keys has. Raises ValidationError."""
+    """Returns the section that a file with these keys has. Raises ValidationError."""
     found: AlgorithmConfig = TypeAdapter(Algorithm).validate_python(keys)
     return found

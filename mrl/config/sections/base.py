@@ -1,4 +1,4 @@
-"""What every section is made of."""
+"""Base class and types of all sections, from mrl.options."""
 
 from mrl.options.base import (
     MAX_INT,

@@ -1,4 +1,4 @@
-"""Data and batches."""
+"""Sections `data` and `batch`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class SourceConfig(Section):
     path: FilePath  # file or directory
     split: str | None = None  # split of a directory; required if it has several
     name: str | None = None  # value of data_source_key for rows without one
-    weight: PositiveFloat | None = None  # relative share of the prompts; null for all sources: each row once per epoch
+    weight: PositiveFloat | None = None  # relative share of the rows; null for all sources: each row once per epoch
 
 
 def _listed(value: Any) -> Any:
-    """`a.jsonl` and `{path: a.jsonl}` are lists of one."""
+    """Turns `a.jsonl` and `{path: a.jsonl}` into lists of one source."""
     items = value if isinstance(value, (tuple, list)) else (value,)
     if not all(isinstance(item, str | dict | SourceConfig) for item in items):
         raise ValueError("must be a path, a section or a list of them")
@@ -29,13 +29,13 @@ def _listed(value: Any) -> Any:
 
 
 def _short(sources: tuple[SourceConfig, ...]) -> Any:
-    """As a person would write it: only what is set, a single path by itself."""
+    """Returns the sources as a person would write them: set keys only, a single path by itself."""
     items = [source.model_dump(exclude_none=True) for source in sources]
     texts = [item["path"] if item.keys() == {"path"} else item for item in items]
     return texts[0] if len(texts) == 1 else texts
 
 
-Form = Literal["pairs", "labels", "lists", "scores", "steps"]  # of preferences: what a batch of them has of every row
+Form = Literal["pairs", "labels", "lists", "scores", "steps"]  # what each row of preference data contains
 
 Sources = Annotated[
     tuple[SourceConfig, ...],
@@ -52,10 +52,10 @@ class DataConfig(Section):
     dotted key that a row lacks reaches into nested objects: `reward_model.ground_truth`.
 
     With `chat_template` a row may also have a system message, tools and further variables of the template; all trainers
-    read them alike. Without it, such columns have no effect, which a note at the start reports.
+    read these columns alike. Without `chat_template` they have no effect, which a note at the start reports.
 
-    With `chat_template`, names of control tokens in a row ("<|im_start|>") are tokenized as text; without it, a row is
-    the whole prompt, and they become the control tokens.
+    With `chat_template`, names of control tokens in a row ("<|im_start|>") are tokenized as text. Without it, a row is
+    the whole prompt, and such names become the control tokens.
     """
 
     train: Sources  # training rows
@@ -69,9 +69,11 @@ class DataConfig(Section):
     # column of the data source, by which reward.functions and reward.recipe choose
     data_source_key: str = "data_source"
     chat_template: bool = False  # apply the tokenizer's chat template to prompts
-    # maximum tokens of a prompt, including the chat template; half of data.max_tokens where that is 1024 or less
+    # maximum tokens of a prompt, including the chat template. Where max_tokens is set to 1024 or less, the default is
+    # half of it
     max_prompt_tokens: PositiveInt = 1024
-    # longer prompts: leave them out, truncate them on that side, or end the run
+    # if a prompt is too long: leave the row out (drop), truncate the prompt on the left, on the right or in the middle,
+    # or end the run (error)
     truncation: Literal["drop", "left", "right", "middle", "error"] = "drop"
     shuffle: bool = True  # shuffle every epoch differently, by run.seed
     # column of the images, for vision models: a path below the data's folder, bytes, a data: URL, or a list of these;
@@ -82,28 +84,28 @@ class DataConfig(Section):
 
 
 def halve_prompts(data: DataConfig, max_tokens: int) -> None:
-    """Sets the default of max_prompt_tokens, which a row of few tokens has no room for, to half of the row."""
+    """Sets the default of max_prompt_tokens to half of `max_tokens`, if it would leave no room for a response."""
     if "max_prompt_tokens" not in data.model_fields_set and 2 <= max_tokens <= data.max_prompt_tokens:
-        data.__dict__["max_prompt_tokens"] = max_tokens // 2  # of a frozen model, while it is made
+        data.__dict__["max_prompt_tokens"] = max_tokens // 2  # the frozen model is still under construction
 
 
 class PreferenceDataConfig(DataConfig):
     """Sources of preferences: pairs, ranked lists, or labeled responses.
 
-    A pair has `chosen_key` and `rejected_key`, a ranked list `completions_key`; without `prompt_key` these are whole
-    texts or conversations, whose common beginning is the prompt. A labeled response has `prompt_key`, `completion_key`
-    and `label_key`; if the loss needs labels and the data has pairs, chosen responses are good and rejected ones bad.
-    Text gets one EOS at its end; a conversation ends as the chat template ends its last turn.
+    A pair has `chosen_key` and `rejected_key`, a ranked list has `completions_key`. Without `prompt_key`, these are
+    whole texts or conversations, and their common beginning is the prompt. A labeled response has `prompt_key`,
+    `completion_key` and `label_key`. If the loss needs labels and the data has pairs, chosen responses are good and
+    rejected ones bad. Text gets one EOS at its end; a conversation ends as the chat template ends its last turn.
     """
 
-    chosen_key: str = "chosen"  # the better response: text, or with chat_template messages too
-    rejected_key: str = "rejected"  # the worse response
-    completions_key: str = "completions"  # a ranked list: [{rank: 1, completion: ...}, ...]; the lower, the better
-    # pairs of a ranked list: best and worst, or any two of different ranks
+    chosen_key: str = "chosen"  # column of the better response: text, or with chat_template also messages
+    rejected_key: str = "rejected"  # column of the worse response
+    completions_key: str = "completions"  # column of a ranked list: [{rank: 1, completion: ...}, ...]; lower is better
+    # pairs of a ranked list: best and worst (extremes), or any two of different ranks (all)
     ranked_pairs: Literal["extremes", "all"] = "extremes"
-    completion_key: str = "completion"  # the labeled response
-    label_key: str = "label"  # its label: true (good) or false
-    margin_key: str = "margin"  # a number: the required margin of the chosen response
+    completion_key: str = "completion"  # column of a labeled or scored response
+    label_key: str = "label"  # column of the response's label: true (good) or false
+    margin_key: str = "margin"  # column of the required margin of the chosen response, a number
     max_tokens: PositiveInt = 2048  # maximum tokens of prompt and response; longer responses are truncated at the end
 
     @model_validator(mode="after")
@@ -112,7 +114,7 @@ class PreferenceDataConfig(DataConfig):
         return self
 
     def needed(self, form: Form, columns: Container[str], margins: bool) -> dict[str, str]:
-        """The settings that name what a row must have that has these columns -> the names."""
+        """Returns setting -> column name for the columns that a row with `columns` must have."""
 
         def has(key: str) -> bool:
             return key in columns or ("." in key and key.split(".")[0] in columns)
@@ -128,7 +130,7 @@ class PreferenceDataConfig(DataConfig):
 class RewardDataConfig(PreferenceDataConfig):
     """Sources of pairs or ranked lists, as for `trainer: dpo`, or of scored responses, or of solutions in steps.
 
-    A scored text has its end: rows whose response exceeds `max_tokens` are left out, and a conversation ends with the
+    A scored text must be complete: rows whose response exceeds `max_tokens` are left out. A conversation ends with the
     EOS of its last turn, as generated responses do. A solution is text, tokenized step by step.
     """
 
@@ -137,7 +139,7 @@ class RewardDataConfig(PreferenceDataConfig):
     step_separator: str = "\n"  # text after each step, and part of it
 
     def needed(self, form: Form, columns: Container[str], margins: bool) -> dict[str, str]:
-        """The settings that name what a row must have that has these columns -> the names."""
+        """Returns setting -> column name for the columns that a row with `columns` must have."""
         if form == "scores":
             return {"completion_key": self.completion_key, "prompt_key": self.prompt_key, "score_key": self.score_key}
         if form == "steps":
@@ -153,18 +155,19 @@ class SFTDataConfig(DataConfig):
     """Sources of rows for supervised fine-tuning: prompts with answers, conversations, or texts.
 
     An answer is text, which gets one EOS at its end, or with `chat_template` a list of messages that follow those of
-    the prompt. A conversation is formatted by the chat template as a whole, and the assistant's turns are trained, each
-    up to its end token; a message may have a `weight` (0: not trained). A text gets one EOS at its end.
+    the prompt. The chat template formats a conversation as a whole, and the assistant's turns are trained, each up to
+    its end token; a message may have a `weight` (0: not trained). A text gets one EOS at its end.
     """
 
     form: Literal["answers", "messages", "text"] = "answers"  # kind of rows: prompt and answer, conversation, text
     messages_key: str = "messages"  # column of the conversation
     text_key: str = "text"  # column of the text
     weight_key: str | None = None  # column of the loss weight of a row's tokens; null: equal weights
-    # train only on the answer, or the assistant's turns; false: on all tokens but the first
+    # train only on the answer, or on the assistant's turns; false: train on all tokens but the first
     completion_only: bool = True
     train_on: Literal["all", "last"] = "all"  # which turns of the assistant to train on
-    max_tokens: PositiveInt | None = None  # maximum tokens of a row; longer rows are truncated at the end; null: none
+    # maximum tokens of a row; longer rows are truncated at the end; null: no limit
+    max_tokens: PositiveInt | None = None
 
     @model_validator(mode="after")
     def _prompts_leave_room(self) -> Self:
@@ -173,7 +176,7 @@ class SFTDataConfig(DataConfig):
         return self
 
     def needed_keys(self) -> dict[str, str]:
-        """The settings that name what every row has -> the names."""
+        """Returns setting -> column name for the columns that every row must have."""
         by_form = {
             "answers": {"prompt_key": self.prompt_key, "answer_key": self.answer_key},
             "messages": {"messages_key": self.messages_key},
@@ -197,7 +200,7 @@ class BatchConfig(Section):
 class PreferenceBatchConfig(Section):
     """Batch size; a step is one update, and its rows are the batch of every loss."""
 
-    rows_per_step: PositiveInt  # pairs, or labeled responses, per update
+    rows_per_step: PositiveInt  # rows per update: pairs, ranked lists or single responses
 
 
 class SFTBatchConfig(Section):

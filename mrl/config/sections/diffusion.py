@@ -1,4 +1,4 @@
-"""Training of diffusion models: the model, its sampler, batches, advantages, loss, rewards of images."""
+"""Sections of the diffusion trainers: model, sampler, batches, advantages, loss and image rewards."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class DiffusionLoRAConfig(Section):
     """Low-rank adapters (LoRA, arXiv 2106.09685) by peft in linear layers of the frozen network."""
 
     rank: PositiveInt = 4  # rows of A, columns of B
-    alpha: PositiveFloat = 4.0  # W + alpha / rank * B A
-    targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")  # ends of the layers' names: here of attention
+    alpha: PositiveFloat = 4.0  # scale of the adapters: W + alpha / rank * B A
+    targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")  # suffixes of layer names, here of attention
 
 
 class DiffusionTrainConfig(Section):
@@ -57,7 +57,7 @@ class SamplerConfig(Section):
     """Sampling of images, and the Gaussian of each denoising step.
 
     ddim: arXiv 2010.02502, for schedulers with alphas. flow_sde: arXiv 2505.05470, for rectified flows. A step with
-    deviation 0 has no probability and is not trained.
+    standard deviation 0 is deterministic: it has no probability and is not trained.
     """
 
     kind: Literal["ddim", "flow_sde"] = "ddim"  # kind of sampler
@@ -84,17 +84,17 @@ class DiffusionSFTBatchConfig(Section):
     """Batch size; a step is one update."""
 
     images_per_step: PositiveInt  # images per update, each at one random time
-    drop_prompt: Annotated[float, Field(ge=0, lt=1)] = 0.1  # share trained without a prompt, to enable guidance
+    drop_prompt: Annotated[float, Field(ge=0, lt=1)] = 0.1  # share of images trained without a prompt, for guidance
 
 
 class DiffusionAdvantageConfig(Section):
     """The statistics that an image's score is normalized by.
 
-    batch: all scores of the step. prompt: the last `buffer_size` scores of its prompt, or of the step for a prompt with
-    fewer than `min_count`. group: the images of its prompt in this step.
+    batch: all scores of the step. prompt: the last `buffer_size` scores of the image's prompt, or all scores of the
+    step if the prompt has fewer than `min_count`. group: the images of the same prompt in this step.
     """
 
-    against: Literal["batch", "prompt", "group"] = "batch"  # see the section
+    against: Literal["batch", "prompt", "group"] = "batch"  # scores that an image is compared with; see the section
     buffer_size: PositiveInt = 16  # scores kept per prompt
     min_count: PositiveInt = 16  # minimum scores for a prompt's own statistics
     clip: PositiveFloat = 5.0  # clip advantages to +- this
@@ -119,11 +119,12 @@ class ImageRewardConfig(Section):
     """The reward of an image: a function or a server.
 
     FILE.py:NAME is a function (images, prompts, rows) -> one score per image, or a dict with "score" and further
-    numbers. `images` is a float32 array [n, channels, height, width] in 0..1. A call has some of a step's images, in no
-    particular grouping. The built-ins are brightness, jpeg_compressibility (minus the kilobytes of a JPEG of quality
-    95), jpeg_incompressibility and scorer. A server has the protocol of `reward.servers` of trainer rl with `api: mrl`;
-    samples have "image", a PNG in base64, instead of "response". If scoring an image fails, the run ends: there is no
-    `on_error`.
+    numbers. `images` is a float32 array [n, channels, height, width] in 0..1. A call gets some of a step's images, in
+    no particular grouping. The built-ins are brightness, jpeg_compressibility (minus the kilobytes of a JPEG of quality
+    95), jpeg_incompressibility and scorer.
+
+    A server uses the protocol of `reward.servers` of trainer rl with `api: mrl`; samples have "image", a PNG in base64,
+    instead of "response". If scoring an image fails, the run ends: there is no `on_error`.
     """
 
     function: FilePath | None = None  # FILE.py:NAME or a built-in
@@ -134,8 +135,10 @@ class ImageRewardConfig(Section):
 
 
 class ImagesConfig(Section):
-    """Grids of images from the same noise and prompts (the first of the data), before the first step and during the
-    run, in RUN_DIR/images and in the report."""
+    """Grids of sample images from fixed noise and prompts, before the first step and during the run.
+
+    The prompts are the first of the data. Grids are in RUN_DIR/images and in the report.
+    """
 
     every_steps: PositiveInt = 10  # steps between grids; there is always one after the last step
     count: PositiveInt = 16  # images per grid

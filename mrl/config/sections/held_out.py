@@ -1,4 +1,4 @@
-"""When held-out rows are looked at, and what follows from what they say."""
+"""Section `validation` of the trainers that validate on held-out rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class HeldOutConfig(Section):
     rows: PositiveInt | None = None  # use the first N rows of data.validation; null: all
     at_start: bool = True  # also validate before the first step
     metric: str = "loss"  # metric that decides which validation is better
-    min_delta: NonNegativeFloat = 0.0  # smallest change of the metric that counts as an improvement
+    min_delta: NonNegativeFloat = 0.0  # minimum change of the metric that counts as an improvement
     patience: PositiveInt | None = None  # end the run after this many validations without improvement; null: never
     # keep the checkpoint of the best validation as checkpoints/best; export_hf then also writes RUN_DIR/hf_best
     keep_best: bool = False

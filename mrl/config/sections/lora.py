@@ -1,4 +1,4 @@
-"""Low-rank adapters in place of a whole model's training."""
+"""Section `lora`: low-rank adapters instead of full training."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ class LoRAConfig(Section):
 
     rank: PositiveInt = 16  # rows of A, columns of B
     alpha: PositiveFloat = 32.0  # scale = alpha / rank
-    # linear layers by their Hugging Face names, such as [q_proj, v_proj]; all-linear: all of the decoder, with experts
+    # linear layers by Hugging Face name, such as [q_proj, v_proj]; all-linear: all of the decoder, including experts
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
     rslora: bool = False  # scale = alpha / sqrt(rank) (arXiv 2312.03732)
     dora: bool = False  # also train the magnitude of every row (DoRA, arXiv 2402.09353)
     # dropout of the adapters' inputs in training; sft only
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    # initial A; B is 0. kaiming: uniform within 1 / sqrt(in); gaussian: normal with deviation 1 / rank
+    # initialization of A; B is 0. kaiming: uniform within 1 / sqrt(input size); gaussian: normal with standard
+    # deviation 1 / rank
     init: Literal["kaiming", "gaussian"] = "kaiming"
 
     @property
     def spec(self) -> LoRA:
-        """As the parts that know no configuration take it."""
+        """The settings as a LoRA, for packages that do not depend on the configuration."""
         targets = (self.targets,) if isinstance(self.targets, str) else self.targets
         return LoRA(self.rank, self.alpha, targets, self.rslora, self.dora)

@@ -1,4 +1,4 @@
-"""Models: layout, optimizer, where the weights come from."""
+"""Sections of the language models: layout, optimizer, and source of the weights."""
 
 from __future__ import annotations
 
@@ -42,15 +42,16 @@ class ParallelConfig(Section):
 class OptimizerConfig(Section):
     """AdamW with decoupled weight decay; linear warm-up from 0 over `warmup_steps` updates, then `decay`.
 
-    The decay is that of transformers, TRL and Megatron: the first update after the warm-up has `lr`, and `min_lr` is
-    reached after the last of `decay_steps`, whose rate is still above `min_lr`. Their warm-up starts at 0, so that
-    their first update has no effect; here update k of the warm-up has lr * k / warmup_steps.
+    The decay is that of transformers, TRL and Megatron: the first update after the warm-up has `lr`. `min_lr` is
+    reached after the last of `decay_steps`, whose rate is still above `min_lr`. The warm-up differs: theirs starts at
+    0, so that the first update has no effect; here update k of the warm-up has lr * k / warmup_steps.
     """
 
     lr: NonNegativeFloat = 1e-6  # peak learning rate, after warm-up
     warmup_steps: NonNegativeInt = 0  # warm-up updates from 0 to `lr`
-    decay: Literal["constant", "linear", "cosine"] = "constant"  # from `lr` down to `min_lr`
-    # updates until `min_lr` is reached, including warm-up; all updates of the run, unless min_lr is given
+    decay: Literal["constant", "linear", "cosine"] = "constant"  # shape of the decay from `lr` to `min_lr`
+    # updates until `min_lr` is reached, including warm-up. Required by linear and cosine, except with batch.epochs
+    # (null: all updates of the run). Must cover all updates of the run, unless min_lr is given
     decay_steps: PositiveInt | None = None
     min_lr: NonNegativeFloat = 0.0  # learning rate of updates after `decay_steps`
     beta1: Fraction = 0.9  # decay of Adam's mean of gradients
@@ -60,7 +61,7 @@ class OptimizerConfig(Section):
     clip_grad: PositiveFloat = 1.0  # maximum gradient norm over all weights; larger gradients are scaled down
 
     def learning_rate(self, update: int) -> float:
-        """Returns the rate of update `update`, from 1 (0: before a warm-up): linear warm-up, then decay to `min_lr`."""
+        """Returns the learning rate of update `update`, counted from 1 (0: before a warm-up)."""
         if self.warmup_steps and update <= self.warmup_steps:
             return self.lr * update / self.warmup_steps
         if self.decay == "constant" or self.decay_steps is None:
@@ -76,14 +77,14 @@ class TrainConfig(Section):
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     max_tokens_per_microbatch: PositiveInt = 16384  # maximum tokens of packed sequences per micro-batch; bounds memory
-    # activation recomputation in the backward pass: of dense MLPs and attention (keeps less than half), or of every
-    # layer (keeps a tenth)
+    # activation recomputation in the backward pass. selective: dense MLPs and attention (keeps less than half of the
+    # activations); full: every layer (keeps a tenth)
     recompute: Literal["none", "selective", "full"] = "none"
-    # implementation of the layers: mrl's on torch (local), or transformer-engine's; auto: transformer-engine's if it is
-    # usable, but local for float32, which transformer-engine computes in TF32
+    # implementation of the layers. local: mrl's own on torch; auto: transformer_engine if it is usable, but local for
+    # float32, which transformer-engine computes in TF32
     layers: Literal["auto", "local", "transformer_engine"] = "auto"
-    # offload to host memory while not needed: gradients, main weights and Adam's moments (optimizer), or also the
-    # parameters (all)
+    # offload to host memory while not needed. optimizer: gradients, float32 main weights and Adam moments; all: also
+    # the parameters
     offload: Literal["none", "optimizer", "all"] = "none"
     precision: PrecisionConfig = PrecisionConfig()
     lora: LoRAConfig | None = None  # train LoRA adapters only; null: all weights
@@ -92,30 +93,30 @@ class TrainConfig(Section):
 class ActorConfig(TrainConfig):
     """The policy.
 
-    routing_replay: reuses recorded expert choices instead of routing again in every pass, for MoE models. trainer:
+    routing_replay, for MoE models: reuses recorded expert choices instead of routing again in every pass. trainer:
     updates reuse the routing of the pass for old log-probs (R2). engine: old log-probs and updates reuse the routing of
-    the engine during generation (R3). The reference routes by itself.
+    the engine during generation (R3). The reference always computes its own routing.
     """
 
     routing_replay: Literal["off", "trainer", "engine"] = "off"  # source of the routing in updates; see the section
-    # steps between extra passes that measure the mismatch without replay; 0: never. engine only
+    # steps between extra passes that measure the mismatch without replay; 0: never. For routing_replay: engine
     routing_compare_steps: NonNegativeInt = 0
 
 
 class CriticConfig(TrainConfig):
-    """The value model that gae needs, with its own layout and optimizer."""
+    """The value model: required by gae, optional with adv_estimator: function. It has its own layout and optimizer."""
 
     path: FilePath | None = None  # Hugging Face directory; null: the actor's
-    warmup_steps: NonNegativeInt = 0  # first steps, in which only the critic is trained
-    frozen: bool = False  # never trained: a zero baseline, for comparisons
+    warmup_steps: NonNegativeInt = 0  # first steps of the run, in which only the critic is trained
+    frozen: bool = False  # never train the critic, for comparisons: a baseline of zero
 
 
 class RefConfig(Section):
     """The reference policy; built only if a KL term needs it.
 
-    frozen: a separate model. ema: the actor's moving average. refreshed: an earlier actor, at first its initial
+    frozen: a separate model. ema: the actor's moving average. refreshed: an earlier actor, at first with its initial
     weights; after every `refresh_every_steps` steps reference <- reference + refresh_share * (actor - reference). The
-    last two are float32 weights in host memory, which are swapped into the actor for its passes.
+    weights of ema and refreshed are float32 in host memory, and are swapped into the actor for its passes.
     """
 
     policy: Literal["frozen", "ema", "refreshed"] = "frozen"  # whether and how the reference changes; see the section
@@ -124,14 +125,14 @@ class RefConfig(Section):
     path: FilePath | None = None  # Hugging Face directory; null: the actor's initial weights
     parallel: ParallelConfig | None = None  # layout; null: the actor's
     max_tokens_per_microbatch: PositiveInt | None = None  # maximum tokens per micro-batch; null: the actor's
-    precision: PrecisionConfig | None = None  # null: the actor's
+    precision: PrecisionConfig | None = None  # precision of matrix products; null: the actor's
     offload: Literal["none", "all"] = "none"  # all: keep parameters in host memory while they are not needed
 
 
 class VisionConfig(Section):
     """The vision tower of a vision model (Qwen2.5-VL, Qwen3-VL)."""
 
-    train: bool = False  # train the tower too; frozen, it has no gradients and no Adam state
+    train: bool = False  # train the tower too; false: frozen, without gradients and Adam state
 
 
 class ModelConfig(Section):
@@ -142,5 +143,5 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"  # dtype of the weights in computation; optimizers keep float32
     allow_pickle: bool = False  # accept pytorch_model.bin (tensors only) if there are no safetensors
     chat_template: FilePath | None = None  # Jinja file that replaces the tokenizer's chat template, in exports too
-    eos_token: str | None = None  # replaces the tokenizer's EOS token, which ends answers in sft and responses
+    eos_token: str | None = None  # EOS token of responses and of answers in sft; null: the tokenizer's
     vision: VisionConfig = VisionConfig()

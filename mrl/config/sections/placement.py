@@ -1,4 +1,4 @@
-"""Where the engines are: on the trainer's nodes, or on nodes of their own."""
+"""Section `placement`: engines on the trainer's nodes or on separate nodes."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ class PlacementConfig(Section):
     """
 
     mode: Literal["colocated", "disaggregated"] = "colocated"  # on the trainer's nodes, or on separate nodes
-    # engine nodes that the run waits for before its first step; more may join later, and leave as long as one remains
+    # engine nodes that the run waits for before its first step; later, nodes may join or leave as long as one remains
     nodes: PositiveInt = 1
     # nodes that each engine spans, with tensor / nodes_per_engine GPUs on each; sglang only
     nodes_per_engine: PositiveInt = 1
-    wait_s: PositiveFloat = 900.0  # maximum seconds to wait for these nodes, and for one if none is left
+    wait_s: PositiveFloat = 900.0  # maximum seconds to wait for these nodes, and for a new one when none is left
     silence_s: PositiveFloat = 30.0  # seconds without a heartbeat after which a node, or the run, counts as gone
     away_s: PositiveFloat = 3600.0  # seconds without a run after which `mrl serve` ends
 
     @property
     def is_apart(self) -> bool:
-        """Whether no node of the trainer has an engine."""
+        """True if no trainer node has an engine."""
         return self.mode == "disaggregated"
 
     @property
     def groups(self) -> int:
-        """Of nodes that have their engines together, among those that are waited for."""
+        """Number of node groups that the run waits for; the nodes of a group share their engines."""
         return self.nodes // self.nodes_per_engine

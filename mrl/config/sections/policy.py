@@ -1,4 +1,4 @@
-"""The policy loss, and what corrects it for the engine that sampled."""
+"""Sections `algorithm.policy_loss` and `algorithm.rollout_correction`."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class PolicyLossConfig(LossOptions):
 
     loss_mode: LossMode = "vanilla"  # the loss of a token or response; see mrl.algo
     # mask responses with a negative advantage that are further than this from the rollout policy, in nats per token;
-    # TRL: 0.5
+    # TRL uses 0.5
     off_policy_mask_threshold: PositiveFloat | None = None
     high_entropy_token_ratio: TokenShare = 1.0  # train only on this share of a mini-batch's tokens, by highest entropy
-    loss_agg_mode: AggMode | None = None  # aggregation of token losses; null: that of the loss, below
+    loss_agg_mode: AggMode | None = None  # aggregation of token losses; null: the default of the loss_mode, below
     # divisor of a response's sum, in tokens, for seq-mean-token-sum-norm; null: rollout.sampling.max_new_tokens
     loss_scale_factor: PositiveFloat | None = None
     entropy_coef: NonNegativeFloat = 0.0  # entropy bonus: subtract this times the entropy (nats per token)
@@ -32,7 +32,7 @@ class PolicyLossConfig(LossOptions):
     entropy_coef_steps: PositiveInt | None = None  # steps until `entropy_coef_end` is reached
 
     def at_step(self, step: int) -> Self:
-        """The section with the `entropy_coef` of step `step` (from 0), a function of these keys and the step alone."""
+        """Returns the section with the `entropy_coef` of step `step`, counted from 0."""
         if self.entropy_coef_end is None or self.entropy_coef_steps is None:
             return self
         share = min(1.0, step / self.entropy_coef_steps)
@@ -45,7 +45,7 @@ class PolicyLossConfig(LossOptions):
 
     @property
     def own_options(self) -> dict[str, Any]:
-        """The keys that this loss alone reads, with their values."""
+        """The keys that only this loss reads, with their values."""
         return {name: dict(self)[name] for name in POLICY_LOSSES[self.loss_mode].model_fields}
 
 
@@ -54,7 +54,7 @@ PolicyLoss = Annotated[PolicyLossConfig, POLICY_LOSS]
 
 
 def policy_loss(**keys: Any) -> PolicyLossConfig:
-    """The section that a file with these keys has. Raises ValidationError."""
+    """Returns the section that a file with these keys has. Raises ValidationError."""
     found: PolicyLossConfig = TypeAdapter(PolicyLoss).validate_python(keys)
     return found
 
@@ -64,7 +64,7 @@ def _text(value: Any) -> Any:
 
 
 def _listed(value: Any) -> Any:
-    """ "a, b", 2.0 and lists alike: verl's form is one string."""
+    """Accepts "a, b" (verl's form), 2.0 and lists."""
     value = _text(value)
     return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
 
@@ -84,21 +84,21 @@ class RolloutCorrectionConfig(Section):
     rollout_is: Literal["token", "sequence"] | None = None
     rollout_is_threshold: Bounds = "2.0"  # "2.0": truncate at 2 (TIS); "0.5_2.0": 0 outside (IcePop); "inf": no bound
     rollout_is_batch_normalize: bool = False  # divide weights by their mean
-    # rejection criteria, for single tokens (token_*) or whole responses
+    # rejection criteria, for single tokens (token_*) or whole responses (seq_*)
     rollout_rs: Annotated[tuple[Criterion, ...], BeforeValidator(_listed)] = ()
     # one bound for all criteria, or one each. For k1 it bounds the ratio: "0.5_2.0", or equally "2.0"; for the others,
     # the statistic: "0.01"
     rollout_rs_threshold: Annotated[tuple[Bounds, ...], BeforeValidator(_listed)] = ()
 
     def importance_bounds(self) -> tuple[float | None, float]:
-        """(lower or None, upper) of the weights. ValueError for what is no such pair."""
+        """Returns (lower or None, upper) bounds of the weights. Raises ValueError if the text is not such a pair."""
         lower, upper = _bounds(self.rollout_is_threshold)
         if not upper >= 1 or (lower is not None and not 0 <= lower <= 1):
             raise ValueError(f"{self.rollout_is_threshold!r} excludes the weight 1 of equal policies: include 1")
         return lower, upper
 
     def criteria(self) -> list[tuple[str, float, float]]:
-        """(name, lower, upper) of every criterion. ValueError for what is not that."""
+        """Returns (name, lower, upper) for every criterion. Raises ValueError if a bound is invalid."""
         names, thresholds = self.rollout_rs, self.rollout_rs_threshold
         if len(thresholds) not in (1, len(names)):
             raise ValueError(f"{len(thresholds)} thresholds for {len(names)} criteria: give one for all or one each")
@@ -118,7 +118,7 @@ def _criterion(name: str, text: str) -> tuple[str, float, float]:
 
 
 def _bounds(text: str) -> tuple[float | None, float]:
-    """ "2.0" -> (None, 2.0), "0.5_2.0" -> (0.5, 2.0)."""
+    """Parses "2.0" into (None, 2.0), and "0.5_2.0" into (0.5, 2.0)."""
     lower, has_two, upper = text.strip().rpartition("_")
     try:
         return (float(lower) if has_two else None), float(upper)

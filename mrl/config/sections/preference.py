@@ -1,4 +1,4 @@
-"""What preference learning minimises, and against which reference."""
+"""Sections `preference` and `ref` of `trainer: dpo`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from mrl.options.preference import PreferenceOptions
 
 
 class LossesConfig(Section):
-    """The losses, which are summed: at least one, each with its keys: {sigmoid: {beta: 0.1}, sft: {weight: 0.2}}. A
-    name alone is that loss with its defaults. All use pairs, or all use labeled responses."""
+    """The losses, which are summed: at least one, each with its keys: {sigmoid: {beta: 0.1}, sft: {weight: 0.2}}.
+
+    A name alone is that loss with its defaults. All losses use pairs, or all use labeled responses.
+    """
 
     sigmoid: losses.Sigmoid | None = None
     robust: losses.Robust | None = None
@@ -38,7 +40,7 @@ class LossesConfig(Section):
 
     @property
     def chosen(self) -> dict[str, PreferenceOptions]:
-        """Those that there are, by name, in the order of the keys."""
+        """The losses that are set, by name, in the order of the keys."""
         return {name: loss for name, loss in dict(self).items() if loss is not None}
 
 
@@ -75,12 +77,12 @@ class PreferenceConfig(Section):
 
     @property
     def learns_prompts(self) -> bool:
-        """Whether the prompts of chosen responses are learnt too."""
+        """True if the prompts of chosen responses are trained too."""
         return self.loss.sft is not None and self.loss.sft.with_prompt
 
     @property
     def couples_rows(self) -> bool:
-        """Whether all sums of a step must be known before the first gradient."""
+        """True if the first gradient needs the log-prob sums of all rows of the step."""
         return self.use_weighting or any(loss.couples_rows for loss in self.loss.chosen.values())
 
 
@@ -88,10 +90,10 @@ class PreferenceRefConfig(Section):
     """The reference policy; built only if a loss needs it, with the actor's layout.
 
     frozen: a separate model. cached: the log-probs of all rows are computed before the first step and stored in the run
-    directory; the model is then freed. refreshed: an earlier actor, see `trainer: rl`; TR-DPO (arXiv 2404.09656).
+    directory; then the model is freed. refreshed: an earlier actor, as in `trainer: rl`; TR-DPO (arXiv 2404.09656).
     """
 
-    policy: Literal["frozen", "cached", "refreshed"] = "frozen"  # whether it is kept, and changes; see the section
+    policy: Literal["frozen", "cached", "refreshed"] = "frozen"  # how the reference is computed; see the section
     refresh_every_steps: PositiveInt | None = None  # steps between refreshes; refreshed only
     refresh_share: Annotated[float, Field(gt=0, le=1)] = 1.0  # share of the way to the actor; refreshed only
     path: FilePath | None = None  # Hugging Face directory; null: the actor's initial weights

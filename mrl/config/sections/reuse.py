@@ -1,4 +1,4 @@
-"""What a run keeps of its policy and its samples, and demonstrations that it learns from beside them."""
+"""Sections `ema`, `ptx` and `replay`."""
 
 from __future__ import annotations
 
@@ -20,17 +20,21 @@ class EMAConfig(Section):
 
 
 class PTXConfig(Section):
-    """Demonstrations in every update of the actor (PPO-ptx, arXiv 2203.02155): adds coef * mean of -log p over the
-    answers' tokens, at temperature 1, to its loss."""
+    """Demonstrations in every update of the actor (PPO-ptx, arXiv 2203.02155).
+
+    Adds to the actor's loss: coef * mean of -log p over the answers' tokens, at temperature 1.
+    """
 
     data: DataConfig  # prompts and answers
-    coef: PositiveFloat  # weight of that loss
+    coef: PositiveFloat  # weight of the loss of the demonstrations
     samples_per_update: PositiveInt  # demonstrations per update
 
 
 class ReplayConfig(Section):
-    """Replay buffer: trains on samples of earlier steps (off-policy) in addition to the new ones. They stay in their
-    groups. The ratio of the policy loss is to the policy that generated them."""
+    """Replay buffer: trains on samples of earlier steps (off-policy) in addition to the new ones.
+
+    The samples of a prompt stay in one group. The ratio of the policy loss is to the policy that generated them.
+    """
 
     buffer_prompts: PositiveInt  # prompts kept with their samples in rank 0's host memory; the oldest are dropped first
     prompts_per_step: PositiveInt  # prompts replayed per step, chosen at random; none while the buffer has fewer

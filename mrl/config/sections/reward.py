@@ -1,4 +1,4 @@
-"""Rewards: what scores a response, and how long it may take."""
+"""Section `reward`: what scores a response, with its limits."""
 
 from __future__ import annotations
 
@@ -27,24 +27,32 @@ class FormatConfig(Section):
 
 
 class LengthConfig(Section):
-    """The built-in `length`: 1 at `full_tokens` response tokens, 0 at `zero_tokens`, linear between them and constant
-    beyond. `zero_tokens` above `full_tokens` rewards short responses, below it long ones."""
+    """The built-in `length`: 1 at `full_tokens` response tokens, 0 at `zero_tokens`, linear between, constant beyond.
+
+    With `zero_tokens` above `full_tokens`, short responses score higher; below it, long responses do.
+    """
 
     full_tokens: NonNegativeInt  # length with score 1
     zero_tokens: NonNegativeInt  # length with score 0
 
 
 class OverlongConfig(Section):
-    """The built-in `overlong` (DAPO, arXiv 2503.14476): 0 up to `buffer_tokens` before the limit, then linear down to
-    -`penalty_factor` at the limit, rollout.sampling.max_new_tokens."""
+    """The built-in `overlong` (DAPO, arXiv 2503.14476): a penalty for responses close to the length limit.
+
+    0 up to `buffer_tokens` before the limit (rollout.sampling.max_new_tokens), then linear down to -`penalty_factor` at
+    the limit.
+    """
 
     buffer_tokens: PositiveInt  # tokens over which the penalty grows
     penalty_factor: PositiveFloat = 1.0  # penalty at the limit
 
 
 class SandboxConfig(Section):
-    """Sandbox and limits of programs that a model wrote. Processes and files of a program use at most processes x
-    memory_mib + disk_mib. `isolation: none` runs them with all rights of this user."""
+    """Sandbox and limits of programs that a model wrote.
+
+    Processes and files of a program use at most processes x memory_mib + disk_mib of memory. `isolation: none` runs
+    programs with all rights of this user.
+    """
 
     isolation: Literal["bubblewrap", "none"] = "bubblewrap"  # sandbox of a program; none: no sandbox
     wall_s: PositiveFloat = 10.0  # maximum seconds of a program; for the reward `code`, of all tests of a response
@@ -57,19 +65,24 @@ class SandboxConfig(Section):
 class CodeConfig(SandboxConfig):
     """The built-in `code`: sandbox and limits of a response's program over all its tests.
 
-    Assertions are compared outside the sandbox, where the program cannot reach expected values; `unsplit: trust` runs
-    those that cannot be compared outside (loops, try, helpers that compare) inside as a whole, where a program can
-    cheat.
+    Assertions are compared outside the sandbox, where the program cannot reach expected values. Some tests cannot be
+    compared outside (loops, try, helpers that compare). `unsplit: trust` runs such a test inside as a whole, where a
+    program can cheat.
     """
 
-    unsplit: Literal["refuse", "trust"] = "refuse"  # tests that cannot be compared outside the sandbox
+    unsplit: Literal["refuse", "trust"] = "refuse"  # tests that cannot be compared outside the sandbox; see the section
     partial_credit: bool = False  # score the share of passed tests, instead of all or nothing
 
 
 class ServerConfig(Section):
-    """A scorer behind HTTP. `api: mrl` is POST `url` {"samples": [{"prompt", "response", "row"}, ...]} -> {"scores": [a
-    number or {"score": number, other parts}, ...]}; `api: sglang` a reward model that SGLang serves (--is-embedding):
-    POST `url`/classify with the sample's own token ids, so the model must have the actor's tokenizer.
+    """A scorer behind HTTP.
+
+    - `api: mrl`: POST `url` {"samples": [{"prompt", "response", "row"}, ...]} -> {"scores": [...]}. A score is a number
+      or
+      {"score": number, other parts}.
+    - `api: sglang`: a reward model that SGLang serves (--is-embedding). POST `url`/classify sends the sample's own
+      token
+      ids, so the model must have the actor's tokenizer.
 
     SGLang 0.5.23 gives the score heads of Qwen2 and Qwen3 a random bias that no checkpoint has: all their scores are
     off by a constant that changes with each start of the server. Group estimators are not affected; gae is.
@@ -103,21 +116,21 @@ class RewardModelConfig(Section):
 
 
 class RewardConfig(Section):
-    """The reward. A function is the name of a built-in (exact_match, sorted_digits, arithmetic, math, multiple_choice,
-    code, format, length, overlong, environment) or `path/to/file.py:name`.
+    """The reward of a response. A function is the name of a built-in (exact_match, sorted_digits, arithmetic, math,
+    multiple_choice, code, format, length, overlong, environment) or `path/to/file.py:name`.
 
     `manager` selects the scoring:
 
-    - naive: `function`, or the one that `functions` has for the row's data_source
-    - dapo: the same, plus the built-in `overlong`
+    - naive: `function`, or the entry of `functions` for the row's data_source
+    - dapo: as naive, plus the built-in `overlong`
     - batch: `function` is called once with all samples: f(prompts, responses, rows), one score each
     - remote: the one server of `servers`
     - model: `model`, or the one server of `servers` with a reward model (api sglang)
-    - recipe: `recipe` has for each data_source ("*": for any other) its components and their weights: functions, names
-      of `servers`, `model`, and `batch` for `function` called once; the score is the weighted sum
+    - recipe: a weighted sum. `recipe` lists, for each data_source ("*": for any other), components and their weights.
+      Components are functions, names of `servers`, `model`, and `batch` (`function`, called once with all samples)
     """
 
-    manager: Literal["naive", "dapo", "batch", "remote", "model", "recipe"] = "naive"  # see the section
+    manager: Literal["naive", "dapo", "batch", "remote", "model", "recipe"] = "naive"  # way of scoring; see the section
     function: FilePath | None = None  # a built-in's name or path/to/file.py:name
     functions: dict[str, FilePath] = {}  # data source -> function
     recipe: dict[str, dict[str, float]] = {}  # data source ("*": any other) -> component -> weight
@@ -127,8 +140,8 @@ class RewardConfig(Section):
     length: LengthConfig | None = None
     overlong: OverlongConfig | None = None
     code: CodeConfig = CodeConfig()
-    # pass the prompt's images too: functions of files take (prompt, response, row, pictures), with lists of PIL images
-    # resized as for the model; servers with api mrl get "pictures", each a PNG in base64
+    # pass the prompt's images to the reward too: functions of files take (prompt, response, row, pictures), with lists
+    # of PIL images resized as for the model; servers with api mrl get "pictures", each a PNG in base64
     pictures: bool = False
     workers: Annotated[int, Field(gt=0, le=1024)] = 2  # processes that run functions
     timeout_s: PositiveFloat = 30.0  # maximum seconds of one call of a function
@@ -137,5 +150,6 @@ class RewardConfig(Section):
     # Both are counted in reward/failed. A response that a built-in cannot judge (a power tower in `math`) is left out,
     # unless zero is set
     on_error: Literal["stop", "leave_out", "zero"] = "stop"
-    # score of responses truncated by rollout.sampling.max_new_tokens, such as 0, to train the policy to stop; null: own
+    # score of responses truncated by rollout.sampling.max_new_tokens, such as 0 to train the policy to stop; null: the
+    # score of the reward
     truncated_score: float | None = None

@@ -1,4 +1,4 @@
-"""What a reward model is trained to."""
+"""Section `reward_model` of the trainer of the same name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class RewardModelTrainingConfig(RewardLossOptions):
     # bradley_terry: pairs; plackett_luce, pairwise: ranked lists; process: labeled steps; others: scored responses
     loss: RewardLossName = "bradley_terry"
     heads: PositiveInt | None = None  # ensemble of heads on one body; null: those of the checkpoint's head, else 1
-    # initial head. null: the checkpoint's if model.path has one, else zero; normal: deviation 1 / sqrt(hidden size + 1)
+    # initial head. null: the checkpoint's if model.path has one, else zero; normal: normal distribution with standard
+    # deviation 1 / sqrt(hidden size + 1)
     head_start: Literal["zero", "normal", "checkpoint"] | None = None
 
     @property
@@ -32,7 +33,7 @@ class RewardModelTrainingConfig(RewardLossOptions):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The keys that this loss alone reads, with their values."""
+        """The keys that only this loss reads, with their values."""
         return {name: dict(self)[name] for name in REWARD_LOSSES[self.loss].model_fields}
 
 
@@ -40,6 +41,6 @@ RewardModelTraining = Annotated[RewardModelTrainingConfig, Variants("loss", "los
 
 
 def reward_model_training(**keys: Any) -> RewardModelTrainingConfig:
-    """The section that a file with these keys has. Raises ValidationError."""
+    """Returns the section that a file with these keys has. Raises ValidationError."""
     found: RewardModelTrainingConfig = TypeAdapter(RewardModelTraining).validate_python(keys)
     return found

@@ -1,4 +1,4 @@
-"""Sampling: engines, the weights they get, validation."""
+"""Sections `rollout`, `sync` and `validation`: engines, weight syncs and validation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mrl.config.sections.base import (
 class SamplingConfig(Section):
     """Sampling parameters of generation."""
 
-    temperature: PositiveFloat = 1.0  # logits are divided by it
+    temperature: PositiveFloat = 1.0  # sampling temperature: logits are divided by it
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # nucleus sampling: most likely tokens of this total probability
     top_k: int = -1  # sample from the k most likely tokens; -1: all
     max_new_tokens: PositiveInt = 1024  # maximum tokens of a response
@@ -32,17 +32,20 @@ class SamplingConfig(Section):
 
 class MismatchConfig(Section):
     """Limits of the train / rollout mismatch: the mean |log-prob difference| between engine and trainer, in nats per
-    token. Above a `stop` limit the samples are not trained on and the run ends. bf16 gives about 0.03. null: no limit.
+    token.
+
+    Above a `stop` limit the run ends without training on the samples. bf16 gives about 0.03. null: no limit.
 
     `exact` applies to on-policy tokens when engines and trainer both compute in float32 on CPUs: they then differ only
-    by the order of sums, about 1e-5."""
+    by the order of sums, about 1e-5.
+    """
 
-    warn: PositiveFloat | None = 0.2  # mean over the tokens of a step: a warning
-    stop: PositiveFloat | None = 1.0  # mean over the tokens of a step: the run ends
-    warn_sample: PositiveFloat | None = 1.0  # mean over the tokens of one response: a warning
-    stop_sample: PositiveFloat | None = 3.0  # mean over the tokens of one response: the run ends
-    exact: PositiveFloat | None = 1e-3  # mean over the on-policy tokens of a step: the run ends
-    exact_sample: PositiveFloat | None = 0.1  # mean over the on-policy tokens of one response: the run ends
+    warn: PositiveFloat | None = 0.2  # mean over the tokens of a step above which mrl warns
+    stop: PositiveFloat | None = 1.0  # mean over the tokens of a step above which the run ends
+    warn_sample: PositiveFloat | None = 1.0  # mean over the tokens of one response above which mrl warns
+    stop_sample: PositiveFloat | None = 3.0  # mean over the tokens of one response above which the run ends
+    exact: PositiveFloat | None = 1e-3  # mean over the on-policy tokens of a step above which the run ends
+    exact_sample: PositiveFloat | None = 0.1  # mean over the on-policy tokens of a response above which the run ends
 
 
 class RolloutConfig(Section):
@@ -73,20 +76,21 @@ class RolloutConfig(Section):
     oversample: Annotated[float, Field(ge=1, le=16)] = 1.0
     sampling: SamplingConfig = SamplingConfig()
     concurrent_requests: PositiveInt = 256  # responses in flight at once, over all engines
-    # same (seed, step, sample) -> same tokens, whatever else is in the batch; slower on GPUs
+    # batch-invariant sampling: the same (seed, step, sample) gives the same tokens, whatever else is in the batch;
+    # slower on GPUs
     deterministic: bool = True
     # context length: prompt and response together; null: the longest that the run can request (data.max_prompt_tokens
     # and rollout.sampling.max_new_tokens, or agent.max_tokens)
     max_context_tokens: PositiveInt | None = None
     # maximum requests in an engine's running batch; null: chosen for the machine
     max_running_requests: PositiveInt | None = None
-    # OpenMP threads of each engine on a CPU; null: the cores that ranks leave free, divided among the engines, or 1 for
-    # models under 20M parameters and with tensor > 1
+    # OpenMP threads of each engine on a CPU; null: 1 for models under 20M parameters or with tensor > 1, else an equal
+    # share of the cores, without one core for each rank that trains meanwhile
     threads: PositiveInt | None = None
     # share of the GPU memory that is free at the engine's start, for its weights and KV cache; sglang only
     memory_fraction: Fraction = 0.7
     # fp8: weight syncs round the layers' matrices to e4m3 in blocks of 128 x 128, and engines compute in fp8; sglang on
-    # GPUs only. algorithm.rollout_correction corrects for the difference
+    # GPUs only. algorithm.rollout_correction can correct for the mismatch
     quantization: Literal["none", "fp8"] = "none"
     startup_timeout_s: PositiveFloat = 300.0  # maximum seconds until an engine responds
     request_timeout_s: PositiveFloat = 600.0  # maximum seconds of one request
@@ -96,15 +100,15 @@ class RolloutConfig(Section):
 
     @property
     def is_behind(self) -> bool:
-        """Whether samples may be of older weights than those that learn from them."""
+        """True if samples may come from older weights than those being trained (off-policy)."""
         return self.overlap != "none" or self.segment_tokens is not None
 
 
 class SyncConfig(Section):
     """Weight sync (refit): how the engines receive the actor's weights."""
 
-    # auto: cuda_ipc or shared_memory on this machine, distributed beyond it; with the transformers engine
-    # shared_memory and http
+    # how weights reach the engines. auto: cuda_ipc or shared_memory within a machine, distributed between machines;
+    # with the transformers engine shared_memory and http
     transport: Literal[
         "auto",
         "shared_memory",
@@ -123,8 +127,10 @@ class SyncConfig(Section):
 
 
 class ValidationConfig(Section):
-    """Validation on the prompts of data.validation: mean scores of all prompts and of each data.data_source_key. The
-    temperature, top_p and top_k of rollout.sampling do not apply."""
+    """Validation on the prompts of data.validation: mean scores of all prompts and of each data.data_source_key.
+
+    It has its own temperature, top_p and top_k; the other keys of rollout.sampling apply.
+    """
 
     every_steps: PositiveInt = 10  # steps between validations
     prompts: PositiveInt | None = None  # use the first N prompts of data.validation; null: all

@@ -1,4 +1,4 @@
-"""The run itself: its processes, checkpoints, what it does about faults."""
+"""Sections `run`, `checkpoint` and `resilience`."""
 
 from __future__ import annotations
 
@@ -47,23 +47,28 @@ class RunConfig(Section):
 
     name: str  # name of the run directory, ROOT/NAME
     root: FilePath = "runs"  # directory of run directories
-    existing: Literal["refuse", "move_aside"] = "refuse"  # files of an earlier run there without a checkpoint
+    # if the run directory has files of an earlier run without a checkpoint: refuse to start, or move the files to
+    # RUN_DIR/earlier_N
+    existing: Literal["refuse", "move_aside"] = "refuse"
     seed: Seed = 1  # seed of weights from scratch, prompts and samples
-    # bit-for-bit reproducible on GPUs, where operations with a fixed order of sums exist; slower. CPUs always are
+    # reproduce results bit for bit on GPUs, wherever operations with a fixed order of sums exist; slower. Runs on CPUs
+    # are always reproducible
     deterministic: bool = False
     steps: PositiveInt = 100  # steps of the whole run, including those before a resume
     # processes on each machine; null: the fewest that the layout needs, or with several machines one per GPU
     nproc: PositiveInt | None = None
-    # number of machines, with nproc processes on each; null: those that it is started on
+    # number of machines, with nproc processes on each; null: the machines that the run is started on
     nodes: PositiveInt | None = None
     trackers: tuple[TrackerName, ...] = ("tensorboard",)  # where metrics go besides RUN_DIR/metrics.jsonl
     wandb: WandbConfig = WandbConfig()
     mlflow: MlflowConfig = MlflowConfig()
     profile: ProfileConfig | None = None
     timeout_s: PositiveFloat = 600.0  # timeout of collectives, in seconds
-    launcher: Literal["mrl", "torchrun", "ft"] = "mrl"  # starts the processes of this machine; ft restarts failed ranks
+    # launcher of the processes of this machine; ft also restarts all ranks after a failure
+    launcher: Literal["mrl", "torchrun", "ft"] = "mrl"
     max_restarts: NonNegativeInt = 3  # restarts of all ranks after failures; launcher ft only
-    max_nonfinite_steps: PositiveInt = 3  # consecutive steps with skipped (NaN, inf) updates that end the run
+    # end the run after this many consecutive steps with skipped updates (NaN or inf)
+    max_nonfinite_steps: PositiveInt = 3
 
     @property
     def is_for_profile(self) -> bool:
@@ -71,7 +76,7 @@ class RunConfig(Section):
 
     @property
     def last_step(self) -> int:
-        """That is made."""
+        """The last step that is made, which `profile` may bring forward."""
         if self.profile is None or not self.profile.alone:
             return self.steps
         return min(self.steps, max(self.profile.steps, default=self.steps))
@@ -82,12 +87,13 @@ class CheckpointConfig(Section):
 
     every_steps: PositiveInt | None = None  # steps between checkpoints; null: none are written
     keep_last: PositiveInt = 2  # newest checkpoints to keep
-    keep_every_steps: PositiveInt | None = None  # also keep those of steps n, 2n, ... forever
+    keep_every_steps: PositiveInt | None = None  # also keep the checkpoints of steps n, 2n, ... forever
     asynchronous: bool = True  # write in the background from a copy in host memory; false: wait, without a copy
     # if a checkpoint, metrics or samples cannot be written: end the run, or continue
     on_error: Literal["stop", "warn"] = "stop"
-    writers: Literal["every_rank", "one_node", "one_rank"] = "every_rank"  # concurrent writers; the others take turns
-    timeout_s: PositiveFloat = 1800.0  # maximum seconds to write a checkpoint; the next one waits as long
+    # ranks that write at the same time: all, those of one node, or one; the others wait for their turn
+    writers: Literal["every_rank", "one_node", "one_rank"] = "every_rank"
+    timeout_s: PositiveFloat = 1800.0  # maximum seconds to write a checkpoint; the next save waits as long for it
     # steps between exports of the actor, which are never removed: RUN_DIR/hf_step_N, or adapter_step_N with LoRA
     weights_every_steps: PositiveInt | None = None
     # write RUN_DIR/hf, a complete Hugging Face directory, at the end; with LoRA, the adapters are merged into it and
@@ -97,8 +103,10 @@ class CheckpointConfig(Section):
 
 
 class SectionTimeouts(Section):
-    """Maximum seconds of a rank in one part of the run, with launcher ft. After that it counts as hung, and all ranks
-    are restarted."""
+    """Maximum seconds of a rank in one part of the run, with launcher ft.
+
+    After that time the rank counts as hung, and all ranks are restarted.
+    """
 
     setup: PositiveFloat = 1800.0  # everything before the first step
     rollout: PositiveFloat = 3600.0  # generation and validation, including rewards

@@ -1,4 +1,4 @@
-"""Sections that have further keys by what one of their keys says: those of the algorithm that it names."""
+"""Sections whose keys depend on the value of one of them, such as the keys of the selected algorithm."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from pydantic_core import CoreSchema, core_schema
 
 from mrl.options.base import Options, Section
 
-TAG = "\0"  # begins what pydantic puts into the place of an error beside the keys; no key of a file can hold it
+TAG = "\0"  # prefix of a variant's name in pydantic's error locations; no key of a file can contain it
 
 
 @dataclass(frozen=True, eq=False)
 class Variants:
-    """Mark of a section: `Annotated[AlgorithmConfig, Variants("adv_estimator", "estimator", ESTIMATORS)]`.
+    """Annotation of a section: `Annotated[AlgorithmConfig, Variants("adv_estimator", "estimator", ESTIMATORS)]`.
 
-    by: the key that chooses; noun: what it chooses, in messages; kinds: its values -> the further keys
+    Attributes:
+        by: the key whose value selects the variant
+        noun: what the key selects, for messages
+        kinds: value -> the options class with the further keys
     """
 
     by: str
@@ -27,7 +30,7 @@ class Variants:
     _made: dict[type[Section], dict[str, type[Section]]] = field(default_factory=dict)
 
     def sections(self, common: type[Section]) -> dict[str, type[Section]]:
-        """For every value of the key the class of the whole section."""
+        """Returns, for every value of the key, the class of the whole section."""
         if common not in self._made:
             self._made[common] = {name: self._section(common, name, kind) for name, kind in self.kinds.items()}
         return self._made[common]
@@ -37,19 +40,19 @@ class Variants:
         return create_model(f"{common.__name__}[{name}]", __base__=(kind, common), **chosen)
 
     def chosen(self, common: type[Section], given: Mapping[str, Any]) -> Any:
-        """What the key says, or follows from the others."""
+        """Returns the value of the key: as given, as implied by another key, or its default."""
         if self.by in given:
             return given[self.by]
         implied = [name for name, kind in self.kinds.items() if kind.implied_by in given]
         return implied[0] if implied else common.model_fields[self.by].get_default()
 
     def owners(self, key: str) -> list[str]:
-        """The values with which the section has this further key."""
+        """Returns the values for which the section has this further key."""
         return [name for name, kind in self.kinds.items() if key in kind.model_fields or key in kind.renamed]
 
     def __get_pydantic_core_schema__(self, common: type[Section], handler: GetCoreSchemaHandler) -> CoreSchema:
         class Unknown(common):  # type: ignore[valid-type, misc]
-            """What is wrong with a section whose kind is not known."""
+            """Section with an unknown variant: validates the common keys only."""
 
             model_config = ConfigDict(extra="ignore")
 
@@ -67,7 +70,7 @@ class Variants:
         return core_schema.no_info_before_validator_function(read, union)
 
     def _read(self, common: type[Section], given: dict[str, Any]) -> dict[str, Any]:
-        """By the names of today, the choice written out, without other algorithms' keys that have their default."""
+        """Replaces former key names, writes out the choice, and drops default-valued keys of other algorithms."""
         name = self.chosen(common, given)
         if not isinstance(name, str) or name not in self.kinds:
             return given
@@ -79,7 +82,7 @@ class Variants:
         }
 
     def _is_default(self, key: str, value: Any) -> bool:
-        """Whether it is that of some kind. 1 is 1.0, but not true."""
+        """True if the value is the key's default in any variant. 1 equals 1.0, but not true."""
         fields = [self.kinds[name].model_fields.get(key) for name in self.owners(key)]
         defaults = [found.get_default() for found in fields if found is not None and not found.is_required()]
         return any(value == default and (type(value) is bool) == (type(default) is bool) for default in defaults)

@@ -1,1 +1,4 @@
-"""A file a trainer: its keys, and what they mean to the parts that know no trainer. `table` has them all."""
+"""Configuration of each trainer, one file each: its keys, and what they mean to packages that know no trainer.
+
+The table of all trainers is in `table`.
+"""

@@ -1,4 +1,4 @@
-"""What the configuration of every trainer has, and what it answers for itself."""
+"""Base classes of the trainers' configurations, and the questions that other packages ask them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ from mrl.config.tokenizer_files import TOKENIZER_FILES
 
 @dataclass(frozen=True)
 class ModelUse:
-    """How a run uses a model.
+    """The use of a model by a run.
 
-    path: its directory; None: that of the run's model
-    parallel: its layout; None: it has none of its own
-    train: what its training is told; None: it is never trained
-    scores: it needs a score head; has_head: it has one, which may start afresh
+    Attributes:
+        path: directory of the model; None: that of the run's model
+        parallel: layout; None: the model has no layout of its own
+        train: training settings; None: never trained
+        scores: the model needs a score head
+        has_head: the model has a score or value head, which may be newly initialized
     """
 
     path: str | None = None
@@ -38,12 +40,15 @@ class ModelUse:
 
 @dataclass(frozen=True)
 class DataUse:
-    """How a run uses a section of data.
+    """The use of a data section by a run.
 
-    rows_per_step: of `train`
-    is_sampled: responses to its prompts are; otherwise they are learnt from, so every row must have an answer
-    preferences: what it has in place of answers; margins: each with one; cuts: long responses lose their ends
-    is_evaluated: `validation` is looked at, though nothing is sampled
+    Attributes:
+        rows_per_step: rows of `train` per step
+        is_sampled: engines generate responses to the prompts; False: every row must have an answer to train on
+        preferences: form of preference rows; None: rows with answers
+        margins: every row has a margin
+        cuts: long responses are truncated at the end
+        is_evaluated: rows of `validation` are evaluated, without sampling
     """
 
     cfg: DataConfig
@@ -59,7 +64,7 @@ class DataUse:
         return self.is_sampled or self.is_evaluated
 
     def needed(self, columns: Container[str]) -> dict[str, str]:
-        """The settings that name what a row must have that has these columns -> the names."""
+        """Returns setting -> column name for the columns that a row with `columns` must have."""
         if isinstance(self.cfg, PreferenceDataConfig) and self.preferences is not None:
             return self.cfg.needed(self.preferences, columns, self.margins)
         if isinstance(self.cfg, SFTDataConfig):
@@ -69,17 +74,18 @@ class DataUse:
 
     @property
     def reads_prompts(self) -> bool:
-        """Whether what a row has as its prompt is looked at."""
+        """True if the prompt column of a row is used."""
         return self.preferences is not None or "prompt_key" in self.needed(())
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model as a run builds it.
+    """A model that a run builds.
 
-    path: its directory; None: that of the run's model
-    train: layout, micro-batches, layers, what it gives up
-    scores: it has a value head in place of the output layer
+    Attributes:
+        path: directory of the model; None: that of the run's model
+        train: layout, micro-batches, layers and offload
+        scores: a value or score head replaces the output layer
     """
 
     path: str | None
@@ -90,14 +96,18 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class StepSize:
-    """What one step works on, in samples unless it says tokens.
+    """Sizes of one step, in samples unless the name says tokens.
 
-    prompts, sampled: that responses are drawn for, and those, in a step without dropped groups; 0: none are drawn
-    learnt: that its updates learn from in an epoch; minibatch: in one update
-    prompt_tokens, response_tokens: the longest; None: the data says, up to a micro-batch
-    passes: names of the models that compute log-probs or values of all samples before the updates
-    image_tokens: that pictures may take of a prompt, where the models see some
-    replays: whose choice of experts the actor follows
+    Attributes:
+        prompts: prompts of generated responses; 0: no responses are generated
+        sampled: responses to these prompts, in a step without dropped groups
+        learnt: samples that one epoch of updates trains on
+        minibatch: samples of one update
+        prompt_tokens: maximum tokens of a prompt; None: depends on the data, up to a micro-batch
+        response_tokens: maximum tokens of a response; None as for prompt_tokens
+        passes: names of the models that compute log-probs or values of all samples before the updates
+        image_tokens: maximum image tokens of a prompt, with vision models
+        replays: source of the actor's expert routing (actor.routing_replay)
     """
 
     learnt: int
@@ -113,126 +123,128 @@ class StepSize:
 
 
 class AnyConfig(Section):
-    """The keys of every trainer. The methods are what the rest asks: it never looks which trainer it is."""
+    """The keys of every trainer. Other packages call these methods and never check which trainer it is."""
 
-    trainer: str  # what kind of training
+    trainer: str  # kind of training
     run: RunConfig
     checkpoint: CheckpointConfig = CheckpointConfig()
     resilience: ResilienceConfig = ResilienceConfig()
 
     @property
     def sees_pictures(self) -> bool:
-        """Whether its rows may have pictures, and its models see them."""
+        """True if rows may contain images that the models read."""
         return False
 
     @property
     def has_turns(self) -> bool:
-        """Whether its samples are trajectories of several turns."""
+        """True if samples are multi-turn trajectories."""
         return False
 
     def imitated(self) -> SFTDataConfig | None:
-        """How rows of answers to imitate are read, where it has such rows."""
+        """Returns the settings for rows with answers to imitate; None if there are no such rows."""
         return None
 
     def models(self) -> dict[str, ModelUse]:
-        """Every language model of the run, by the section that its keys `path`, `parallel` and `optimizer` are in."""
+        """Returns every language model of the run, by the section of its keys `path`, `parallel` and `optimizer`."""
         return {}
 
     def built(self) -> dict[str, ModelSpec]:
-        """Every language model that the run has weights of, by its name."""
+        """Returns every language model that the run builds, by name."""
         return {}
 
     def copies(self) -> dict[str, bool]:
-        """Float32 weights that are kept beside the actor's, by name, and whether they are in host memory."""
+        """Returns the float32 copies of the actor's weights, by name, with True for copies in host memory."""
         return {}
 
     def engines(self) -> tuple[RolloutConfig, SyncConfig] | None:
-        """What samples, and how it gets the weights; None: nothing does."""
+        """Returns the settings of the engines and of weight syncs; None if the run generates nothing."""
         return None
 
     def nodes_per_engine(self) -> int:
-        """How many nodes have an engine together."""
+        """Returns the number of nodes that each engine spans."""
         return 1
 
     def engine_nodes(self) -> PlacementConfig | None:
-        """The nodes that have the engines, where none of the trainer's has one; None: there are no such nodes."""
+        """Returns the placement of engines on separate nodes; None if engines are on trainer nodes."""
         return None
 
     def step_size(self) -> StepSize:
-        """What one step works on."""
+        """Returns the sizes of one step."""
         rows = self.data_uses()["data"].rows_per_step
         return StepSize(learnt=rows, minibatch=rows)
 
     @abstractmethod
     def data_uses(self) -> dict[str, DataUse]:
-        """Every section that says where rows come from, by its key; `data` is one of them."""
+        """Returns every data section by its key, one of which is `data`."""
 
     def sources(self) -> dict[str, tuple[SourceConfig, ...]]:
-        """Every key that says what is learnt from."""
+        """Returns the training sources, by the key that names them."""
         return {f"{key}.train": use.cfg.train for key, use in self.data_uses().items()}
 
     def reread_files(self) -> Iterator[tuple[str, str]]:
-        """(key, path) of all files and directories beside the data that the run is made of whenever it starts, as no
-        checkpoint has what they hold."""
+        """Yields (key, path) of files and directories, besides the data, that every start of the run reads again.
+
+        Checkpoints do not contain these files.
+        """
         return iter(())
 
     def rewards(self) -> RewardConfig | None:
-        """What scores the samples; None: nothing does."""
+        """Returns the reward settings; None if samples have no rewards."""
         return None
 
     def reward_servers(self) -> dict[str, ServerConfig]:
-        """Scorers behind HTTP, by the keys that describe them."""
+        """Returns the scorers behind HTTP, by their keys."""
         rewards = self.rewards()
         servers = rewards.servers if rewards is not None else {}
         return {f"reward.servers.{name}": server for name, server in servers.items()}
 
     def algorithm_used(self) -> AlgorithmConfig | None:
-        """What makes advantages of scores, and losses of these; None: nothing does."""
+        """Returns the settings of advantages and losses; None for trainers without advantages."""
         return None
 
     def given_urls(self) -> tuple[str, ...]:
-        """Addresses of services, started by somebody else, that ranks may have to reach."""
+        """Returns the addresses of services that mrl does not start and that ranks may have to reach."""
         return ()
 
     def offloads_memory(self) -> bool:
-        """Whether its loop says what must be on the device when, so that `offload` has an effect."""
+        """True if the training loop moves models off the device, so that `offload` has an effect."""
         return False
 
     def min_updates(self, name: str) -> int | None:
-        """How many updates of the model under `name` the whole run makes at least; None: only the data tells."""
+        """Returns the minimum number of updates of model `name` in the whole run; None if it depends on the data."""
         return None if self.steps_follow_data() else self.run.steps
 
     def steps_follow_data(self) -> bool:
-        """Whether the number of steps is known only when the data has been read."""
+        """True if the number of steps is known only after reading the data."""
         return False
 
     def held_out(self) -> HeldOutConfig | None:
-        """When rows of data.validation are looked at; None: no rows are, though there may be prompts."""
+        """Returns the settings of validation on held-out rows; None if no rows are evaluated (prompts may be)."""
         return None
 
     def keeps_best(self) -> bool:
-        """Whether one more checkpoint and one more export than the last ones are kept."""
+        """True if the run keeps the best checkpoint and its export besides the last ones."""
         held_out = self.held_out()
         return held_out is not None and held_out.keep_best
 
     @property
     def effective_checkpoint(self) -> CheckpointConfig:
-        """What the run leaves to go on from and to use: nothing, where it is made for its profile."""
+        """The checkpoint settings; a run that exists for its profile writes no checkpoints and exports."""
         nothing = {"every_steps": None, "weights_every_steps": None, "export_hf": False}
         return self.checkpoint.model_copy(update=nothing) if self.run.is_for_profile else self.checkpoint
 
     @abstractmethod
     def summary(self) -> list[tuple[str, str]]:
-        """Name and value of what a step does, for the lines that are printed at the start."""
+        """Returns (name, value) rows that describe a step, for the lines printed at the start."""
 
     @property
     def is_sampling(self) -> bool:
-        """Whether the run samples responses, from engines that it gives its weights."""
+        """True if engines generate responses with the actor's weights."""
         return any(use.is_sampled for use in self.data_uses().values())
 
 
 class Config(AnyConfig):
-    """The keys of every trainer of language models, which layouts, plans, tokenizers and engines are about."""
+    """The keys of every trainer of language models: those with layouts, plans, tokenizers and engines."""
 
     model: ModelConfig
     actor: TrainConfig = TrainConfig()  # the trained model: its layout and optimizer
@@ -245,8 +257,7 @@ class Config(AnyConfig):
         return {"actor": ModelSpec(None, self.actor, is_trained=True)}
 
     def frozen(self) -> dict[str, str | None]:
-        """Every language model that is never trained, by its section -> its directory; None: that of the run's
-        model."""
+        """Returns section -> directory of every language model that is never trained; None: that of the run's model."""
         models = {name: model.path for name, model in self.built().items() if not model.is_trained}
         return {"reward.model" if name == "reward" else name: path for name, path in models.items()}
 

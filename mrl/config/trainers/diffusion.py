@@ -1,4 +1,4 @@
-"""`trainer: ddpo` and `trainer: diffusion_sft`."""
+"""Configuration and checks of `trainer: ddpo` and `trainer: diffusion_sft`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ KIND, GUIDANCE, AGAINST = "sampler.kind", "sampler.guidance", "advantage.against
 
 
 class DiffusionConfig(AnyConfig):
-    """What both trainers of diffusion models have. They share the sections of a run with the others, and no model."""
+    """The keys of both diffusion trainers, which share `run`, `checkpoint` and `resilience` with other trainers."""
 
     model: DiffusionModelConfig
     actor: DiffusionTrainConfig = DiffusionTrainConfig()  # the trained network and its optimizer
@@ -144,7 +144,7 @@ def check_ddpo(cfg: DDPOConfig, archs: Archs, machine: Machine) -> Iterator[Prob
 
 
 def check_files(cfg: DiffusionConfig) -> Iterator[Problem]:
-    """The diffusers directory and the data: what their JSON files tell."""
+    """Checks the diffusers directory and the data by their JSON files and first rows."""
     for source in cfg.data.train:
         if (why := unreadable(source)) is not None:
             yield Problem(("data.train",), why)
@@ -156,7 +156,7 @@ def check_files(cfg: DiffusionConfig) -> Iterator[Problem]:
 
 
 def check_shapes(cfg: DiffusionConfig) -> Iterator[Problem]:
-    """What the configurations of a diffusers directory tell, without weights."""
+    """Checks the configuration files of a diffusers directory; needs no weights."""
     path = Path(cfg.model.path)
     try:
         _, name, config = net_of(path)
@@ -182,7 +182,7 @@ def _weights(cfg: DiffusionConfig) -> Iterator[Problem]:
     try:
         folder, name, _ = net_of(path)
     except ValueError:
-        return  # `check_shapes` says so
+        return  # `check_shapes` reports this error
     if not cfg.model.from_scratch and not any(folder.glob("*.safetensors")):
         message = f"{folder} has no safetensors: set from_scratch: true to start from random weights"
         yield Problem(("model.path", "model.from_scratch"), message)
@@ -211,7 +211,7 @@ def _sampler(cfg: DDPOConfig, name: str, config: dict, scheduler: str, settings:
 
 
 def _common(cfg: DiffusionConfig, machine: Machine) -> Iterator[Problem]:
-    if machine.planned:  # otherwise all its files are looked at
+    if machine.planned:  # otherwise check_files checks the shapes
         yield from check_shapes(cfg)
     yield from check_optimizer("actor.optimizer", cfg.actor.optimizer, cfg.min_updates("actor"))
     if cfg.actor.lora is not None and cfg.model.from_scratch:

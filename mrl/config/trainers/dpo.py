@@ -1,4 +1,4 @@
-"""`trainer: dpo`."""
+"""Configuration and checks of `trainer: dpo`."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class DPOConfig(PreferencesConfig):
 
     @property
     def has_own_reference(self) -> bool:
-        """Whether there is a second model, if only before the first step."""
+        """True if the reference is a second model, also if it exists before the first step only."""
         return self.preference.needs_reference and self.ref.policy != "refreshed" and not self.ref_is_actor
 
     @property
     def ref_is_actor(self) -> bool:
-        """Whether the reference is the actor without its adapters."""
+        """True if the reference is the actor without its adapters."""
         is_base = self.actor.lora is not None and self.ref.policy == "frozen" and self.ref.path is None
         return self.preference.needs_reference and is_base
 
@@ -118,7 +118,7 @@ def _losses(cfg: DPOConfig) -> Iterator[Problem]:
 
 
 def _pictures(cfg: DPOConfig, archs: Archs) -> Iterator[Problem]:
-    """Of a model that sees some."""
+    """Checks a vision model."""
     actor = archs["actor"]
     if actor is None or actor.vision is None:
         return

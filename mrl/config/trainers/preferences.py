@@ -1,4 +1,4 @@
-"""What the trainers that learn from preferences have in common."""
+"""Base class and checks of the trainers that learn from preferences."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mrl.config.trainers.base import Config, StepSize
 
 
 class PreferencesConfig(Config):
-    """Rows that compare responses, or say what they are worth."""
+    """Base of trainers whose rows compare or rate responses."""
 
     data: PreferenceDataConfig
     batch: PreferenceBatchConfig
@@ -30,17 +30,17 @@ class PreferencesConfig(Config):
     @property
     @abstractmethod
     def responses_per_row(self) -> int:
-        """Of a ranked list 1: it has as many as it has."""
+        """Responses that count for a row: 2 of a pair, else 1 (a ranked list has any number)."""
 
     @abstractmethod
     def validated_metrics(self) -> tuple[str, ...]:
-        """What a validation's metric may be."""
+        """Returns the values that validation.metric may have."""
 
     def held_out(self) -> ComparisonConfig:
         return self.validation
 
     def passes(self) -> tuple[str, ...]:
-        """The models that compute a step's samples before its update."""
+        """Returns the models that compute a step's samples before its update."""
         return ()
 
     def step_size(self) -> StepSize:
@@ -56,7 +56,7 @@ class PreferencesConfig(Config):
 
 
 def check_common(cfg: PreferencesConfig, archs: Archs, machine: Machine) -> Iterator[Problem]:
-    """What both trainers are asked."""
+    """Runs the checks that `dpo` and `reward_model` share."""
     yield from check_shares(cfg, machine, "batch.rows_per_step", cfg.batch.rows_per_step, "rows")
     yield from check_preferences(cfg.data, archs["actor"])
     yield from check_held_out(cfg)

@@ -1,4 +1,4 @@
-"""`trainer: reward_model`."""
+"""Configuration and checks of `trainer: reward_model`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOSS, HEADS, START = "reward_model.loss", "reward_model.heads", "reward_model.he
 
 
 class RewardModelTrainerConfig(PreferencesConfig):
-    """`trainer: reward_model`: a model that scores texts, from pairs, ranked lists, scores or labelled steps."""
+    """`trainer: reward_model`: a model that scores texts, trained on pairs, ranked lists, scores or labeled steps."""
 
     trainer: Literal["reward_model"]  # a model that scores texts, for reward.model
     data: RewardDataConfig
@@ -50,13 +50,13 @@ class RewardModelTrainerConfig(PreferencesConfig):
         return [*rows, ("loss", self.reward_model.loss)]
 
     def starts_from_head(self) -> bool:
-        """Whether the score head is that of model.path."""
+        """True if training starts from the score head of model.path."""
         start = self.reward_model.head_start
         has_one = not self.model.from_scratch and is_reward_model(self.model.path)
         return start == "checkpoint" or (start is None and has_one)
 
     def trained_arch(self) -> ModelArch:
-        """The shape of model.path with the score head that is trained."""
+        """Returns the shape of model.path with the score head to train."""
         arch, own = load_arch(self.model.path), self.reward_model
         heads = own.heads or (arch.score_heads if self.starts_from_head() else 1)
         return replace(arch, score_heads=heads, scores_steps=own.form == "steps")
@@ -91,12 +91,12 @@ def _data_keys(cfg: RewardModelTrainerConfig) -> Iterator[Problem]:
 
 
 def check_files(cfg: RewardModelTrainerConfig) -> Iterator[Problem]:
-    """Does model.path have the head that is asked for?"""
+    """Checks that model.path has the score head that the settings need."""
     own, path = cfg.reward_model, cfg.model.path
     try:
         found = load_arch(path).score_heads if is_reward_model(path) and not cfg.model.from_scratch else None
     except (UnsupportedModel, OSError, ValueError, KeyError):
-        return  # of which others complain
+        return  # `checks.models` reports these errors
     if found is None and own.head_start == "checkpoint":
         yield Problem((START, "model.path"), f"{path} has no score head: use zero or normal")
     if found is None and own.heads is not None and own.heads > 1 and own.head_start is None:

@@ -1,4 +1,4 @@
-"""`trainer: rl`, and the numbers that follow from its keys."""
+"""Configuration of `trainer: rl`, and the numbers that follow from its keys."""
 
 from __future__ import annotations
 
@@ -69,11 +69,11 @@ class RLConfig(Config):
 
     @property
     def ref_is_actor(self) -> bool:
-        """Whether the reference, if there is one, is the actor without its adapters."""
+        """True if the reference, if there is one, is the actor without its adapters."""
         return self.actor.lora is not None and self.ref.policy == "frozen" and self.ref.path is None
 
     def like_actor(self, own: RefConfig | RewardModelConfig) -> TrainConfig:
-        """The actor's settings, but for those that are given."""
+        """Returns the actor's settings, overridden by those that `own` sets."""
         given = {name: dict(own)[name] for name in ("parallel", "max_tokens_per_microbatch", "precision", "offload")}
         return self.actor.model_copy(update={name: value for name, value in given.items() if value is not None})
 
@@ -170,13 +170,13 @@ class RLConfig(Config):
 
 
 def most_tokens(cfg: RLConfig) -> int:
-    """Of a sample: its prompt and all that follows."""
+    """Returns the maximum tokens of a sample: the prompt and everything after it."""
     one_turn = cfg.data.max_prompt_tokens + cfg.rollout.sampling.max_new_tokens
     return one_turn if cfg.agent is None else cfg.agent.max_tokens
 
 
 def counts_turns(cfg: RLConfig) -> bool:
-    """Whether rewards of an agent's turns are learnt where they were given: the score is made of them, as they are."""
+    """True if rewards of an agent's turns count at their own turn, because the score is their plain sum."""
     algorithm = cfg.algorithm
     as_given = not algorithm.use_score_scaling and algorithm.score_clip is None
     return cfg.agent is not None and algorithm.takes_turns and cfg.reward.function == "environment" and as_given
@@ -187,8 +187,11 @@ def needs_ref(cfg: RLConfig) -> bool:
 
 
 def needs_forward_pass(cfg: AlgorithmConfig, single_update: bool) -> bool:
-    """Whether the trainer's log-probs and entropies must be known before the first update, which is the step's only one
-    if `single_update`."""
+    """True if the trainer must compute log-probs and entropies before the first update.
+
+    Args:
+        single_update: the step makes one update only
+    """
     old_ones = cfg.old_log_probs == "trainer" and not single_update
     corrects = cfg.rollout_correction != RolloutCorrectionConfig()
     chooses = cfg.policy_loss.high_entropy_token_ratio < 1
@@ -200,12 +203,12 @@ def samples_per_step(cfg: RLConfig) -> int:
 
 
 def prompts_per_round(cfg: RLConfig) -> int:
-    """Prompts that are sampled at once."""
+    """Returns the number of prompts whose responses are generated at once."""
     return cfg.algorithm.filter_groups.prompts_per_round or cfg.batch.prompts_per_step
 
 
 def most_samples_per_step(cfg: RLConfig) -> int:
-    """Responses that a step may draw: every round of dynamic sampling, and the greedy ones."""
+    """Returns the maximum responses of a step: all rounds of dynamic sampling, and the greedy responses."""
     groups = cfg.algorithm.filter_groups
     drawn = prompts_per_round(cfg) * groups.max_num_gen_batches if groups.is_on else cfg.batch.prompts_per_step
     greedy = cfg.batch.prompts_per_step if cfg.algorithm.needs_greedy else 0
@@ -221,11 +224,11 @@ def updates_per_step(cfg: RLConfig) -> int:
 
 
 def reused_samples_per_step(cfg: RLConfig) -> int:
-    """Of earlier steps, once the replay buffer has enough."""
+    """Returns the replayed samples per step, once the replay buffer has enough."""
     return cfg.replay.prompts_per_step * cfg.batch.samples_per_prompt if cfg.replay is not None else 0
 
 
 def most_updates_per_step(cfg: RLConfig) -> int:
-    """With re-used samples among those of the step."""
+    """Returns the updates of a step with replayed samples."""
     total = samples_per_step(cfg) + reused_samples_per_step(cfg)
     return cfg.batch.epochs_per_step * (total // (cfg.batch.samples_per_minibatch or total))

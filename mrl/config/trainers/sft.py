@@ -1,4 +1,4 @@
-"""`trainer: sft`."""
+"""Configuration and checks of `trainer: sft`."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class SFTConfig(Config):
 
     @property
     def is_packed(self) -> bool:
-        """Whether a step counts packs, or rows that are made of texts."""
+        """True if a step counts packs or wrapped rows instead of rows of the data."""
         return self.packing.strategy != "planner"
 
     def imitated(self) -> SFTDataConfig:
-        """`data`, with the bound that packs set to a row."""
+        """Returns `data`, with rows limited to the length of a pack if strategy is bfd."""
         if self.packing.strategy != "bfd":
             return self.data
         most = min(self.data.max_tokens or self.packing.seq_length, self.packing.seq_length)

@@ -1,6 +1,7 @@
-"""The trainers: for each its keys, what is checked between them, and the program that trains.
+"""Table of the trainers: the keys, the checks and the main program of each.
 
-A new one is a file with its configuration, a file with its loop, and a row here; nothing else asks which trainer it is.
+A new trainer needs a file with its configuration, a file with its loop, and a row here. No other code depends on which
+trainer runs.
 """
 
 from __future__ import annotations
@@ -23,16 +24,20 @@ C = TypeVar("C", bound=AnyConfig)
 
 @dataclass(frozen=True)
 class Trainer(Generic[C]):
-    """What `trainer: NAME` means.
+    """The meaning of `trainer: NAME`.
 
-    schema: the keys of such a configuration
-    main: "module:function" that takes it and trains, on every rank; by name, as reading a configuration imports no
-    torch
-    check: contradictions between its keys, beside those that every trainer is checked for
-    check_files: what is wrong with files that only its keys name
-    packages: optional ones that the program imports, by the names of their modules
-    plan: "module:class" of what `mrl plan` shows, made of it and a cluster; None: the plan of language models
-    preview: "module:function" of it and a number of samples: the lines of `mrl data`; None: those of language models
+    Attributes:
+        schema: configuration class
+        main: "module:function" that takes the configuration and trains, on every rank. A name, because reading a
+            configuration must not import torch
+        check: checks between keys, besides those of every trainer
+        check_files: checks of files that only this trainer's keys name
+        packages: optional packages that the program imports, by module name
+        plan: "module:class" of `mrl plan`'s output, constructed with the configuration and a cluster; None: the plan of
+            language models
+        preview: "module:function" that takes the configuration and a number of samples, and yields the lines of `mrl
+            data`;
+            None: the preview of language models
     """
 
     schema: type[C]
@@ -44,30 +49,34 @@ class Trainer(Generic[C]):
     preview: str | None = None
 
     def load_main(self) -> Callable[[C], None]:
-        """The program, with all that it imports."""
+        """Imports and returns the main program."""
         found: Callable[[C], None] = _load(self.main)
         return found
 
     def load_plan(self) -> Callable[[C, Any], OwnPlan] | None:
-        """What plans it, with all that it imports."""
+        """Imports and returns the class of this trainer's own plan, if it has one."""
         return _load(self.plan) if self.plan is not None else None
 
     def load_preview(self) -> Callable[[C, int], Iterator[str]] | None:
-        """What shows its data, with all that it imports; raises DataError for what cannot be used."""
+        """Imports and returns this trainer's own preview, if it has one. It raises DataError for unusable data."""
         return _load(self.preview) if self.preview is not None else None
 
 
 class OwnPlan(Protocol):
-    """Of a trainer that has a plan of its own. problems: why it does not fit, one sentence each."""
+    """Plan of a trainer that does not use the plan of language models.
+
+    Attributes:
+        problems: reasons why the run does not fit, one sentence each
+    """
 
     @property
     def problems(self) -> list[str]: ...
 
     def lines(self) -> Iterator[str]:
-        """For a terminal."""
+        """Yields the plan's lines for a terminal."""
 
     def data(self) -> dict[str, Any]:
-        """The same in plain values, for JSON."""
+        """Returns the plan as plain values, for JSON."""
 
 
 def _load(name: str) -> Any:

@@ -23,7 +23,7 @@ BLOCK_BYTES = 32 << 20
 
 @dataclass
 class TensorGroup:
-    """All parameters of one kind, across layers and experts. dtypes: pairs of Hugging Face's and Megatron's."""
+    """Parameters of one kind, across layers and experts. dtypes: pairs of the Hugging Face and the Megatron dtype."""
 
     name: str
     hf: tuple[str, ...]

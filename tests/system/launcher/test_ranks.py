@@ -135,7 +135,9 @@ def a_place(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def test_a_world_that_did_not_form_names_who_is_missing(a_place: pytest.MonkeyPatch) -> None:
     a_place.setenv("RANK", "0")
-    with pytest.raises(platform.WorldError, match=r"not all 3 ranks joined within .* = 0.5 s: rank 1, rank 2 did not join"):
+    with pytest.raises(
+        platform.WorldError, match=r"not all 3 ranks joined within .* = 0.5 s: rank 1, rank 2 did not join"
+    ):
         platform.init_process_group(0.5)
     a_place.setenv("RANK", "2")
     a_place.setenv("MASTER_PORT", str(free_port()))

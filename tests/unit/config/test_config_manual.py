@@ -42,7 +42,7 @@ def test_links_in_the_documentation_lead_somewhere() -> None:
         ("ema.decay", "number > 0, < 1", "0.992", "decay of the average"),
         ("run.nproc", "integer > 0 or null", "null", "processes on each machine"),
         ("data.train", "path | section | [path or section, ...]", None, "training rows"),
-        ("ptx.data.train.weight", "number > 0 or null", "null", "relative share of the prompts"),
+        ("ptx.data.train.weight", "number > 0 or null", "null", "relative share of the rows"),
         ("reward.recipe", "{NAME: {NAME: number, ...}, ...}", "{}", "data source"),
         ("reward.servers.NAME.retries", "integer >= 0", "3", "retries after"),
         ("critic", "section or null", "null", "The value model"),
@@ -113,3 +113,9 @@ def test_an_unknown_key_gets_one_line(path: str, said: str, capsys: pytest.Captu
     assert main(["config", path]) == 2
     found = capsys.readouterr()
     assert said in found.err and len(found.err.splitlines()) == 1 and not found.out
+
+
+def test_every_row_of_the_manual_s_tables_is_one_line() -> None:
+    rows = [line for line in manual.markdown().splitlines() if line.startswith("|")]
+    assert any("`step_separator`" in row for row in rows)
+    assert [row for row in rows if not row.endswith("|")] == []

@@ -55,7 +55,7 @@ class NodeTopology:
 
     @property
     def engine_nodes(self) -> set[int]:
-        """All nodes that have an engine, or a part of one."""
+        """Nodes that have an engine, or a part of one."""
         return {node for home in self.homes.values() for node in home}
 
     @property
