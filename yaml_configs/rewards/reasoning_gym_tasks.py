@@ -7,7 +7,7 @@ import re
 import reasoning_gym
 
 LAST = re.compile(r"(-?\d+(?:\.\d+)?)[.!]?\s*$")
-SIGN_CREDIT = 0.4  # score of a wrong number with the right sign
+NEAR_CREDIT = 0.4  # limit of the score of a wrong number
 
 
 def final_number(prompt: str, response: str, row: dict) -> float:
@@ -18,8 +18,9 @@ def final_number(prompt: str, response: str, row: dict) -> float:
     return float(scorer(found[1] if found else None, entry) == 1.0)
 
 
-def number_or_sign(prompt: str, response: str, row: dict) -> dict[str, float]:
-    """Returns 1.0 for the right number at the end, and 0.4 for a wrong number with the right sign.
+def number_or_near(prompt: str, response: str, row: dict) -> dict[str, float]:
+    """Returns 1.0 for the right number at the end; for a wrong number with the right sign 0.4, less 0.04 for each unit
+    that it is off.
 
     The model answers almost every problem with a positive number at first. Without the credit for the sign, all
     responses to a problem with a negative result score 0, and GRPO learns nothing from a group of equal scores.
@@ -27,4 +28,5 @@ def number_or_sign(prompt: str, response: str, row: dict) -> dict[str, float]:
     right = final_number(prompt, response, row)
     found = LAST.search(response)
     has_sign = found is not None and found[1].startswith("-") == row["answer"].startswith("-")
-    return {"score": right or SIGN_CREDIT * has_sign, "right": right}
+    off = abs(float(found[1]) - float(row["answer"])) if found is not None else 0.0
+    return {"score": right or NEAR_CREDIT * has_sign * max(0.0, 1 - off / 10), "right": right}

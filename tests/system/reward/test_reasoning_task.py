@@ -20,19 +20,21 @@ ROW = {"prompt": "State the final answer: 4 - 7 =", "answer": "-3", "data_source
         ("4 - 7 = -3.", 1.0, 1.0),
         ("The answer is -3", 1.0, 1.0),
         ("-3 is the answer", 0.0, 0.0),  # goes on behind it
-        ("4 - 7 = -2", 0.4, 0.0),
+        ("4 - 7 = -2", 0.36, 0.0),
+        ("4 - 7 = -12", 0.04, 0.0),
+        ("4 - 7 = -40", 0.0, 0.0),
         ("4 - 7 = 3", 0.0, 0.0),
         ("", 0.0, 0.0),
     ],
 )
-def test_the_right_number_at_the_end_scores_and_the_right_sign_a_little(
+def test_the_right_number_at_the_end_scores_and_a_near_one_of_its_sign_a_little(
     response: str, score: float, right: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("reasoning_gym", reason="extra tasks")
     monkeypatch.syspath_prepend(str(ROOT / "yaml_configs" / "rewards"))
-    from reasoning_gym_tasks import final_number, number_or_sign  # type: ignore[import-not-found]
+    from reasoning_gym_tasks import final_number, number_or_near  # type: ignore[import-not-found]
 
-    assert number_or_sign("", response, ROW) == {"score": score, "right": right}
+    assert number_or_near("", response, ROW) == pytest.approx({"score": score, "right": right})
     assert final_number("", response, ROW) == right
 
 
