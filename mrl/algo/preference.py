@@ -81,7 +81,7 @@ def dpo_loss(
     reference_free: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Direct preference optimization (DPO, arXiv 2305.18290) and its kin, in TRL's form.
+    """Direct preference optimization (DPO, arXiv 2305.18290) and related losses, in TRL's form.
 
     Args:
         policy_chosen_logps: The policy's summed log-probs of the chosen responses [pairs].
@@ -104,6 +104,8 @@ def dpo_loss(
         TypeError: For an option that the loss lacks.
     """
     loss = PAIR_LOSSES.get(loss_type)
+    if "weight" in options:  # an option of the trainer, which sums several losses
+        raise TypeError("dpo_loss has no option weight: multiply the losses that it returns")
     sides = (policy_chosen_logps, reference_chosen_logps), (policy_rejected_logps, reference_rejected_logps)
     check_same_shape(chosen=policy_chosen_logps, rejected=policy_rejected_logps)
     chosen, rejected = (

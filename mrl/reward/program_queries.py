@@ -45,8 +45,8 @@ Step = Statement | Comparison
 class Expressions:
     """Reads expressions in order. Names are known only as the tests' own text binds them."""
 
-    known: dict[str, Any] = field(default_factory=dict)  # values that the program has not been told
-    sent_names: set[str] = field(default_factory=set)  # names of `known` that the program has been told
+    known: dict[str, Any] = field(default_factory=dict)  # values whose names were not sent to the program
+    sent_names: set[str] = field(default_factory=set)  # names of `known` that were sent to it
     helpers: set[str] = field(default_factory=set)  # bound by the tests to something of their own
     modules: dict[str, str] = field(default_factory=lambda: {"math": "math", "collections": "collections"})
     steps: list[Step] = field(default_factory=list)

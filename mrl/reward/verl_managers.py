@@ -146,7 +146,8 @@ class DAPORewardManager(NaiveRewardManager):
             penalty_factor, and log, which adds overlong_reward and overlong to reward_extra_info; None: no punishment.
 
     Raises:
-        ValueError: If the punishment is enabled and max_resp_len is missing, or len is not in 1..max_resp_len.
+        ValueError: If the punishment is enabled, and max_resp_len or penalty_factor is missing or len is not in
+            1..max_resp_len.
     """
 
     def __init__(
@@ -165,6 +166,8 @@ class DAPORewardManager(NaiveRewardManager):
             if max_resp_len is None or buffer is None or not 0 < buffer <= max_resp_len:
                 raise ValueError(f"overlong_buffer_cfg needs 0 < len <= max_resp_len, got {buffer} and {max_resp_len}")
             factor = _read(overlong_buffer_cfg, "penalty_factor")
+            if factor is None:
+                raise ValueError("overlong_buffer_cfg.enable needs penalty_factor; DAPO takes 1.0")
             self.overlong = {"max_tokens": max_resp_len, "buffer_tokens": buffer, "penalty_factor": factor}
         self.logs_overlong = bool(_read(overlong_buffer_cfg, "log"))
 

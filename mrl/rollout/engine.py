@@ -21,6 +21,7 @@ from mrl.rollout.restarts import Restarts
 from mrl.rollout.routed import ASK, RoutedShape
 from mrl.rollout.samples import Expected
 from mrl.rollout.server_info import ServerInfo
+from mrl.stopping import run_coroutine
 
 T = TypeVar("T")
 
@@ -159,7 +160,7 @@ class Engine:
             )
         if not requests:
             return []
-        samples = asyncio.run(self._fly(self._flight(sampling, on_samples, over_pushes).run(requests)))
+        samples = run_coroutine(self._fly(self._flight(sampling, on_samples, over_pushes).run(requests)))
         return sorted(samples, key=lambda sample: sample.request.sample_id)
 
     def follow(self, feed: Feed, sampling: SamplingParams, on_samples: OnSamples, together: int) -> None:
@@ -170,7 +171,7 @@ class Engine:
         Raises RolloutError as `generate`, ServerLost for a server that is lost (`replace`): no request is left running.
         """
         flight = self._flight(sampling, on_samples, over_pushes=True)
-        asyncio.run(self._fly(flight.follow(feed.taken(), together)))
+        run_coroutine(self._fly(flight.follow(feed.taken(), together)))
 
     def _flight(self, sampling: SamplingParams, on_samples: OnSamples | None, over_pushes: bool) -> Flight:
         routed = self.routed if sampling.return_routed_experts else None
@@ -242,7 +243,7 @@ class Engine:
         """To be called before each push: samples that are under way may come back with this version as soon as the
         engines go on."""
         self.versions.add(version)
-        self.fleet.stall.begin()
+        self.fleet.stall.begin("all servers")
 
     def has_pushed(self, version: str, adapter: str | None = None) -> None:
         """To be called after each push of weights to all servers: from now on samples of others are refused.
@@ -250,7 +251,7 @@ class Engine:
         adapter: the name of what was pushed, where it is not the whole model
         """
         self.weight_version, self.adapter = version, adapter
-        self.fleet.stall.end()
+        self.fleet.stall.end("all servers")
         self.fleet.welcome()
         for server in self.fleet.servers:
             server.has_weights = True

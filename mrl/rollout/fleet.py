@@ -18,6 +18,7 @@ from mrl.rollout.load import Meter, Stall
 from mrl.rollout.process import EngineProcess, Started, wait_ready
 from mrl.rollout.restarts import Restarts
 from mrl.rollout.server import DEATH_POLL_S, DEATH_WAIT_S, Parts, Server
+from mrl.stopping import run_coroutine
 
 RESTART_POLL_S = 0.25
 CHECKS_AT_ONCE = 64
@@ -195,11 +196,11 @@ class Fleet:
 
     def give_weights(self, server: Server) -> None:
         """Brings a server that was started again to the weights of the others, while no answer is read."""
-        self.stall.begin()
+        self.stall.begin(server.url)
         try:
             self.restarts.give_weights(server.url)
         finally:
-            self.stall.end()
+            self.stall.end(server.url)
 
     def revive(self, error: Exception) -> bool:
         """After a failed push of weights: starts again what has died in it, with as much of its memory given up as
@@ -218,7 +219,7 @@ class Fleet:
             self.restarts.take(process, error)
             released = server.released
             server.has_weights = False
-            asyncio.run(self._start_again(server, process))
+            run_coroutine(self._start_again(server, process))
             server.life += 1
             self._settle(server, released)
         return bool(dead)
@@ -269,7 +270,7 @@ class Fleet:
         if not isinstance(error, EngineError):
             raise error
         refuses = error.status is not None and error.status < 500
-        ended = not refuses and asyncio.run(server.ends_soon())
+        ended = not refuses and run_coroutine(server.ends_soon())
         problem = RolloutError(f"{error}\n{server.obituary()}".strip() if not refuses else str(error))
         if error.status is not None and not ended:
             raise problem from error
@@ -279,7 +280,7 @@ class Fleet:
         """Another life of a lost server, without the trainer's weights, which are not at hand now."""
         self.lose(server, problem)
         server.has_weights = False
-        asyncio.run(self.bring_back(server))
+        run_coroutine(self.bring_back(server))
 
     # ---- checks
 

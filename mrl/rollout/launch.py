@@ -1,4 +1,4 @@
-"""What an engine is told when it is started, and what it makes of that: the one form in which engines differ.
+"""The arguments of an engine server, and the command and environment that start it.
 
 An engine of another kind is a function of a ServerSpec, named in `mrl.config.engines.ENGINES`.
 """
@@ -123,8 +123,11 @@ class ServerSpec:
 
 @dataclass(frozen=True)
 class Launch:
-    """How an engine is started. env: all of its environment, which may hold its key. kind: of the fork server that it
-    may be a copy from."""
+    """Command that starts an engine.
+
+    env: the whole environment, which may hold the API key
+    kind: name of the fork server that may start it
+    """
 
     command: list[str]
     env: dict[str, str] = field(repr=False)

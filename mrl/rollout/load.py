@@ -32,25 +32,35 @@ class Load:
 
 
 class Stall:
-    """Seconds in which the engines were given weights, during which requests are not answered. For threads."""
+    """Counts the seconds in which weights go to engines and requests are not answered. Thread-safe.
+
+    Several weight syncs may overlap, each under its own name: the time counts once, until the last of them ends.
+    """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self._now, self._seconds = now, 0.0
-        self._since: float | None = None
+        self._now, self._seconds, self._since = now, 0.0, 0.0
+        self._syncs: set[str] = set()
+        self._lock = threading.Lock()
 
-    def begin(self) -> None:
-        """Engines stop answering; harmless when they already have."""
-        self._since = self._since if self._since is not None else self._now()
+    def begin(self, sync: str) -> None:
+        """Begins a weight sync; no effect if it has begun."""
+        with self._lock:
+            if not self._syncs:
+                self._since = self._now()
+            self._syncs.add(sync)
 
-    def end(self) -> None:
-        """Engines answer again; harmless when they already do."""
-        self._seconds, self._since = self.seconds, None
+    def end(self, sync: str) -> None:
+        """Ends a weight sync; no effect if it has ended."""
+        with self._lock:
+            if self._syncs == {sync}:
+                self._seconds += self._now() - self._since
+            self._syncs.discard(sync)
 
     @property
     def seconds(self) -> float:
         """Total until now."""
-        since = self._since
-        return self._seconds + (self._now() - since if since is not None else 0.0)
+        with self._lock:
+            return self._seconds + (self._now() - self._since if self._syncs else 0.0)
 
 
 class Meter:

@@ -198,7 +198,7 @@ def host_learner(role: str, ranks: int) -> Any:
             self.train: Any = SimpleNamespace(max_tokens_per_microbatch=32768, precision=PrecisionConfig())
             self.planner = MicroBatchPlanner(self.mesh, self.train, arch, self.role, shares=True)
             self.flop_counter: Any = SimpleNamespace(add=lambda *args, **more: None)
-            self.last: Any = SimpleNamespace(begin=lambda: None, add=lambda *args: None)
+            self.last_outputs: Any = SimpleNamespace(begin=lambda: None, add=lambda *args: None)
             self.adapters = self.replay = None
             self.bare = []
             self.memory: Any = SimpleNamespace(require=lambda *args: None)
@@ -254,7 +254,7 @@ def host(samples: int, tokens: int, ranks: int, minibatch: int, critic: bool = F
         actor, values = host_learner("policy", ranks), host_learner("critic", ranks) if critic else None
         run, base = bare_run(cfg, actor, values), peak_mib()
         for learner in filter(None, (actor, values)):
-            clock.watch(learner.split, "micro_batches", "micro_batches")
+            clock.watch(learner.planner, "micro_batches", "micro_batches")
         with clock.of("passes"):
             passes = forward_passes(cfg.algorithm, rollout, 1.0, actor, values)
         with clock.of("experience"):
@@ -289,7 +289,7 @@ def engines(servers: int) -> Row:
     from mrl.rollout.server import Server
     from mrl.weights.sync.weight_sync import WeightSync
 
-    exporter: Any = SimpleNamespace(metas=list, stream=lambda: iter(()))
+    exporter: Any = SimpleNamespace(arch=an_arch(), metas=list, stream=lambda: iter(()))
     cfg, clock = RolloutConfig(), Clock()
     with far_engine(2) as port:
         urls = [f"http://127.0.{i // 250}.{i % 250 + 1}:{port}" for i in range(servers)]

@@ -27,6 +27,7 @@ def number_or_near(prompt: str, response: str, row: dict) -> dict[str, float]:
     """
     right = final_number(prompt, response, row)
     found = LAST.search(response)
-    has_sign = found is not None and found[1].startswith("-") == row["answer"].startswith("-")
-    off = abs(float(found[1]) - float(row["answer"])) if found is not None else 0.0
-    return {"score": right or NEAR_CREDIT * has_sign * max(0.0, 1 - off / 10), "right": right}
+    if right or found is None or found[1].startswith("-") != row["answer"].startswith("-"):
+        return {"score": right, "right": right}
+    off = abs(float(found[1]) - float(row["answer"]))
+    return {"score": NEAR_CREDIT * max(0.0, 1 - off / 10), "right": right}

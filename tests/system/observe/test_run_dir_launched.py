@@ -1,4 +1,4 @@
-"""A run directory while its ranks run: removed by one, and the terminal in the middle of a line."""
+"""A launched run whose directory a rank removes, and whose terminal ends in the middle of a line."""
 
 from __future__ import annotations
 

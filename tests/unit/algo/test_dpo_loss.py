@@ -58,6 +58,8 @@ def test_every_pair_loss_is_there_and_mistakes_are_named() -> None:
         dpo_loss(*policy, *reference, loss_type="dpo")
     with pytest.raises(TypeError, match="unknown option label_smoothing"):
         dpo_loss(*policy, *reference, loss_type="ipo", label_smoothing=0.1)
+    with pytest.raises(TypeError, match="no option weight"):
+        dpo_loss(*policy, *reference, weight=2.0)
     with pytest.raises(ValueError, match="shapes differ"):
         dpo_loss(policy[0], policy[1, :3], *reference)
     names = ["policy_chosen_logps", "policy_rejected_logps", "reference_chosen_logps", "reference_rejected_logps"]

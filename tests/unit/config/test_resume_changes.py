@@ -1,4 +1,4 @@
-"""What may change between a run and its resumption, and what is refused."""
+"""Changes of the configuration that a resumed run accepts or refuses."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Ready(Exception):
 
 
 def notes_of_training(config: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[int], Any]:
-    """What a trainer says of its rows, how many sets have, and its configuration."""
+    """Returns the trainer's messages about its rows, the number of rows by data set, and its configuration."""
     cfg, notes, seen = load_read_only(config, ()), list[str](), list[Any]()
     recorder = SimpleNamespace(note=notes.append)
 
@@ -96,7 +96,7 @@ def notes_of_training(config: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[li
 
 
 def agreed(config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[str, Any]:
-    """What `mrl data` shows, after it is found to be what the trainer says; and the trainer's configuration."""
+    """Compares `mrl data` with the trainer's messages; returns its output and the trainer's configuration."""
     notes, counts, cfg = notes_of_training(config, monkeypatch)
     notes = [note for note in notes if not note.startswith("validation: ")]  # the preview says it beside the source
     assert cli.main(["data", str(config)]) == 0

@@ -102,6 +102,9 @@ def test_dapo_punishes_long_responses(as_object: bool) -> None:
     for length, buffer in ((None, 2), (1, 2), (3, 0)):
         with pytest.raises(ValueError, match="0 < len <= max_resp_len"):
             DAPORewardManager(Digits(), 0, max_resp_len=length, overlong_buffer_cfg=keys | {"len": buffer})
+    del keys["penalty_factor"]
+    with pytest.raises(ValueError, match="needs penalty_factor"):
+        DAPORewardManager(Digits(), 0, max_resp_len=3, overlong_buffer_cfg=keys)
 
 
 def test_managers_of_verl_s_configuration(tmp_path: Path) -> None:

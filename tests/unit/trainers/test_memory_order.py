@@ -1,4 +1,4 @@
-"""Which models and engines give memory up in which phase."""
+"""The order in which models and engines release memory in the phases of a step."""
 
 from __future__ import annotations
 
