@@ -5,7 +5,7 @@ Uses the standard library only, because reward workers read this table when they
 
 from __future__ import annotations
 
-COMPARISONS = {  # f(response, answer), where `answer` comes from the row
+COMPARISONS = {  # f(response, answer); the answer comes from the row
     "exact_match": "mrl.reward.functions",
     "sorted_digits": "mrl.reward.functions",
     "arithmetic": "mrl.reward.functions",
