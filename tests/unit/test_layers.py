@@ -29,7 +29,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "models": ("core", "units", "families", "config", "platform", "parallel", "kernels"),
     "rollout": (
         *("core", "families", "config", "forks", "files", "gloo_loop", "imports", "kernels.native", "packages"),
-        "ports",
+        *("ports", "stopping"),
     ),
     "worker_process": (),
     "reward": ("core", "config", "foreign", "forks", "user_functions", "worker_process"),
