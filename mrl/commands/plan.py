@@ -134,7 +134,7 @@ def _assumptions(cfg: Config) -> tuple[Assumptions, str]:
     lengths = [len(prompt.token_ids) for prompt in prompts]
     mean = sum(lengths) / len(lengths)
     line = f"prompts of data.train: mean {mean:.0f} tokens, longest {max(lengths)}"
-    return Assumptions(mean_prompt_share=mean / limit), line
+    return Assumptions(mean_prompt_share=mean / limit, measured=("mean_prompt_share",)), line
 
 
 def _gpu_model(information: Path) -> str:

@@ -109,14 +109,15 @@ class Assumptions:
     fragments_share: float = 0.05  # of the trainer's tensor memory, lost to fragmentation
     disk: float = 2e9  # bytes a second of a node's checkpoint writes
     spare_share: float = 0.08  # of a GPU's memory, left free by --search
+    measured: tuple[str, ...] = ()  # names of the values above that were measured on the run's data
 
     def without_gpu(self) -> Assumptions:
         """Returns the assumptions without the memory overheads of GPUs and their engines."""
         return replace(self, fragments_share=0.0, **dict.fromkeys(self.IN_BYTES, 0.0))
 
     def rows(self) -> list[tuple[str, str]]:
-        """Returns name and value, bytes in GiB."""
-        values = vars(self).items()
+        """Returns name and value of all but those measured, bytes in GiB."""
+        values = [item for item in vars(self).items() if item[0] not in ("measured", *self.measured)]
         return [(name, f"{value / GIB:g} GiB" if name in self.IN_BYTES else f"{value:g}") for name, value in values]
 
 

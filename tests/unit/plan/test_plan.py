@@ -368,11 +368,14 @@ def test_prompts_that_are_here_give_their_mean_length(
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     keys = ["data.max_prompt_tokens=16", f"model.path={tiny_models('llama')}"]
     asked = ["plan", "yaml_configs/quickstart_grpo.yaml", *keys, "actor.parallel.context=1", "run.nproc=1"]
+    asked += ["--gpu", "h200"]
     assert main([*asked, f"data.train={tmp_path / 'train.jsonl'}"]) == 0
     printed = capsys.readouterr().out
     assert "prompts of data.train: mean 8 tokens, longest 11" in printed and "assumed mean 8 + 4" in printed
+    assert "mean_response_share" in printed and "mean_prompt_share" not in printed, "which is measured"
     assert main([*asked, f"data.train={tmp_path / 'absent.jsonl'}"]) == 0
-    assert "prompts of data.train" not in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "prompts of data.train" not in printed and "mean_prompt_share" in printed
 
 
 def test_dry_run_builds_every_kind_of_rank_and_names_what_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
