@@ -197,7 +197,7 @@ def test_metrics_are_of_the_updates_that_were_made(tmp_path: Path) -> None:
     sizes |= {"images_per_update": 2, "images_per_step": 4, "advantage": SimpleNamespace(clip=5)}
     cfg = SimpleNamespace(run=SimpleNamespace(seed=1), **sizes)
     updates = Updates(tmp_path, 2, SilentRecorder(), writes=False)
-    work: Any = SimpleNamespace(cfg=cfg, policy=policy, run=SimpleNamespace(learner=learner, updates=updates))
+    work: Any = SimpleNamespace(cfg=cfg, policy=policy, learner=learner, updates=updates)
     _learn(work, 0, StepSamples(sampled(policy), [], []), torch.tensor([float("nan"), 1.0, -1.0, 1.0]), stats)
     assert learner.updates == 1 and stats.metrics["actor/skipped"] == 1
     assert all(math.isfinite(stats.metrics[f"actor/{name}"]) for name in ("loss", "grad_norm", "approx_kl", "clipfrac"))
