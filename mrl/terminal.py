@@ -12,7 +12,6 @@ import signal
 import struct
 import sys
 import termios
-import threading
 import time
 from collections import deque
 from pathlib import Path
@@ -28,8 +27,7 @@ class Terminal:
     """Copies rank 0's output from `for_rank` to stdout unchanged, and to the log in its final form."""
 
     def __init__(self, log: Path) -> None:
-        # only the main thread may handle SIGWINCH
-        self._is_terminal = sys.stdout.isatty() and threading.current_thread() is threading.main_thread()
+        self._is_terminal = sys.stdout.isatty()
         if self._is_terminal:
             self._source, self.for_rank = pty.openpty()
             attributes = termios.tcgetattr(self.for_rank)
@@ -113,11 +111,8 @@ class Terminal:
         self._write(data)
         self._is_in_a_line = data[-1:] != b"\n"
         with contextlib.suppress(OSError):  # no reader left; the log still gets it
-            if hasattr(sys.stdout, "buffer"):
-                sys.stdout.buffer.write(data)
-            else:  # a notebook's
-                sys.stdout.write(data.decode(errors="replace"))
-            sys.stdout.flush()
+            sys.stdout.buffer.write(data)
+            sys.stdout.buffer.flush()
         return True
 
     def _resize(self, number: int = 0, frame: FrameType | None = None) -> None:

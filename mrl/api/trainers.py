@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from mrl.api import inputs, rank
+from mrl.api.program import run_program
 from mrl.commands import shared, world
 from mrl.commands.train import COMPILED
 from mrl.config.derived import Machine
@@ -201,10 +202,10 @@ class Trainer:
         if not isinstance(cfg, TRAINERS[self.trainer].schema):
             yield Problem(("trainer",), f"{type(self).__name__} needs {self.trainer}, got {cfg.trainer}")
 
-    def _load(self, gpus: int | None = None) -> AnyConfig:
+    def _load(self) -> AnyConfig:
         if is_a_rank() and (problem := world_problem()):
             raise TrainingFailed(problem)
-        machine: dict[str, Any] = {"planned": world.machine_on_nodes(1, gpus)}
+        machine: dict[str, Any] = {"planned": world.machine_on_nodes(1)}
         cfg = load(self._source, self._overrides, **({"joined": world.joined_machine()} if is_a_rank() else machine))
         if problems := list(self._check(cfg)):
             raise ConfigError(name_of(self._source), problems)
@@ -235,17 +236,13 @@ class Trainer:
     def _launch(self) -> None:
         """Starts the ranks and waits for them."""
         os.environ.setdefault(*COMPILED)
-        gpus = world.gpus()
-        self.cfg = self._load(gpus)
-        self._preflight(Machine.for_launch(self.cfg, gpus))
         file = inputs.make_folder(self.run_dir) / "rank.pickle"
         rank.write(file, self._source, self._overrides, self._callbacks)
-        with _stderr() as said:
-            code = world.start_local(self.cfg, ["mrl.api.rank", str(file.absolute())])
+        code, said = run_program([sys.executable, "-m", "mrl.api.rank", str(file.absolute())])
         if code == SIGINT_CODE:
             raise KeyboardInterrupt
         if code:
-            lines = [line.removeprefix("mrl: ").removeprefix("error: ") for line in said.getvalue().splitlines()]
+            lines = [line.removeprefix("mrl: ").removeprefix("error: ") for line in said.splitlines()]
             raise TrainingFailed("\n".join(lines) or f"exit code {code}", code)
 
 

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import os
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mrl.commands import plan, shared, world
@@ -65,7 +66,11 @@ def run(args: argparse.Namespace) -> int:
         if isinstance(cfg, int):
             return cfg
         return 1 if shared.has_problems(cfg, around) else world.run_rank(cfg)
+    return lead(args, ["mrl", "train", str(args.config), *args.overrides])
 
+
+def lead(args: argparse.Namespace, rank: Sequence[str]) -> int:
+    """Checks the configuration and starts its ranks here, each as `python -m RANK`; returns the exit code."""
     from mrl.launcher import signals
 
     if args.is_program:
@@ -75,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     if isinstance(cfg, int):
         return cfg
     if not args.is_program:
-        return _lead(args, None)
+        return _start(args, rank, None)
     from mrl.launcher import FOR_FORK_SERVERS, ForkServer
 
     for name, value in FOR_FORK_SERVERS.items():
@@ -83,9 +88,9 @@ def run(args: argparse.Namespace) -> int:
     _import_checks()
     with _engine_fork_server(cfg):  # forked with the imports so far; it imports the rest during the checks
         if cfg.run.launcher != "mrl" or args.nodes > 1:
-            return _lead(args, None)
+            return _start(args, rank, None)
         with ForkServer() as fork_server:
-            return _lead(args, fork_server)
+            return _start(args, rank, fork_server)
 
 
 def _wrong(args: argparse.Namespace) -> str | None:
@@ -131,7 +136,7 @@ def _engine_fork_server(cfg: AnyConfig) -> contextlib.AbstractContextManager[obj
     return fork_server.EngineForkServer(name, imports)
 
 
-def _lead(args: argparse.Namespace, fork_server: ForkServer | None) -> int:
+def _start(args: argparse.Namespace, rank: Sequence[str], fork_server: ForkServer | None) -> int:
     machine = world.machine_on_nodes(args.nodes, world.gpus())
     cfg = _load(args, planned=machine)
     if isinstance(cfg, int):
@@ -143,4 +148,4 @@ def _lead(args: argparse.Namespace, fork_server: ForkServer | None) -> int:
     signals.raise_recorded_interrupt()  # a Ctrl-C during the import of torch, before there are other processes
     if args.nodes > 1:
         return world.start_node(cfg, args)
-    return world.start_local(cfg, ["mrl", "train", str(args.config), *args.overrides], fork_server)
+    return world.start_local(cfg, rank, fork_server)

@@ -7,7 +7,6 @@ import ctypes
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from mrl.resilience import preemption
@@ -41,14 +40,9 @@ def raise_recorded_interrupt() -> None:
 def collect_signals() -> Iterator[list[int]]:
     """Collects stopping signals in a list instead of ending on them. Ignored signals (nohup) stay ignored.
 
-    Only the main thread can collect any.
-
     Restores the previous handlers after the block, except `preemption.exit_before_run`, since the run has begun.
     """
     received: list[int] = []
-    if threading.current_thread() is not threading.main_thread():  # which alone may set handlers
-        yield received
-        return
     wanted = [number for number in (*AT_ONCE, *WARNINGS) if signal.getsignal(number) != signal.SIG_IGN]
     previous = {number: signal.signal(number, lambda got, _: received.append(got)) for number in wanted}
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 GIB = 1 << 30
 CAPABILITIES = {"a100": (8, 0), "h100": (9, 0), "h200": (9, 0), "b200": (10, 0)}  # NVIDIA's list of CUDA GPUs
@@ -113,7 +113,8 @@ class Assumptions:
 
     def without_gpu(self) -> Assumptions:
         """Returns the assumptions without the memory overheads of GPUs and their engines."""
-        return replace(self, fragments_share=0.0, **dict.fromkeys(self.IN_BYTES, 0.0))
+        overheads: dict[str, Any] = dict.fromkeys(("fragments_share", *self.IN_BYTES), 0.0)
+        return replace(self, **overheads)
 
     def rows(self) -> list[tuple[str, str]]:
         """Returns name and value of all but those measured, bytes in GiB."""

@@ -1,0 +1,75 @@
+"""Runs a program for a script or a notebook: shows its output there, and passes signals on to it."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import os
+import selectors
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from typing import IO
+
+from mrl.launcher.signals import child_setup, collect_signals
+
+POLL_S = 0.1
+
+
+class Copied:
+    """Output of a program that is also written to a stream of this process."""
+
+    def __init__(self, target: IO[str]) -> None:
+        self.text = ""
+        self._target, self._decoder = target, codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, data: bytes) -> None:
+        text = self._decoder.decode(data)
+        self.text += text
+        with contextlib.suppress(OSError):  # no reader left
+            self._target.write(text)
+            self._target.flush()
+
+
+def run_program(command: Sequence[str]) -> tuple[int, str]:
+    """Returns the exit code of a program and its stderr.
+
+    In the main thread, stopping signals go to the program. It is killed if this process ends.
+    """
+    signals: contextlib.AbstractContextManager[list[int]] = contextlib.nullcontext([])
+    if threading.current_thread() is threading.main_thread():  # which alone may handle them
+        signals = collect_signals()
+    with signals as received, selectors.DefaultSelector() as pipes:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=None if sys.stdout is sys.__stdout__ else subprocess.PIPE,  # a notebook's is no file
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=child_setup(),
+        )
+        errors = Copied(sys.stderr)
+        pipes.register(process.stderr or 2, selectors.EVENT_READ, errors)
+        if process.stdout is not None:
+            pipes.register(process.stdout, selectors.EVENT_READ, Copied(sys.stdout))
+        passed_on = 0
+        while process.poll() is None:
+            copy_output(pipes, POLL_S)
+            for number in received[passed_on:]:
+                process.send_signal(number)
+                passed_on += 1
+        while copy_output(pipes, 0.0):  # what is left in the pipes; engines that end later may keep them open
+            pass
+    return process.returncode, errors.text
+
+
+def copy_output(selector: selectors.BaseSelector, timeout_s: float) -> bool:
+    """Copies what comes within `timeout_s`; returns False if nothing did."""
+    ready = selector.select(timeout_s)
+    for key, _ in ready:
+        if data := os.read(key.fd, 1 << 16):
+            key.data.add(data)
+        else:
+            selector.unregister(key.fileobj)
+    return bool(ready)
