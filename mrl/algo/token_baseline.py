@@ -22,8 +22,7 @@ def optimal_token_baseline(inputs: AdvantageInputs, zero_tail: bool | None) -> t
 
     Neither discounted nor whitened; a group of one has no baseline. Where only one response of a group is left, its
     baseline is its own return and the advantage 0; with `zero_tail` the baseline is 0 there and the advantage the
-    return (verl's handle_zero_tail). Same as verl's, except that weights made negative by rounding are
-    0.
+    return (verl's handle_zero_tail). Same as verl's, except that weights made negative by rounding are 0.
     """
     returns, weights = reward_to_go(inputs).double(), _realised_energy(inputs)
     return _minus_baseline(inputs, returns, weights, inputs.mask, zero_tail=bool(zero_tail))

@@ -65,7 +65,7 @@ def make_folder(run_dir: Path) -> Path:
         if is_owned(run_dir / "lock"):
             raise _error("run.name", f"{run_dir} is in use by another run: stop it, or choose another name")
     make_private(run_dir)
-    (run_dir / "inputs").mkdir(exist_ok=True)
+    make_private(run_dir / "inputs")  # a configuration may hold keys, and ranks run what is in the directory
     return run_dir / "inputs"
 
 

@@ -49,27 +49,32 @@ def run_program(command: Sequence[str]) -> tuple[int, str]:
             start_new_session=True,
             preexec_fn=child_setup(),
         )
+        assert process.stderr is not None
         errors = Copied(sys.stderr)
-        pipes.register(process.stderr or 2, selectors.EVENT_READ, errors)
+        pipes.register(process.stderr, selectors.EVENT_READ, errors)
         if process.stdout is not None:
             pipes.register(process.stdout, selectors.EVENT_READ, Copied(sys.stdout))
         passed_on = 0
-        while process.poll() is None:
-            copy_output(pipes, POLL_S)
-            for number in received[passed_on:]:
-                process.send_signal(number)
-                passed_on += 1
-        while copy_output(pipes, 0.0):  # what is left in the pipes; engines that end later may keep them open
-            pass
+        with process:  # closes the pipes
+            try:
+                while process.poll() is None:
+                    copy_output(pipes, POLL_S)
+                    for number in received[passed_on:]:
+                        process.send_signal(number)
+                        passed_on += 1
+                copy_output(pipes, 0.0)  # not to the end of the pipes: an engine that ends later may keep them open
+            except BaseException:  # of a stream of this process
+                process.kill()
+                raise
     return process.returncode, errors.text
 
 
-def copy_output(selector: selectors.BaseSelector, timeout_s: float) -> bool:
-    """Copies what comes within `timeout_s`; returns False if nothing did."""
-    ready = selector.select(timeout_s)
-    for key, _ in ready:
-        if data := os.read(key.fd, 1 << 16):
-            key.data.add(data)
-        else:
-            selector.unregister(key.fileobj)
-    return bool(ready)
+def copy_output(selector: selectors.BaseSelector, timeout_s: float) -> None:
+    """Copies all that is in the pipes, after a wait of up to `timeout_s` for the first of it."""
+    while ready := selector.select(timeout_s):
+        timeout_s = 0.0
+        for key, _ in ready:
+            if data := os.read(key.fd, 1 << 16):
+                key.data.add(data)
+            else:
+                selector.unregister(key.fileobj)

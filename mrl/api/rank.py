@@ -27,7 +27,7 @@ def write(file: Path, config: Source, overrides: Sequence[str], callbacks: Seque
 
 
 def main() -> int:
-    """Returns the exit code, as `mrl train` does."""
+    """Starts the ranks, or trains as one of them; returns the exit code of `mrl train`."""
     from mrl.resilience import preemption
 
     (preemption.restore_default_signals if is_a_rank() else preemption.exit_as_resumable)()

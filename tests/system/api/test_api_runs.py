@@ -311,14 +311,19 @@ def test_an_exception_in_a_callback_of_one_rank_ends_the_run(tiny_models: TinyMo
     assert "caught 1 Broken.on_step_end failed at step 2: ValueError: no more" in done.stdout
 
 
-def test_ctrl_c_ends_all_ranks(tiny_models: TinyModels, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_script_ends_all_ranks(tiny_models: TinyModels, tmp_path: Path, number: signal.Signals) -> None:
+    """SIGTERM lets the run save first."""
     lines = [
         "try:",
         "    SFTTrainer('config.yaml').fit()",
         "except KeyboardInterrupt:",
         "    print('interrupted', flush=True)",
+        "except TrainingFailed as error:",
+        "    print('caught', error.exit_code, flush=True)",
     ]
-    file = script(tmp_path, sft_lines(tmp_path, tiny_models("llama"), *lines, actor=TWO_RANKS))
+    sections = {"actor": TWO_RANKS, "checkpoint": {"every_steps": 5000}}
+    file = script(tmp_path, sft_lines(tmp_path, tiny_models("llama"), *lines, **sections))
     shown = tmp_path / "shown"
     with shown.open("wb") as out:
         process = subprocess.Popen(
@@ -330,7 +335,8 @@ def test_ctrl_c_ends_all_ranks(tiny_models: TinyModels, tmp_path: Path) -> None:
         time.sleep(0.1)
     ranks = psutil.Process(process.pid).children(recursive=True)
     assert len(ranks) >= 2
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     assert process.wait(RUN_S) == 0
-    assert "interrupted" in shown.read_text()
+    assert ("interrupted" if number == signal.SIGINT else "caught 75") in shown.read_text()
+    assert ("on a signal: step" in shown.read_text()) == (number == signal.SIGTERM)
     assert psutil.wait_procs(ranks, 30)[1] == []
