@@ -136,7 +136,7 @@ class TestNothingIsWrittenOver:
         cfg = sft(tmp_path, trackers=(), nproc=1)
         (tmp_path / "one").mkdir()
         monkeypatch.setattr("mrl.launcher.launch", lambda *args, **more: 75)
-        assert world.start_local(cfg, ["mrl", "train", "config.yaml"]) == 75
+        assert world.start_local(cfg, ["mrl", "train", "config.yaml"], None) == 75
         left_by_a_run(tmp_path)
         refuse_existing(cfg)
 
