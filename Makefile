@@ -8,7 +8,7 @@ GPU := .venv-gpu/bin
 GPU_PYTHON ?= $(firstword $(wildcard $(GPU)/python) python3)
 GPU_PIP := $(GPU)/python -m pip --disable-pip-version-check install
 
-.PHONY: quickstart quickstart-real quickstart-ddpo test test-unit test-gpu test-triton lint slurm compiled docs gpu-env clean
+.PHONY: quickstart quickstart-real quickstart-ddpo test test-all test-unit test-gpu test-triton lint slurm compiled docs gpu-env clean
 
 quickstart: .venv/.mrl-run  ## train a tiny model by SFT and PPO, TP2 x PP2, with SGLang, on this machine
 	@$(BIN)/python tools/quickstart.py
@@ -25,11 +25,14 @@ quickstart-ddpo: .venv/.mrl-run  ## train a tiny diffusion model by DDPO with tw
 # says that Python shall keep nothing it compiles: hundreds of processes start. What fails so is run again alone, on the quiet machine:
 # a race that a real daemon lost there stays in what is printed, and a test that fails again fails it. 5 is pytest's word for nothing
 # left to run: a test whose worker died was run once more by another one.
-test: .venv/.mrl-dev
+test: .venv/.mrl-dev  ## lint, types and tests: each proof once. What CI runs
 	@$(MAKE) --no-print-directory --jobs 4 lint slurm compiled test-triton
 	@export OMP_NUM_THREADS=1; $(BIN)/python -m pytest -q -n 6 --dist loadfile --no-loadscope-reorder || { test $$? = 1 && \
 	echo "FAILED ABOVE, AND NOW ONCE MORE, ALONE:" && \
 	{ $(BIN)/python -m pytest -q --last-failed --last-failed-no-failures none --maxfail 3 || test $$? = 5; }; }
+
+test-all:  ## all tests: every layout, family and fault of each proof, in hours where `make test` takes minutes
+	@RUN_SLOW=1 $(MAKE) --no-print-directory test
 
 test-unit: compiled  ## the unit tests alone, which start no process; DIRS=tests/unit/algo for those of one package
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile $(or $(DIRS),tests/unit)

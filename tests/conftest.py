@@ -12,6 +12,7 @@ import pytest
 
 from mrl.imports import importing
 from mrl.kernels import native
+from tests.helpers.slow import RUN_SLOW
 from tests.helpers.tiny import make_tiny
 
 TinyModels = Callable[..., Path]
@@ -29,8 +30,12 @@ def pytest_collection() -> Iterator[None]:
         return (yield)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first, so that of several workers none ends alone with one."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Slow tests only with RUN_SLOW=1. Long files first, so that of several workers none ends alone with one."""
+    if not RUN_SLOW:
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
     order = {"longest": 0, "long": 1}
     items.sort(
         key=lambda item: min((order[mark.name] for mark in item.iter_markers() if mark.name in order), default=2)
