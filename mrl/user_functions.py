@@ -88,8 +88,9 @@ def _put_first(folder: Path) -> None:
         known = vars(module) if isinstance(module, ModuleType) else {}  # getattr would import a lazy module
         home = os.path.dirname(known.get("__file__") or "")
         home = os.path.dirname(home) if "__path__" in known else home
-        is_here = (folder / f"{name}.py").is_file() or (folder / name / "__init__.py").is_file()
-        if home in _FOLDERS - {str(folder)} and is_here:
+        if home not in _FOLDERS - {str(folder)}:
+            continue
+        if (folder / f"{name}.py").is_file() or (folder / name / "__init__.py").is_file():
             for loaded in [each for each in sys.modules if each == name or each.startswith(f"{name}.")]:
                 del sys.modules[loaded]
     sys.path[:] = [str(folder), *(entry for entry in sys.path if entry != str(folder))]

@@ -5,17 +5,26 @@ Allowed are git, for the commit in a run's files, and a C compiler, for mrl/kern
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator
+from importlib import metadata
 from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+from mrl import platform
+from tests.helpers.slow import RUN_SLOW
 
 STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "os.system", "spawn")
 ALLOWED = ("git", "cc", "gcc", "clang")
 _is_on = False
+if not RUN_SLOW:
+    settings.register_profile("few", max_examples=25)
+    settings.load_profile("few")
 
 
 def _see(event: str, arguments: tuple[Any, ...]) -> None:
@@ -34,6 +43,18 @@ def _spawnv(path: str, arguments: list[str], files: list[int]) -> int:
 _real_spawnv = util.spawnv_passfds
 util.spawnv_passfds = _spawnv
 sys.addaudithook(_see)
+
+
+_cpu_gflops, _version = functools.cache(platform.cpu_gflops), functools.cache(metadata.version)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def measured_once() -> Iterator[None]:
+    """The processor's speed and the packages' versions, which preflight asks for in every `mrl train`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(platform, "cpu_gflops", _cpu_gflops)
+        patch.setattr(metadata, "version", _version)
+        yield
 
 
 @pytest.hookimpl(wrapper=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,14 +20,19 @@ MADE = re.compile(r"[A-Z]{4}|\b(?:mine|forget|paced_http|brevity|csv_table|echo|
 
 
 def wrong_files(text: str) -> list[str]:
-    names = [name for name in FILE.findall(text) if not MADE.search(name)]
-    return [name for name in names if not (ROOT / name).exists() and not list(ROOT.glob(f"{name}*"))]
+    return [name for name in FILE.findall(text) if not MADE.search(name) and not is_file(name)]
+
+
+@cache
+def is_file(name: str) -> bool:
+    return (ROOT / name).exists() or any(ROOT.glob(f"{name}*"))
 
 
 def wrong_modules(text: str) -> list[str]:
     return [name for name in MODULE.findall(text) if not MADE.search(name) and not is_there(name)]
 
 
+@cache
 def is_there(name: str) -> bool:
     """Whether it is a module, or something that a module's text has."""
     place, parts = ROOT, name.split(".")
@@ -38,13 +44,17 @@ def is_there(name: str) -> bool:
     return not parts or (file.is_file() and re.search(rf"\b{parts[0]}\b", file.read_text()) is not None)
 
 
+@cache
+def programs() -> list[str]:
+    return [f"/{file.relative_to(ROOT)}" for folder in FOLDERS for file in (ROOT / folder).rglob("*.py")]
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if page.suffix == ".md"], ids=lambda page: page.name)
 def test_what_a_page_names_is_there(page: Path) -> None:
     text = page.read_text()
-    known = [str(file.relative_to(ROOT)) for folder in FOLDERS for file in (ROOT / folder).rglob("*.py")]
     short = [name for name in PYTHON.findall(text) if not MADE.search(name)]
     assert wrong_files(text) + wrong_modules(text) == []
-    assert [name for name in short if not any(f"/{path}".endswith(f"/{name}") for path in known)] == []
+    assert [name for name in short if not any(path.endswith(f"/{name}") for path in programs())] == []
 
 
 def test_what_programs_and_configurations_name_is_there() -> None:

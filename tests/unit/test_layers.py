@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -163,6 +164,15 @@ WITHOUT_MEGATRON = ("options", "algo", "reward", "rollout", "data", "config", "o
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
+@dataclass(frozen=True)
+class Code:
+    """imports: dotted names of everything imported anywhere in a file, relative imports resolved.
+    cuda: lines that say torch.cuda."""
+
+    imports: tuple[str, ...]
+    cuda: tuple[int, ...]
+
+
 def module_name(file: Path) -> str:
     parts = ("mrl", *file.relative_to(PACKAGE).with_suffix("").parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
@@ -172,18 +182,26 @@ def room_of(file: Path) -> str:
     return file.relative_to(PACKAGE).with_suffix("").parts[0]
 
 
-def imports(file: Path, tree: ast.AST) -> Iterator[str]:
-    """Dotted names of everything imported anywhere in the file, relative imports resolved."""
+def read(file: Path, text: str) -> Code:
     package = module_name(file).split(".")
     if file.name != "__init__.py":
         package = package[:-1]
-    for node in ast.walk(tree):
+    names, cuda = [], []
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             above = package[: len(package) - node.level + 1] if node.level else []
             base = ".".join([*above, *([node.module] if node.module else [])])
-            yield from (f"{base}.{alias.name}" for alias in node.names)
+            names += [f"{base}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute) and node.attr == "cuda" and isinstance(node.value, ast.Name):
+            cuda += [node.lineno] if node.value.id == "torch" else []
+    return Code(tuple(names), tuple(cuda))
+
+
+@cache
+def code_of(file: Path) -> Code:
+    return read(file, file.read_text())
 
 
 def within(name: str, prefix: str) -> bool:
@@ -199,12 +217,12 @@ def own(file: Path) -> list[str]:
     return [f"{room}.{name}" for name in (inner[0], *below)]
 
 
-def broken_arrows(file: Path, tree: ast.AST) -> list[str]:
+def broken_arrows(file: Path, code: Code) -> list[str]:
     room = room_of(file)
     if room in ANYTHING:
         return []
     allowed = [f"mrl.{name}" for name in (*own(file), *ALLOWED[room])]
-    ours = [name for name in imports(file, tree) if within(name, "mrl") and name != "mrl.__version__"]
+    ours = [name for name in code.imports if within(name, "mrl") and name != "mrl.__version__"]
     return [name for name in ours if not any(within(name, prefix) for prefix in allowed)]
 
 
@@ -213,7 +231,7 @@ def arrows() -> dict[str, set[str]]:
     modules = {module_name(file): file for file in FILES}
     found: dict[str, set[str]] = {}
     for module, file in modules.items():
-        names = {name for name in imports(file, ast.parse(file.read_text())) if within(name, "mrl")}
+        names = {name for name in code_of(file).imports if within(name, "mrl")}
         found[module] = {name if name in modules else name.rpartition(".")[0] for name in names} - {module}
     return found
 
@@ -229,21 +247,14 @@ def circles(arrows: dict[str, set[str]]) -> set[str]:
         left = inner
 
 
-def forbidden(file: Path, tree: ast.AST) -> list[str]:
+def forbidden(file: Path, code: Code) -> list[str]:
     room = room_of(file)
     found = []
     if room in WITHOUT_MEGATRON:
-        found += [name for name in imports(file, tree) if within(name, "megatron")]
+        found += [name for name in code.imports if within(name, "megatron")]
     if room != "platform":
-        found += [name for name in imports(file, tree) if within(name, "torch.cuda")]
-        found += [
-            f"torch.cuda (line {node.lineno})"
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Attribute)
-            and node.attr == "cuda"
-            and isinstance(node.value, ast.Name)
-            and node.value.id == "torch"
-        ]
+        found += [name for name in code.imports if within(name, "torch.cuda")]
+        found += [f"torch.cuda (line {line})" for line in code.cuda]
     return found
 
 
@@ -257,7 +268,7 @@ def test_a_room_imports_only_what_is_below_it(room: str) -> None:
     broken = {
         str(file.relative_to(PACKAGE)): names
         for file in FILES
-        if room_of(file) == room and (names := broken_arrows(file, ast.parse(file.read_text())))
+        if room_of(file) == room and (names := broken_arrows(file, code_of(file)))
     }
     assert not broken
 
@@ -283,13 +294,13 @@ def test_the_families_are_plain() -> None:
     """mrl.families is read by the config room: the standard library only, and what reads foreign files with it."""
     standard = {*("__future__", "collections", "dataclasses", "functools", "json", "math", "os", "pathlib", "stat")}
     files = [*(PACKAGE / "families").rglob("*.py"), PACKAGE / "foreign.py", PACKAGE / "float32.py"]
-    found = {name for file in files for name in imports(file, ast.parse(file.read_text()))}
+    found = {name for file in files for name in code_of(file).imports}
     assert {name.split(".")[0] for name in found} == standard | {"types", "typing", "mrl"}
 
 
 def test_the_machine_is_the_platform_room_s_alone() -> None:
     """torch.cuda elsewhere breaks CPU machines; megatron in these rooms would make them untestable without it."""
-    found = {str(f.relative_to(PACKAGE)): names for f in FILES if (names := forbidden(f, ast.parse(f.read_text())))}
+    found = {str(f.relative_to(PACKAGE)): names for f in FILES if (names := forbidden(f, code_of(f)))}
     assert not found
 
 
@@ -310,7 +321,8 @@ def test_the_machine_is_the_platform_room_s_alone() -> None:
     ],
 )
 def test_a_broken_arrow_is_seen(room: str, code: str) -> None:
-    assert broken_arrows(PACKAGE / room / "made_up.py", ast.parse(code))
+    file = PACKAGE / room / "made_up.py"
+    assert broken_arrows(file, read(file, code))
 
 
 @pytest.mark.parametrize(
@@ -318,4 +330,5 @@ def test_a_broken_arrow_is_seen(room: str, code: str) -> None:
     [("data", "import megatron.core"), ("learner", "torch.cuda.synchronize()"), ("models", "from torch import cuda")],
 )
 def test_a_forbidden_name_is_seen(room: str, code: str) -> None:
-    assert forbidden(PACKAGE / room / "made_up.py", ast.parse(code))
+    file = PACKAGE / room / "made_up.py"
+    assert forbidden(file, read(file, code))

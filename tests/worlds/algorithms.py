@@ -1,4 +1,4 @@
-"""Run under torchrun: five steps by every algorithm, from the same rollouts under every layout.
+"""Run under torchrun: a few steps by every algorithm, from the same rollouts under every layout.
 
 Usage: algorithms.py MODEL_DIR REFERENCE_FILE RESULT_JSON LAYOUT. The layout `one` writes the reference file: the
 rollouts and the weights by algorithm. Another one takes those rollouts and is compared with those weights: RESULT_JSON
@@ -29,9 +29,10 @@ from mrl.parallel import Mesh, Meshes, rank  # noqa: E402
 from mrl.trainers.rl.experience import forward_passes, make_experience  # noqa: E402
 from mrl.trainers.rl.loop import update  # noqa: E402
 from tests.helpers.bare_run import bare_run  # noqa: E402
+from tests.helpers.slow import RUN_SLOW  # noqa: E402
 from tests.worlds.gradients import TEN_STEPS, TIMEOUT_S, build, compare, everywhere, make_rollout, parse  # noqa: E402
 
-STEPS = 5
+STEPS = 5 if RUN_SLOW else 2  # the second one's critic has learned
 Weights = dict[str, torch.Tensor]
 ESTIMATOR_SETTINGS: dict[str, dict[str, Any]] = {
     "gae": {"lam": 0.95, "value_loss": {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 10.0}},
@@ -137,7 +138,7 @@ class Trainer:
                 part.optimizer.state.clear()
 
     def weights_after(self, algorithm: dict[str, Any], rollouts: list[Rollout]) -> Weights:
-        """The actor's, after five steps of two updates."""
+        """The actor's, after all steps of two updates."""
         self.start_again()
         critic = self.critic if algorithm["adv_estimator"] == "gae" else None
         settings = TEN_STEPS | {"algorithm": algorithm, "critic": {} if critic else None}

@@ -1,7 +1,7 @@
 """Run under torchrun with 4 processes: save and load under many layouts, and saves and loads that fail.
 
-Usage: checkpoints.py WORK_DIR TIED_MODEL MOE_MODEL OTHER_MODEL [CASE=MODEL=LAYOUT,LAYOUT ...]. Prints one JSON object a
-case: {"case": ..., ...}.
+Usage: checkpoints.py WORK_DIR TIED_MODEL MOE_MODEL OTHER_MODEL CASE=LAYOUT,LAYOUT ... [CASE=MODEL=LAYOUT,LAYOUT ...].
+The cases `pair`, `moe` and `tied` name their models. Prints one JSON object a case: {"case": ..., ...}.
 
 The tests ask of each case what a run that did not stop gives: weights when saved, and after more updates.
 """
@@ -45,6 +45,7 @@ from mrl.checkpoint.torch_dist import ShardedWrite
 from mrl.config.schema import CheckpointConfig
 from mrl.learner import Learner
 from mrl.parallel import rank, world_size
+from tests.helpers.slow import slow_cases
 
 
 def resharding(
@@ -91,7 +92,7 @@ def bfloat16_before_the_first_update(world: World) -> None:
         checkpoint.load(path, fresh)
         train(fresh, updates)
         report(f"bfloat16 {name}", continued=error(weights_of(fresh), at_end))
-    for layout in ("pp2", "dp4"):
+    for layout in ("dp4", *slow_cases("pp2")):
         fresh = make(99, layout)
         checkpoint.load(second, fresh)
         report(f"bfloat16 {layout}", loaded=error(weights_of(fresh), at_save))
@@ -157,7 +158,7 @@ def writers_in_turns(world: World) -> None:
         return result
 
     ShardedWrite.write = slow  # type: ignore[method-assign]
-    for step, writers in enumerate(("every_rank", "one_node", "one_rank"), 1):
+    for step, writers in enumerate(("every_rank", "one_rank", *slow_cases("one_node")), 1):
         spans.clear()
         saver = Saver(run, CheckpointConfig(keep_last=5, writers=writers, timeout_s=120), lambda written: None)
         saver.save(step, learners, {})
@@ -166,7 +167,7 @@ def writers_in_turns(world: World) -> None:
         torch.distributed.all_gather_object(boxes, spans)
         report(f"writers: {writers}", spans=boxes)
     ShardedWrite.write = real  # type: ignore[method-assign]
-    one, two = run / "checkpoints" / "step_1", run / "checkpoints" / "step_3"
+    one, two = run / "checkpoints" / "step_1", run / "checkpoints" / "step_2"
     report("writers", stored=stored_difference(one, two, vocab_of(learners)))
 
 
@@ -314,29 +315,20 @@ def report_tied_copies(actor: Learner) -> None:
     report("tied copies", equal=[b for b, _ in boxes], after_change=[a for _, a in boxes])
 
 
+def actor_of(world: World, model: str, layout: str, seed: int) -> dict[str, Learner]:
+    return {"actor": world.learner("policy", model, layout, seed)}
+
+
 def main() -> None:
-    work, tied, moe, other, *further = sys.argv[1:]
+    work, tied, moe, other, *cases = sys.argv[1:]
     platform.init_process_group(120)
     world = World(Path(work), tied, moe, other)
     pair_run = world.work / "pair"
-    resharding(world, "pair", pair_run, world.pair, ["tp2.pp2", "dp4", "pp4", "tp4", "pp2.vpp2"])
-    resharding(
-        world,
-        "moe",
-        world.work / "moe",
-        lambda layout, seed: {"actor": world.learner("policy", world.moe, layout, seed)},
-        ["ep2", "ep1", "ep4", "tp2.ep2.pp2"],
-    )
-    resharding(
-        world,
-        "tied",
-        world.work / "tied",
-        lambda layout, seed: {"actor": world.learner("policy", world.tied, layout, seed)},
-        ["dp4", "pp2", "pp2.vpp2"],
-    )
-    for each in further:
-        case, model, layouts = each.split("=")
-        resharding(world, case, world.work / case, partial(world.both, model), layouts.split(","))
+    named = {"pair": world.pair, "moe": partial(actor_of, world, moe), "tied": partial(actor_of, world, tied)}
+    for each in cases:
+        case, *model, layouts = each.split("=")
+        make = partial(world.both, *model) if model else named[case]
+        resharding(world, case, world.work / case, make, layouts.split(","))
     bfloat16_before_the_first_update(world)
     beside_the_training(world)
     writers_in_turns(world)

@@ -5,6 +5,7 @@ fills the world), tp2.pp2/full (with activation recomputation), dp4/overlap (gra
 pass) or `one`: that writes the reference file.
 `ten:A,B` trains ten steps under the layouts A and B from the same rollouts and compares the weights.
 RESULT_JSON gets {layout: {case: [relative loss error, worst relative gradient error, its tensor]}}.
+`--` and the same arguments for another model may follow.
 """
 
 from __future__ import annotations
@@ -223,11 +224,23 @@ def no_exchange(*args: object) -> None:
     raise AssertionError("stages ask each other for shapes that both know")
 
 
+def jobs() -> list[list[str]]:
+    """Parts of the command line, which `--` separates."""
+    return [list(part) for is_end, part in itertools.groupby(sys.argv[1:], "--".__eq__) if not is_end]
+
+
 def main() -> None:
-    model_dir, reference_file, result_file, *layouts = sys.argv[1:]
     P2PCommunicator._communicate_shapes = no_exchange
     platform.init_process_group(TIMEOUT_S)
-    arch, meshes = load_arch(model_dir), Meshes(TIMEOUT_S)
+    meshes = Meshes(TIMEOUT_S)
+    for model_dir, reference_file, result_file, *layouts in jobs():
+        compare_layouts(meshes, model_dir, reference_file, result_file, layouts)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def compare_layouts(meshes: Meshes, model_dir: str, reference_file: str, result_file: str, layouts: list[str]) -> None:
+    arch = load_arch(model_dir)
     reference = {} if layouts == ["one"] else torch.load(reference_file)
     results: dict[str, dict[str, list[object]]] = {}
     for layout in layouts:
@@ -247,7 +260,6 @@ def main() -> None:
     if rank() == 0:
         Path(result_file).write_text(json.dumps(results))
     torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
 
 
 def all_gradients(model_dir: str, arch: ModelArch, mesh: Mesh, train: TrainConfig) -> dict[str, Result]:

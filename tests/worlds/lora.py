@@ -30,6 +30,7 @@ from mrl.trainers.shared.references import ActorWithoutAdapters
 from mrl.weights.model.export import Exporter
 from mrl.weights.model.names import named_parameters, trained_parameters
 from mrl.weights.model.save_adapter import save_adapter
+from tests.helpers.slow import slow_cases
 
 Tensors = dict[str, torch.Tensor]
 SOME = ("q_proj", "v_proj", "self_attn.o_proj", "down_proj")
@@ -117,7 +118,7 @@ def measured(learner: Learner) -> dict[str, Any]:
     return {"out": out, "loss": torch.tensor(loss), "norm": torch.tensor(norm), "gradients": gradients, "after": after}
 
 
-def layouts(meshes: Meshes, work: Path, model: str, kind: str, layout: str) -> None:
+def layouts(meshes: Meshes, work: Path, model: str, case: str, kind: str, layout: str) -> None:
     got = measured(build(model, kind, meshes, layout))
     file = work / f"{kind}_{Path(model).name}.pt"
     if layout == "one":
@@ -126,7 +127,7 @@ def layouts(meshes: Meshes, work: Path, model: str, kind: str, layout: str) -> N
     want = torch.load(file)
     gaps = {name: float((got[name] - want[name]).norm() / want[name].norm()) for name in ("out", "loss", "norm")}
     gradients, after = (error(got[name], want[name]) for name in ("gradients", "after"))
-    report(f"{kind} {layout}", **gaps, gradients=gradients, after=after, smallest=smallest(got["gradients"]))
+    report(case, **gaps, gradients=gradients, after=after, smallest=smallest(got["gradients"]))
 
 
 def smallest(gradients: Tensors) -> float:
@@ -137,7 +138,7 @@ def together(meshes: Meshes, work: Path, dense: str) -> None:
     merged(meshes, work, dense, "dense", "tp2.pp2")
     merged(meshes, work, dense, "dora", "tp2.cp2")
     files(meshes, work, dense)
-    for kind in ("dora", "last"):
+    for kind in ("dora", *slow_cases("last")):
         resumed(meshes, work, dense, kind)
 
 
@@ -185,7 +186,8 @@ def write(file: Path, tensors: Tensors) -> None:
 
 def files(meshes: Meshes, work: Path, model: str) -> None:
     """What PEFT is to read, and the log-probs that it is to give."""
-    for kind, layout in (("dense", "tp2.pp2"), ("dora", "tp2.dp2"), ("critic", "pp2.dp2"), ("last", "tp2.pp2")):
+    last = slow_cases(("last", "tp2.pp2"))
+    for kind, layout in (("dense", "tp2.pp2"), ("dora", "tp2.dp2"), ("critic", "pp2.dp2"), *last):
         learner = build(model, kind, meshes, layout)
         adapters = learner.adapters
         assert adapters is not None
@@ -241,7 +243,7 @@ def main() -> None:
             continue
         named, _, layout = case.partition(" ")
         kind, _, model = named.partition("=")
-        layouts(meshes, Path(work), model or (moe if kind in ("moe", "experts") else dense), kind, layout)
+        layouts(meshes, Path(work), model or (moe if kind in ("moe", "experts") else dense), case, kind, layout)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 

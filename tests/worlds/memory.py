@@ -32,9 +32,10 @@ from mrl.trainers.rl.models import MovingAverage, build_models
 from mrl.trainers.rl.reward_scores import score
 from mrl.trainers.shared.memory import PhaseMemoryManager, offload_new_model
 from tests.helpers.bare_run import bare_run, passes_of
+from tests.helpers.slow import RUN_SLOW, slow_cases
 
 OFFLOADS = ("none", "optimizer", "all")
-STEPS, SAVED_AFTER = 3, 2
+STEPS, SAVED_AFTER = (3, 2) if RUN_SLOW else (2, 1)
 SEQUENCES = Rollout.of(0, [[5], [9]], [[6, 7, 8], [10, 11]])
 OPTIMIZER = {"lr": 2e-2, "warmup_steps": 4, "weight_decay": 0.1}
 Bytes = dict[str, int]
@@ -173,7 +174,7 @@ def settings(model: str, layout: str, dtype: str, *, critic: bool) -> dict[str, 
     }  # fmt: skip
 
 
-def variants(world: World, case: str, make: Callable[[str], Job], offloads: tuple[str, ...] = OFFLOADS) -> None:
+def variants(world: World, case: str, make: Callable[[str], Job], offloads: tuple[str, ...], resumes: bool) -> None:
     """The same run with every offload; then from the checkpoints of the first on with the last, and the other way."""
     paths: dict[str, Path] = {}
     want: list[dict[str, float]] = []
@@ -181,7 +182,7 @@ def variants(world: World, case: str, make: Callable[[str], Job], offloads: tupl
     for offload in offloads:
         job = make(offload)
         for step in range(STEPS):
-            if step == SAVED_AFTER and offload != "optimizer":
+            if step == SAVED_AFTER and offload != "optimizer" and resumes:
                 job.memory.begin("validation")  # whose end a run may be told to stop at: everything is away
                 paths[offload] = save(world.work / case / offload, step, job.saved, {}, keep_last=9)
             job.step(step)
@@ -196,7 +197,7 @@ def variants(world: World, case: str, make: Callable[[str], Job], offloads: tupl
             moved=job.memory.metrics(),
         )
         del job
-    for old, new in ((offloads[0], offloads[-1]), (offloads[-1], offloads[0])):
+    for old, new in ((offloads[0], offloads[-1]), (offloads[-1], offloads[0])) if resumes else ():
         job = make(new)
         job.memory.begin("resume")
         checkpoint.load(paths[old], job.saved)
@@ -260,11 +261,11 @@ def main() -> None:
     jobs = {
         "PPO, TP2 x PP2, float32": settings(dense, "tp2.pp2", "float32", critic=True),
         "GRPO, TP2 x DP2, bfloat16": settings(dense, "tp2", "bfloat16", critic=False),
-        "PPO, experts, bfloat16": settings(moe, "ep2", "bfloat16", critic=True),
+        **dict(slow_cases(("PPO, experts, bfloat16", settings(moe, "ep2", "bfloat16", critic=True)))),
     }
-    for case, of_case in jobs.items():
-        offloads = OFFLOADS if "experts" not in case else ("none", "all")
-        variants(world, case, partial(Job, world, of_case), offloads)
+    for number, (case, of_case) in enumerate(jobs.items()):
+        offloads = OFFLOADS if number == 0 or (RUN_SLOW and number == 1) else ("none", "all")
+        variants(world, case, partial(Job, world, of_case), offloads, resumes=number == 0 or RUN_SLOW)
     refusals(Job(world, jobs["GRPO, TP2 x DP2, bfloat16"], "all"))
     torch.distributed.destroy_process_group()
 

@@ -27,6 +27,7 @@ from mrl.parallel import gather
 from mrl.trainers.rl.models import build_models
 from mrl.trainers.shared.references import RefreshedReference
 from mrl.weights.errors import WeightError
+from tests.helpers.slow import RUN_SLOW, slow_cases
 
 SHARE = 0.25
 
@@ -212,17 +213,19 @@ def main() -> None:
     platform.init_process_group(120)
     world = World(Path(work), dense, moe, dense)
     average(world, "TP2 x PP2", "tp2.pp2", dense, torch.float32)
-    average(world, "EP2 x DP2", "ep2", moe, torch.float32)
     average(world, "DP4, bfloat16", "dp4", dense, torch.bfloat16)
-    for layout in ("tp2.pp2", "cp2.dp2", "pp2.vpp2"):
+    if RUN_SLOW:
+        average(world, "EP2 x DP2", "ep2", moe, torch.float32)
+    for layout in ("cp2.dp2", *slow_cases("tp2.pp2", "pp2.vpp2")):
         terms(world, f"two losses {layout}", layout, dense)
     shares(world, dense)
     wiring(world, dense)
     reward_model(world, reward, headless)
     taken_over(world, dense)
     saved(world, "dense", dense, ["tp2.pp2", "dp4"], torch.float32)
-    saved(world, "moe", moe, ["ep2", "tp2.ep2"], torch.float32)
-    saved(world, "bfloat16", dense, ["dp4"], torch.bfloat16)
+    if RUN_SLOW:
+        saved(world, "moe", moe, ["ep2", "tp2.ep2"], torch.float32)
+        saved(world, "bfloat16", dense, ["dp4"], torch.bfloat16)
     torch.distributed.destroy_process_group()
 
 

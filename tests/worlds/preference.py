@@ -5,12 +5,12 @@ fills the world) or tp2/80, with at most 80 tokens a micro-batch; `one` alone wr
 was made of.
 RESULT_JSON gets {layout: {case: [relative loss error, worst relative gradient error, its tensor, micro-batches,
 largest error of what is reported of tokens]}}.
+`--` and the same arguments for another model may follow.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from mrl import platform
 
 platform.install()
 
-from gradients import TIMEOUT_S, compare, everywhere, parse  # noqa: E402
+from gradients import TIMEOUT_S, compare, everywhere, jobs, parse  # noqa: E402
 
 from mrl.algo.preference_unpaired import kl_estimate  # noqa: E402
 from mrl.config.schema import DPOConfig, TrainConfig  # noqa: E402
@@ -111,9 +111,14 @@ def gradients(
 
 
 def main() -> None:
-    model_dir, reference_file, result_file, *layouts = sys.argv[1:]
     platform.init_process_group(TIMEOUT_S)
     meshes = Meshes(TIMEOUT_S)
+    for model_dir, reference_file, result_file, *layouts in jobs():
+        compare_layouts(meshes, model_dir, reference_file, result_file, layouts)
+    torch.distributed.destroy_process_group()
+
+
+def compare_layouts(meshes: Meshes, model_dir: str, reference_file: str, result_file: str, layouts: list[str]) -> None:
     results: dict[str, dict[str, list[object]]] = {}
     for layout in layouts:
         name, _, tokens = layout.partition("/")
@@ -140,7 +145,6 @@ def main() -> None:
     if rank() == 0:
         Path(result_file).write_text(json.dumps(results))
     torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

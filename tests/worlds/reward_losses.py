@@ -3,12 +3,12 @@
 Usage: reward_losses.py MODEL_DIR REFERENCE_FILE RESULT_JSON LAYOUT [LAYOUT ...]. A layout is like tp2 (data parallelism
 fills the world) or tp2/80, with at most 80 tokens a micro-batch; `one` alone writes the reference file.
 RESULT_JSON gets {layout: {case: [relative loss error, worst relative gradient error, its tensor, micro-batches]}}.
+`--` and the same arguments for another model may follow.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from mrl import platform
 
 platform.install()
 
-from gradients import TIMEOUT_S, compare, everywhere, parse  # noqa: E402
+from gradients import TIMEOUT_S, compare, everywhere, jobs, parse  # noqa: E402
 
 from mrl.config.schema import TrainConfig  # noqa: E402
 from mrl.config.sections.reward_model import reward_model_training  # noqa: E402
@@ -83,9 +83,14 @@ def gradients(case: str, actor: Learner, twice: bool) -> tuple[float, dict[str, 
 
 
 def main() -> None:
-    model_dir, reference_file, result_file, *layouts = sys.argv[1:]
     platform.init_process_group(TIMEOUT_S)
     meshes = Meshes(TIMEOUT_S)
+    for model_dir, reference_file, result_file, *layouts in jobs():
+        compare_layouts(meshes, model_dir, reference_file, result_file, layouts)
+    torch.distributed.destroy_process_group()
+
+
+def compare_layouts(meshes: Meshes, model_dir: str, reference_file: str, result_file: str, layouts: list[str]) -> None:
     results: dict[str, dict[str, list[object]]] = {}
     for layout in layouts:
         name, _, tokens = layout.partition("/")
@@ -101,7 +106,6 @@ def main() -> None:
     if rank() == 0:
         Path(result_file).write_text(json.dumps(results))
     torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

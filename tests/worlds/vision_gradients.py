@@ -4,13 +4,13 @@ transformers'.
 Usage: vision_gradients.py MODEL_DIR REFERENCE_FILE RESULT_JSON LAYOUT [LAYOUT ...]. Layouts as in gradients.py, with
 /full (activations computed again), /frozen (the tower) or both; `reference` writes the reference file.
 RESULT_JSON gets {layout: {case: [largest difference of outputs, worst relative gradient error, its tensor]}}, and of
-`wrong:LAYOUT` the error that building it raises on every rank.
+`wrong:LAYOUT` the error that building it raises on every rank. `--` and the same arguments for another model may
+follow.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import torch
@@ -31,7 +31,7 @@ from mrl.learner.reward import RewardTargets, one_pass, two_pass  # noqa: E402
 from mrl.parallel import Meshes, rank  # noqa: E402
 from mrl.trainers.reward_model.batches import score_inputs_and_targets  # noqa: E402
 from tests.helpers import vision_samples as samples  # noqa: E402
-from tests.worlds.gradients import TIMEOUT_S, everywhere, parse  # noqa: E402
+from tests.worlds.gradients import TIMEOUT_S, everywhere, jobs, parse  # noqa: E402
 
 # cases of a reward model, and under which layouts they are made as well; a pair has more than 60 tokens
 TOKENS = {"pairs": 150, "pairs twice": 60}  # of a micro-batch
@@ -43,9 +43,14 @@ Result = tuple[torch.Tensor, dict[str, torch.Tensor]]  # outputs [R], gradients 
 
 
 def main() -> None:
-    model_dir, reference_file, result_file, *layouts = sys.argv[1:]
     platform.init_process_group(TIMEOUT_S)
     meshes = Meshes(TIMEOUT_S)
+    for model_dir, reference_file, result_file, *layouts in jobs():
+        compare_layouts(meshes, model_dir, reference_file, result_file, layouts)
+    dist.destroy_process_group()
+
+
+def compare_layouts(meshes: Meshes, model_dir: str, reference_file: str, result_file: str, layouts: list[str]) -> None:
     results: dict[str, object] = {}
     for layout in layouts:
         if layout == "reference":
@@ -72,7 +77,6 @@ def main() -> None:
     if rank() == 0:
         Path(result_file).write_text(json.dumps(results))
     dist.barrier()
-    dist.destroy_process_group()
 
 
 def weights_of(n: int) -> torch.Tensor:

@@ -23,10 +23,11 @@ from mrl.preflight.inputs import check_user_functions
 from mrl.resilience import preemption
 from mrl.user_functions import FunctionError
 from tests.helpers.recipe import section
+from tests.helpers.slow import slow_cases
 from tests.helpers.tiny import make_tiny
 from tests.helpers.world import ROOT, run_world
 
-LAYOUTS = ("tp2", "pp2", "cp2", "dp2")
+LAYOUTS = ("cp2", "pp2", *slow_cases("tp2", "dp2"))
 Results = dict[str, tuple[float, float, str, dict[str, float], dict[str, float]]]
 
 

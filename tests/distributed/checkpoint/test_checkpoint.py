@@ -13,22 +13,25 @@ from typing import Any
 import pytest
 
 from mrl.checkpoint import directory
+from tests.helpers.slow import slow_cases
 from tests.helpers.world import run_world
 
 pytestmark = pytest.mark.long
 
-PAIR = ("tp2.pp2", "dp4", "pp4", "tp4", "pp2.vpp2")  # the first is the layout that was saved
-MOE = ("ep2", "ep1", "ep4", "tp2.ep2.pp2")
-TIED = ("dp4", "pp2", "pp2.vpp2")  # one copy of the embedding when saved, two when loaded
-FAMILIES: dict[str, tuple[str, ...]] = {  # an actor and a critic of each
-    "gemma3_text": ("tp2.pp2", "dp4"),
-    "deepseek_v3": ("tp2.ep2", "pp2.ep2"),
-    "olmo3": ("tp2.pp2", "cp2"),
-    "qwen2_moe": ("pp2.ep2", "tp2.ep2"),
-    "phi3": ("tp2.pp2", "dp4"),
-    "smollm3": ("pp2", "tp2.pp2"),
-    "gpt_oss": ("tp2.ep2", "pp2.ep2"),
-}
+PAIR = ("tp2.pp2", "dp4", *slow_cases("pp4", "tp4", "pp2.vpp2"))  # the first is the layout that was saved
+MOE = ("ep2", *slow_cases("ep1", "ep4"), "tp2.ep2.pp2")
+TIED = ("dp4", *slow_cases("pp2"), "pp2.vpp2")  # one copy of the embedding when saved, two when loaded
+FAMILIES: dict[str, tuple[str, ...]] = dict(  # an actor and a critic of each
+    slow_cases(
+        ("gemma3_text", ("tp2.pp2", "dp4")),
+        ("deepseek_v3", ("tp2.ep2", "pp2.ep2")),
+        ("olmo3", ("tp2.pp2", "cp2")),
+        ("qwen2_moe", ("pp2.ep2", "tp2.ep2")),
+        ("phi3", ("tp2.pp2", "dp4")),
+        ("smollm3", ("pp2", "tp2.pp2")),
+        ("gpt_oss", ("tp2.ep2", "pp2.ep2")),
+    )
+)
 # attention hardly feels a key's bias: what Adam makes of its gradient is round-off's
 OWN = {"qwen2_moe": {"qkv_bias": False}}
 LAYOUTS = {"pair": PAIR, "moe": MOE, "tied": TIED} | FAMILIES
@@ -53,8 +56,9 @@ def world(tiny_models: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
         tiny_models("llama", tied=True, num_hidden_layers=2, **(SHAPE | {"hidden_size": 64})),
     ]
     made = {family: tiny_models(family, **SHAPE, **OWN.get(family, {})) for family in FAMILIES}
+    first = [f"{name}={','.join(layouts)}" for name, layouts in (("pair", PAIR), ("moe", MOE), ("tied", TIED))]
     further = [f"{family}={made[family]}={','.join(layouts)}" for family, layouts in FAMILIES.items()]
-    output = run_world(4, "checkpoints.py", work, *models, *further)
+    output = run_world(4, "checkpoints.py", work, *models, *first, *further)
     return {case.pop("case"): case for case in map(json.loads, output.splitlines())}
 
 
@@ -65,7 +69,7 @@ def test_continues_bit_for_bit_as_if_never_stopped(world: Cases, case: str) -> N
     assert world[case]["continued"] == 0.0
 
 
-@pytest.mark.parametrize("layout", ["pp2", "dp4"])
+@pytest.mark.parametrize("layout", ["dp4", *slow_cases("pp2")])
 def test_weights_of_two_types_load_into_another_layout(world: Cases, layout: str) -> None:
     assert world[f"bfloat16 {layout}"]["loaded"] == 0.0
 
@@ -106,7 +110,7 @@ def test_waiting_for_the_files_has_an_end(world: Cases) -> None:
     assert "step_3 is still being written after 0 s (rank 0, 1, 2, 3 of 4)" in late and "timeout_s" in late, late
 
 
-@pytest.mark.parametrize("writers", ["every_rank", "one_node", "one_rank"])
+@pytest.mark.parametrize("writers", ["every_rank", *slow_cases("one_node"), "one_rank"])
 def test_ranks_write_at_once_or_in_turns(world: Cases, writers: str) -> None:
     """All four ranks are on one node."""
     spans = sorted(span for rank in world[f"writers: {writers}"]["spans"] for span in rank)

@@ -101,6 +101,7 @@ print([kind.module.__name__ for kind in kinds], specs._transformer_engine_norm()
 """
 
 
+@pytest.mark.slow
 def test_both_kinds_store_the_norm_of_experts_under_one_name(tmp_path: Path) -> None:
     done = run_python(SPECS, path=fake_te.make(tmp_path), MRL_PLATFORM_OFF="te_without_gpu")
     assert done.stdout.splitlines() == [

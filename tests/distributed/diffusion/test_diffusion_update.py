@@ -31,6 +31,9 @@ from mrl.diffusion.update import Policy, chosen_steps, make_update  # noqa: E402
 from mrl.observe import SilentRecorder  # noqa: E402
 from mrl.trainers.shared.updates import Updates  # noqa: E402
 from tests.helpers.diffusion_tools import tiny_directory, with_ranks  # noqa: E402
+from tests.helpers.slow import slow_cases  # noqa: E402
+
+CASES = ("plain", "unet", "lora", *slow_cases("sharded", "kl"))
 
 
 def policy_of(path: Path, kind: str, guidance: float = 3.0, dtype: str = "float32", **loss: Any) -> Policy:
@@ -124,12 +127,13 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]
             {"name": "lora", "model": dit, "images": 8, "train": {**lora, "sharded": two}, "kl_coef": 0.1},
             {"name": "kl", "model": dit, "images": 8, "train": {"micro_batch": 5, "sharded": two}, "kl_coef": 0.1},
         ]
-        with_ranks(ranks, "diffusion.py", tmp / "out.pt", json.dumps(cases))
+        asked = [case for case in cases if case["name"] in CASES]
+        with_ranks(ranks, "diffusion.py", tmp / "out.pt", json.dumps(asked))
         found[ranks] = torch.load(tmp / "out.pt")
     return found
 
 
-@pytest.mark.parametrize("case", ["plain", "sharded", "unet", "lora", "kl"])
+@pytest.mark.parametrize("case", CASES)
 def test_any_number_of_ranks_and_micro_batch_makes_the_same_update(worlds: dict[int, Any], case: str) -> None:
     """With the whole net on every rank, or its parts (FSDP2): rewards, metrics, and the state of the optimizer."""
     one, two = (worlds[ranks][case] for ranks in (1, 2))
@@ -147,7 +151,7 @@ def test_any_number_of_ranks_and_micro_batch_makes_the_same_update(worlds: dict[
 
 
 def test_a_shared_net_lies_on_the_ranks_in_parts(worlds: dict[int, Any]) -> None:
-    for case in ("sharded", "unet", "lora"):
+    for case in ("unet", "lora", *slow_cases("sharded")):
         whole = sum(value.numel() for value in worlds[2][case]["weights"].values())
         assert worlds[1][case]["own"] == whole and worlds[2][case]["own"] < 0.7 * whole
 

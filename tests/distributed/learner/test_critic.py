@@ -6,12 +6,13 @@ import json
 
 import pytest
 
+from tests.helpers.slow import slow_cases
 from tests.helpers.tiny import make_tiny
 from tests.helpers.world import start_world
 
-pytestmark = pytest.mark.longest
+pytestmark = pytest.mark.long
 
-SEEDS = (1, 2, 3)
+SEEDS = (1, *slow_cases(2, 3))
 Results = dict[str, dict[str, list[float]]]  # mode -> metric -> value at every step
 
 

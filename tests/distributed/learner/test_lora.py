@@ -22,26 +22,27 @@ from mrl.weights.disk.adapter_files import write_config
 from mrl.weights.disk.base_digest import base_digest
 from mrl.weights.errors import WeightError
 from mrl.weights.merge import merge, read_adapter
+from tests.helpers.slow import slow_cases
 from tests.helpers.tiny import make_tiny
 from tests.helpers.world import run_world
 
 pytestmark = pytest.mark.long
 
-KINDS = ("dense", "dora", "critic", "moe", "experts", "dropout", "last")
 LAYOUTS = (
-    *("dense tp2.pp2", "dense tp2.sequence0.cp2", "dense tp2.pp2/full", "dora tp2.pp2"),
-    *("dora tp2.cp2", "critic tp2.pp2", "moe tp2.ep2", "experts tp2.ep2"),
-    *("dropout tp2.pp2/full", "dropout tp2.sequence0.cp2"),
-    *("last tp2.pp2", "last pp2.vpp2/full"),
+    *("dense tp2.pp2", "dora tp2.cp2", "experts tp2.ep2", "dropout tp2.pp2/full"),
+    *slow_cases("dense tp2.sequence0.cp2", "dense tp2.pp2/full", "dora tp2.pp2", "critic tp2.pp2", "moe tp2.ep2"),
+    *slow_cases("dropout tp2.sequence0.cp2", "last tp2.pp2", "last pp2.vpp2/full"),
 )
+KINDS = tuple(dict.fromkeys(case.split()[0] for case in LAYOUTS))
 SHAPE: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_key_value_heads": 2, "vocab_size": 321}
+OLMO3: dict[str, Any] = {"num_hidden_layers": 4, "layer_types": 2 * ["sliding_attention", "full_attention"]}
+EXPERTS: dict[str, Any] = {"num_hidden_layers": 3, "num_key_value_heads": 4, "moe_intermediate_size": 32}
 OTHER_KINDS: dict[str, tuple[str, dict[str, Any]]] = {  # family -> which layers have adapters, and its shape
     "gemma3_text": ("dense", {"num_hidden_layers": 4}),
-    "olmo3": ("dense", {"num_hidden_layers": 4, "layer_types": 2 * ["sliding_attention", "full_attention"]}),
-    "deepseek_v3": ("moe", {"num_hidden_layers": 3, "num_key_value_heads": 4, "moe_intermediate_size": 32}),
-    "qwen2_moe": ("moe", {"num_hidden_layers": 3, "num_key_value_heads": 4, "moe_intermediate_size": 32}),
-    "gpt_oss": ("heads", {}),
+    "deepseek_v3": ("moe", EXPERTS),
+    **dict(slow_cases(("qwen2_moe", ("moe", EXPERTS)), ("gpt_oss", ("heads", {})), ("olmo3", ("dense", OLMO3)))),
 }
+OTHER_LAYOUTS = {"dense": "tp2.pp2", "moe": "tp2.ep2", "heads": "tp2.ep2"}
 Reported = dict[str, dict[str, Any]]
 
 
@@ -58,8 +59,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def work(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Reported]:
     """The folder that the worlds write into, and what they report, by case."""
     folder = tmp_path_factory.mktemp("lora")
-    run_world(1, "lora.py", folder, *models, *[f"{kind} one" for kind in KINDS])
-    output = run_world(4, "lora.py", folder, *models, *LAYOUTS, "together")
+    others = {}
+    for family, (kind, shape) in OTHER_KINDS.items():
+        others[f"{kind}={make_tiny(folder / family, family, **SHAPE | shape)}"] = OTHER_LAYOUTS[kind]
+    run_world(1, "lora.py", folder, *models, *[f"{kind} one" for kind in (*KINDS, *others)])
+    four = [*LAYOUTS, *(f"{case} {layout}" for case, layout in others.items()), "together"]
+    output = run_world(4, "lora.py", folder, *models, *four)
     return folder, {case.pop("case"): case for case in map(json.loads, output.splitlines())}
 
 
@@ -76,26 +81,15 @@ def test_gradients_and_what_updates_make_of_them_are_one_process_own(reported: R
     assert found["smallest"] > 1e-3, "an adapter has no gradient"
 
 
-@pytest.fixture(scope="module")
-def of_other_kinds(tmp_path_factory: pytest.TempPathFactory) -> Reported:
-    folder = tmp_path_factory.mktemp("kinds")
-    for family, (_, shape) in OTHER_KINDS.items():
-        make_tiny(folder / family, family, **SHAPE | shape)
-    cases = {family: f"{kind}={folder / family}" for family, (kind, _) in OTHER_KINDS.items()}
-    run_world(1, "lora.py", folder, "-", "-", *(f"{case} one" for case in cases.values()))
-    layouts = {"dense": "tp2.pp2", "moe": "tp2.ep2", "heads": "tp2.ep2"}
-    four = [f"{case} {layouts[OTHER_KINDS[family][0]]}" for family, case in cases.items()]
-    output = run_world(4, "lora.py", folder, "-", "-", *four)
-    return dict(zip(cases, map(json.loads, output.splitlines()), strict=True))
-
-
 @pytest.mark.parametrize("family", OTHER_KINDS)
-def test_layers_of_other_kinds_have_them_too(of_other_kinds: Reported, family: str) -> None:
+def test_layers_of_other_kinds_have_them_too(work: tuple[Path, Reported], family: str) -> None:
     """Norms behind the layers that have adapters, a scaled embedding; projections of latent vectors; norms over all
     heads, which follow adapters; a gated expert; sinks and biases beside them."""
-    found = of_other_kinds[family]
+    folder, reported = work
+    kind, _ = OTHER_KINDS[family]
+    found = reported[f"{kind}={folder / family} {OTHER_LAYOUTS[kind]}"]
     assert max(found[name] for name in ("out", "loss", "norm", "gradients")) < 2e-5, found
-    if OTHER_KINDS[family][0] != "moe":  # of its experts some get no token
+    if kind != "moe":  # of its experts some get no token
         assert found["smallest"] > 1e-3, "an adapter has no gradient"
 
 
@@ -127,7 +121,7 @@ def test_gradients_have_room_for_adapters_alone(reported: Reported) -> None:
     assert found["trained"] <= found["buffer"] < 0.3 * found["parameters"]
 
 
-@pytest.mark.parametrize("kind", ["dora", "last"])
+@pytest.mark.parametrize("kind", ["dora", *slow_cases("last")])
 @pytest.mark.parametrize("layout", ["tp2.pp2", "pp2.vpp2"])
 def test_a_checkpoint_of_adapters_goes_on_under_any_layout(reported: Reported, layout: str, kind: str) -> None:
     found = reported[f"resumed {kind} {layout}"]
@@ -164,7 +158,7 @@ def peft_outputs(model: torch.nn.Module, seen: dict[str, Tensor], is_critic: boo
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("kind", ["dense", "dora", "critic", "last"])
+@pytest.mark.parametrize("kind", ["dense", "dora", "critic", *slow_cases("last")])
 def test_peft_loads_them_and_computes_the_same(
     work: tuple[Path, Reported], models: tuple[Path, Path], kind: str
 ) -> None:
@@ -177,7 +171,7 @@ def test_peft_loads_them_and_computes_the_same(
     torch.testing.assert_close(peft_outputs(model, seen, kind == "critic"), seen["out"], rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("kind", ["dense", "dora", "last"])
+@pytest.mark.parametrize("kind", ["dense", "dora", *slow_cases("last")])
 def test_mrl_merge_gives_the_weights_that_the_learner_exports(
     work: tuple[Path, Reported],
     models: tuple[Path, Path],

@@ -9,12 +9,14 @@ import pytest
 
 from mrl.trainers.rl.memory_order import ORDER
 from tests.conftest import TinyModels
+from tests.helpers.slow import slow_cases
 from tests.helpers.world import run_world
 
 pytestmark = pytest.mark.long
 
 PPO, GRPO, EXPERTS = "PPO, TP2 x PP2, float32", "GRPO, TP2 x DP2, bfloat16", "PPO, experts, bfloat16"
-GIVEN_UP = [(PPO, "optimizer"), (PPO, "all"), (GRPO, "optimizer"), (GRPO, "all"), (EXPERTS, "all")]
+CASES = (PPO, GRPO, *slow_cases(EXPERTS))
+GIVEN_UP = [(PPO, "optimizer"), (PPO, "all"), (GRPO, "all"), *slow_cases((GRPO, "optimizer"), (EXPERTS, "all"))]
 SHAPE: dict[str, Any] = {
     "weights": False,
     "hidden_size": 32,
@@ -39,7 +41,7 @@ def test_weights_adam_and_metrics_are_the_same_to_the_bit(world: dict[str, Any],
     assert found["metrics"] and found["bits"]
 
 
-@pytest.mark.parametrize("case", [PPO, GRPO, EXPERTS])
+@pytest.mark.parametrize("case", [PPO, *slow_cases(GRPO, EXPERTS)])
 @pytest.mark.parametrize("change", ["none to all", "all to none"])
 def test_a_checkpoint_goes_on_with_another_offload_to_the_bit(world: dict[str, Any], case: str, change: str) -> None:
     found = world[f"{case}, {change}"]
@@ -66,7 +68,7 @@ def test_what_is_on_the_device_in_each_phase_is_what_the_table_says(
             assert held == want, (phase, model)
 
 
-@pytest.mark.parametrize("case", [PPO, GRPO, EXPERTS])
+@pytest.mark.parametrize("case", CASES)
 def test_nothing_else_of_the_models_is_left(world: dict[str, Any], case: str) -> None:
     """No copy of weights, gradients or moments beside those that are counted."""
     found = world[f"{case}, all"]

@@ -14,6 +14,7 @@ import torch
 from mrl.observe import SilentRecorder, read_metrics
 from mrl.trainers.shared.updates import NoGradientError, NonFiniteError, Updates, require_gradient
 from tests.helpers.nonfinite import LETTER, letter_model, lines, poisoned, sft_config
+from tests.helpers.slow import slow_cases
 from tests.helpers.tiny import make_tiny
 from tests.helpers.train_tools import MADE_UP, Train, write_config
 from tests.helpers.world import run_world
@@ -23,12 +24,16 @@ pytestmark = pytest.mark.long
 
 POISON, BAD_SAMPLE = 77, 5  # as in worlds/nonfinite.py
 JOBS: dict[str, dict[str, Any]] = {
-    "DP4": {"layout": {}},
-    "TP2 x PP2": {"layout": {"tensor": 2, "pipeline": 2}},
     "TP2 x CP2, without sequence parallelism": {"layout": {"tensor": 2, "context": 2, "sequence": False}},
     "PP2 x DP2, bfloat16": {"layout": {"pipeline": 2}, "dtype": "bfloat16"},
-    "EP2 x DP4": {"layout": {"expert": 2}, "model": "moe"},
-    "critic, TP2 x PP2": {"layout": {"tensor": 2, "pipeline": 2}, "role": "critic"},
+    **dict(
+        slow_cases(
+            ("DP4", {"layout": {}}),
+            ("TP2 x PP2", {"layout": {"tensor": 2, "pipeline": 2}}),
+            ("EP2 x DP4", {"layout": {"expert": 2}, "model": "moe"}),
+            ("critic, TP2 x PP2", {"layout": {"tensor": 2, "pipeline": 2}, "role": "critic"}),
+        )
+    ),
 }
 
 

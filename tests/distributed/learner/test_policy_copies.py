@@ -12,15 +12,16 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from tests.conftest import TinyModels
+from tests.helpers.slow import slow_cases
 from tests.helpers.tiny import make_tiny
 from tests.helpers.world import run_world
 
 pytestmark = pytest.mark.long
 
-AVERAGES = ("TP2 x PP2", "EP2 x DP2", "DP4, bfloat16")
-SAVED = ("dense tp2.pp2", "moe ep2", "bfloat16 dp4")
-LOADED_ELSEWHERE = ("dense dp4", "moe tp2.ep2")
-TWO_LOSSES = ("two losses tp2.pp2", "two losses cp2.dp2", "two losses pp2.vpp2")
+AVERAGES = ("TP2 x PP2", "DP4, bfloat16", *slow_cases("EP2 x DP2"))
+SAVED = ("dense tp2.pp2", *slow_cases("moe ep2", "bfloat16 dp4"))
+LOADED_ELSEWHERE = ("dense dp4", *slow_cases("moe tp2.ep2"))
+TWO_LOSSES = ("two losses cp2.dp2", *slow_cases("two losses tp2.pp2", "two losses pp2.vpp2"))
 SHAPE: dict[str, Any] = {
     "weights": False,
     "hidden_size": 32,

@@ -14,14 +14,15 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mrl.options.preference import PREFERENCE_LOSSES
+from tests.helpers.slow import slow_cases
 from tests.helpers.tiny import make_tiny
 from tests.helpers.world import run_world
 from tests.unit.algo.test_algo_preference import PAPERS, Pair
 
-ONE = ("one", "one/110", "one/51", "one/45")  # 1, 2 and 5 micro-batches; at 45 a pair is longer than one
-TWO = ("tp2", "pp2", "cp2/60", "dp2")
-WORLDS = (("dense", 1, ONE), ("dense", 2, TWO), ("deep", 1, ("one",)), ("deep", 2, ("pp2.vpp2",)),
-          ("moe", 1, ("one",)), ("moe", 2, ("ep2/60",)))  # fmt: skip
+MICRO_BATCHES = {"one/45": 5, **dict(slow_cases(("one/110", 2), ("one/51", 5)))}  # at 45 a pair is longer than one
+ONE = ("one", *MICRO_BATCHES)
+TWO = ("cp2/60", *slow_cases("tp2", "pp2", "dp2"))
+OTHERS = slow_cases(("deep", "pp2.vpp2"), ("moe", "ep2/60"))
 STEEP = 2e-5  # of discopop, whose slope turns 1 / tau = 20 times as fast
 Results = dict[str, dict[str, tuple[float, float, str, int, float]]]
 
@@ -38,14 +39,19 @@ def results(root: Path) -> Results:
     make_tiny(root / "deep", "qwen2", weights=False, num_hidden_layers=4, **size)
     make_tiny(root / "moe", "qwen3_moe", weights=False, **size)
     found = {}
-    for number, (model, processes, layouts) in enumerate(WORLDS):
-        result = root / f"{number}.json"
-        run_world(processes, "preference.py", root / model, root / f"{model}.pt", result, *layouts)
-        found |= json.loads(result.read_text())
+    alone = {"dense": ONE} | {model: ("one",) for model, _ in OTHERS}
+    cut = {"dense": TWO} | {model: (layout,) for model, layout in OTHERS}
+    for processes, of_models in ((1, alone), (2, cut)):
+        jobs: list[str | Path] = []
+        for model, layouts in of_models.items():
+            jobs += ["--", root / model, root / f"{model}.pt", root / f"{model}_{processes}.json", *layouts]
+        run_world(processes, "preference.py", *jobs)
+        for model in of_models:
+            found |= json.loads((root / f"{model}_{processes}.json").read_text())
     return found
 
 
-@pytest.mark.parametrize("layout", [*ONE, *TWO, "pp2.vpp2", "ep2/60"])
+@pytest.mark.parametrize("layout", [*ONE, *TWO, *(layout for _, layout in OTHERS)])
 def test_loss_and_gradients_equal_one_process(results: Results, layout: str) -> None:
     assert PREFERENCE_LOSSES.keys() | {"sigmoid twice", "mixed", "prompts"} <= results[layout].keys()
     for case, (loss_error, gradient_error, worst, _, of_tokens) in results[layout].items():
@@ -55,11 +61,11 @@ def test_loss_and_gradients_equal_one_process(results: Results, layout: str) -> 
 
 
 def test_the_micro_batches_were_several(results: Results) -> None:
-    assert [results[layout]["sigmoid"][3] for layout in ONE[1:]] == [2, 5, 5]
+    assert {layout: results[layout]["sigmoid"][3] for layout in MICRO_BATCHES} == MICRO_BATCHES
 
 
 class Slow:
-    """transformers' model in float64, one sequence at a time."""
+    """transformers' model in float64, one sequence at a time, and each of them once for all cases."""
 
     def __init__(self, folder: Path, stored: dict[str, Any]) -> None:
         config = AutoConfig.from_pretrained(folder)
@@ -67,12 +73,15 @@ class Slow:
         for model, weights in zip(self.models, stored["weights"], strict=True):
             model.load_state_dict({name: tensor.double() for name, tensor in weights.items()}, strict=False)
         self.samples, self.prompt_lens = stored["samples"], stored["prompt_lens"].tolist()
+        self.known: dict[tuple[int, int], Tensor] = {}
 
     def log_probs(self, which: int, sample: int) -> Tensor:
         """Of every token but the first."""
-        ids = self.samples[sample]
-        logits = self.models[which](ids[None]).logits[0, :-1].log_softmax(-1)
-        return logits[torch.arange(len(ids) - 1), ids[1:]]
+        if (which, sample) not in self.known:
+            ids = self.samples[sample]
+            logits = self.models[which](ids[None]).logits[0, :-1].log_softmax(-1)
+            self.known[which, sample] = logits[torch.arange(len(ids) - 1), ids[1:]]
+        return self.known[which, sample]
 
     def gradients(self, case: dict[str, Any]) -> tuple[float, dict[str, Tensor]]:
         """(value, gradient) of the case's losses, each the mean over its pairs."""
@@ -102,7 +111,7 @@ class Slow:
         if "sft" in case["loss"]:
             nll = -texts / tokens * case["loss"]["sft"].get("weight", 1.0)
             value, learnt = value + float(nll.detach()), learnt + nll
-        learnt.backward()
+        learnt.backward(retain_graph=True)
         return value, {name: p.grad for name, p in self.models[0].named_parameters()}
 
 

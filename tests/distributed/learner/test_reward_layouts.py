@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
+from tests.helpers.slow import slow_cases
 from tests.helpers.tiny import make_tiny
 from tests.helpers.world import run_world
 
-ONE = ("one", "one/120", "one/54", "one/50")  # 1, 2, 4 and 5 micro-batches; at 50 a pair is longer than one
-TWO = ("tp2", "tp2.sequence0", "pp2", "pp2.vpp2", "cp2", "cp2/70", "dp2")
+MICRO_BATCHES = {"one": 1, "one/50": 5, **dict(slow_cases(("one/120", 2), ("one/54", 4)))}  # at 50 a pair is longer
+TWO = ("cp2/70", "pp2.vpp2", *slow_cases("tp2", "tp2.sequence0", "pp2", "cp2", "dp2"))
+EXPERTS = slow_cases("ep2")
 CASES = ("bradley_terry", "plackett_luce", "pairwise", "regression", "process")
 Results = dict[str, dict[str, tuple[float, float, str, int]]]
 
@@ -41,17 +43,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(folder: Path) -> Results:
     found: Results = {}
-    plans = {"qwen2": (4, {1: ONE, 2: TWO}), "qwen3_moe": (2, {1: ("one",), 2: ("ep2",)})}
-    for family, (layers, worlds) in plans.items():
-        model = make_model(folder / family, family, layers)
-        for processes, layouts in worlds.items():
+    models = {"qwen2": make_model(folder / "qwen2", "qwen2", 4)}
+    if EXPERTS:
+        models["qwen3_moe"] = make_model(folder / "qwen3_moe", "qwen3_moe", 2)
+    plans: dict[int, dict[str, tuple[str, ...]]] = {
+        1: {"qwen2": tuple(MICRO_BATCHES), "qwen3_moe": ("one",)},
+        2: {"qwen2": TWO, "qwen3_moe": EXPERTS},
+    }
+    for processes, layouts in plans.items():
+        jobs: list[str | Path] = []
+        for family, model in models.items():
             result = folder / f"{family}_{processes}.json"
-            run_world(processes, "reward_losses.py", model, folder / f"{family}.pt", result, *layouts)
-            found |= json.loads(result.read_text())
+            jobs += ["--", model, folder / f"{family}.pt", result, *layouts[family]]
+        run_world(processes, "reward_losses.py", *jobs)
+        for family in models:
+            found |= json.loads((folder / f"{family}_{processes}.json").read_text())
     return found
 
 
-@pytest.mark.parametrize("layout", [*ONE[1:], *TWO, "ep2"])
+@pytest.mark.parametrize("layout", [*list(MICRO_BATCHES)[1:], *TWO, *EXPERTS])
 def test_loss_and_gradients_equal_one_process(results: Results, layout: str) -> None:
     assert {*CASES, "bradley_terry twice", "process twice"} == results[layout].keys()
     for case, (loss_error, gradient_error, worst, _) in results[layout].items():
@@ -60,7 +70,7 @@ def test_loss_and_gradients_equal_one_process(results: Results, layout: str) -> 
 
 def test_the_micro_batches_were_several(results: Results, folder: Path) -> None:
     again = json.loads((folder / "qwen2_1.json").read_text())
-    assert [again[layout]["bradley_terry"][3] for layout in ONE] == [1, 2, 4, 5]
+    assert {layout: again[layout]["bradley_terry"][3] for layout in again} == MICRO_BATCHES
 
 
 @pytest.fixture(scope="module")

@@ -10,11 +10,12 @@ import torch
 
 from mrl.models.batch import ModelBatch, PassOptions
 from mrl.models.noise import embedding_noise
+from tests.helpers.slow import slow_cases
 from tests.helpers.tiny import make_tiny
 from tests.helpers.world import run_world
 
-ONE = ("one", "one/60", "one/40/full")
-TWO = ("tp2", "pp2", "cp2/40", "dp2", "tp2/40/full")
+MICRO_BATCHES = {"one": 1, "one/40/full": 4, **dict(slow_cases(("one/60", 2)))}
+TWO = ("cp2/40", "pp2", *slow_cases("tp2", "dp2", "tp2/40/full"))
 Results = dict[str, dict[str, tuple[float, float, str, int, float]]]
 
 
@@ -23,14 +24,14 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     root = tmp_path_factory.mktemp("imitation")
     size = {"num_hidden_layers": 2, "num_key_value_heads": 4, "vocab_size": 313}
     model, found = make_tiny(root / "model", "qwen2", tied=True, weights=False, **size), {}
-    for processes, layouts in ((1, ONE), (2, TWO)):
+    for processes, layouts in ((1, tuple(MICRO_BATCHES)), (2, TWO)):
         result = root / f"{processes}.json"
         run_world(processes, "imitation.py", model, root / "one.pt", result, *layouts)
         found |= json.loads(result.read_text())
     return found
 
 
-@pytest.mark.parametrize("layout", [*ONE, *TWO])
+@pytest.mark.parametrize("layout", [*MICRO_BATCHES, *TWO])
 def test_loss_and_gradients_equal_one_process(results: Results, layout: str) -> None:
     assert {"nll", "dft", "smoothed", "noise", "all", "validation/loss", "validation/token_accuracy/b"} <= set(
         results[layout]
@@ -43,7 +44,7 @@ def test_each_loss_is_one_of_its_own(results: Results) -> None:
     of = {case: value for case, (_, _, _, _, value) in results["one"].items()}
     assert len({of[case] for case in ("nll", "dft", "smoothed", "noise", "other noise", "all")}) == 6
     assert of["nll"] == pytest.approx(of["validation/loss"], rel=1e-6)
-    assert [results[layout]["nll"][3] for layout in ONE] == [1, 2, 4]
+    assert {layout: results[layout]["nll"][3] for layout in MICRO_BATCHES} == MICRO_BATCHES
 
 
 def noise(tokens: list[int], samples: list[int], alpha: float = 1.0, seed: int = 5, h: int = 64) -> torch.Tensor:

@@ -7,16 +7,17 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.slow import slow_cases
 from tests.helpers.tiny import MOONLIGHT, make_tiny
 from tests.helpers.world import run_world
 from tests.worlds.families import reference
 
 pytestmark = pytest.mark.long
 
-EXPERTS = ("tp2.ep2", "pp2.ep2", "cp2.ep2", "tp2.ep2.etp2", "pp2.vpp2")
-DENSE = ("tp2", "tp2.sequence0", "pp2", "cp2", "tp2.pp2", "tp2.cp2", "pp2.vpp2")
+EXPERTS = ("tp2.ep2", "pp2.vpp2", *slow_cases("pp2.ep2", "cp2.ep2", "tp2.ep2.etp2"))
+DENSE = ("tp2.pp2", "cp2", *slow_cases("tp2", "tp2.sequence0", "pp2", "tp2.cp2", "pp2.vpp2"))
 SIZE: dict[str, Any] = {"num_hidden_layers": 4, "num_key_value_heads": 4, "vocab_size": 313}
-MODELS: dict[str, dict[str, Any]] = {
+ALL_MODELS: dict[str, dict[str, Any]] = {
     "glm4_moe": {},
     "glm4_moe_air": {
         "use_qk_norm": False,
@@ -38,14 +39,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layers": [1, 1, 0, 1], "tied": True},
     "gpt_oss": {"initializer_range": 0.1},
 }
+NAMES = ("glm4_moe", "gemma3_text", "deepseek_v3", "gpt_oss", *slow_cases("glm4_moe_air", "moonlight", "qwen2_moe"))
+NAMES += slow_cases("olmo2", "phi3", "olmo3", "smollm3")
+MODELS = {name: ALL_MODELS[name] for name in NAMES}
 UNCUT = (
-    "tp2.ep2",
-    "pp2.ep2/full",
-    "cp2.ep2",
     "tp2.cp2.ep2/selective",
-    "pp2.vpp2",
-    "critic:tp2.ep2/full",
     "critic:pp2.ep2",
+    *slow_cases("tp2.ep2", "pp2.ep2/full", "cp2.ep2", "pp2.vpp2", "critic:tp2.ep2/full"),
 )  # of experts that no rank has a part of
 MOE = ("glm4_moe", "glm4_moe_air", "deepseek_v3", "moonlight", "qwen2_moe")
 FAMILY = {"glm4_moe_air": "glm4_moe", "moonlight": "deepseek_v3"}  # of the others their own names

@@ -17,6 +17,7 @@ from mrl.kernels.fp8 import Recipe
 from mrl.models.fp8_layers import RoundedColumnParallel
 from mrl.models.precision import STATE, FP8Emulation
 from mrl.weights.disk.fp8_state import restorable_state
+from tests.helpers.slow import slow_cases
 from tests.helpers.tiny import make_tiny
 from tests.helpers.world import run_world
 
@@ -30,7 +31,7 @@ SIZES: dict[str, Any] = {
     "vocab_size": 512,
     "initializer_range": 0.05,
 }
-ON_2 = ("tp2", "pp2", "cp2", "moe:ep2")
+ON_2 = ("tp2", "moe:ep2", *slow_cases("pp2", "cp2"))
 RECIPES = ("current", "delayed", "blockwise", "mxfp8", "blockwise with head")
 SAME = {("pp2", name) for name in RECIPES}
 SAME |= {(layout, name) for layout in ON_2 for name in RECIPES if name.startswith(("blockwise", "mxfp8"))}

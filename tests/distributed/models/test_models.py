@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from tests.helpers.slow import RUN_SLOW
 from tests.helpers.tiny import make_tiny
 from tests.helpers.world import run_world
 
@@ -23,7 +24,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float
 
 @pytest.mark.parametrize("check", ["dense", "moe"])
 def test_log_probs_do_not_depend_on_the_layout(world: dict[str, dict[str, float]], check: str) -> None:
-    assert len(world[check]) >= 4
+    assert len(world[check]) >= (4 if RUN_SLOW else 2)
     assert max(world[check].values()) < 5e-5, world[check]
 
 
@@ -45,13 +46,13 @@ def test_large_logits_cost_no_digits_under_tensor_parallelism(world: dict[str, d
 
 
 def test_recomputation_gives_the_same_gradients(world: dict[str, dict[str, float]]) -> None:
-    assert len(world["recompute"]) == 6
+    assert len(world["recompute"]) == (6 if RUN_SLOW else 4)
     assert max(world["recompute"].values()) < 1e-6, world["recompute"]
 
 
 def test_tokens_that_leave_in_the_last_layer_change_nothing(world: dict[str, dict[str, float]]) -> None:
     errors = dict(world["leaving"])
-    assert errors.pop("largest") > 1.0 and len(errors) == 8
+    assert errors.pop("largest") > 1.0 and len(errors) == (8 if RUN_SLOW else 4)
     assert max(errors.values()) < 5e-6, errors
 
 

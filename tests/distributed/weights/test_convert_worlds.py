@@ -21,6 +21,7 @@ from tests.distributed.weights.test_weights_worlds import (
     layout_of,
     write_reference,
 )
+from tests.helpers.slow import slow_cases
 from tests.helpers.tiny import make_tiny
 from tests.helpers.world import run_world
 
@@ -29,7 +30,7 @@ EP2 = {"expert": 2}
 LAYOUTS = [(model, TP1) for model in MODELS] + BOTH
 LAYOUTS += [(model, layout) for model in (*MOE, *UNCUT) for layout in (EP2, EP2PP2)]
 LAYOUTS += [("qwen2_tied", VPP2)]
-RUNS = ("qwen2_tied", "qwen3_moe", "glm4_moe", "deepseek_v3", "qwen2_moe", "olmo3", "phi3", "gpt_oss")
+RUNS = ("qwen3_moe", "gpt_oss", *slow_cases("qwen2_tied", "glm4_moe", "deepseek_v3", "qwen2_moe", "olmo3", "phi3"))
 
 
 @pytest.fixture(scope="module")

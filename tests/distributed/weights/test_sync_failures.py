@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.helpers.slow import slow_cases
 from tests.helpers.world import run_world
 
 pytestmark = pytest.mark.long
@@ -24,33 +25,51 @@ SLACK_S = 30.0  # closing sessions on an engine that does not answer, and a busy
 
 # name -> (what the engine does, transport, what the error must say)
 FAILURES = {
-    "refuses the session": ("refuses_begin", "shared_memory", "/begin_weight_update: .*session is already open"),
     "refuses the session, group": ("refuses_begin", "distributed", "/begin_weight_update: .*session is already open"),
     "refuses the group": ("refuses_group", "distributed", "/init_weights_update_group: .*no group for you"),
     "answers 500": ("error_500", "shared_memory", "/update_weights_from_tensor: HTTP 500: .*out of memory"),
-    "answers 500, by value": ("error_500", "http", "/update_weights_from_tensor: HTTP 500: .*out of memory"),
     "never joins the group": ("ok", "distributed", "joining process group mrl-sync-.*it responded, but did not join"),
     "dies": ("dies", "shared_memory", "/update_weights_from_tensor: no answer"),
     "hangs": ("hangs", "http", r"/update_weights_from_tensor: no answer: .* after [0-9.]+ s"),
     "keeps its cache": ("busy", "shared_memory", r"/flush_cache.*: HTTP 400: .*requests are running"),
     "is not there": ("none", "http", "/begin_weight_update: no answer"),
+    **dict(
+        slow_cases(
+            (
+                "refuses the session",
+                ("refuses_begin", "shared_memory", "/begin_weight_update: .*session is already open"),
+            ),
+            (
+                "answers 500, by value",
+                ("error_500", "http", "/update_weights_from_tensor: HTTP 500: .*out of memory"),
+            ),
+        )
+    ),
 }
 # of two engines, on two nodes: what they do, what the error must say
 OVER_NODES = {
     "node 1 answers 500": (("ok", "error_500"), r"rank 0: .*HTTP 500.*out of memory|rank 0, 1: |rank 1: "),
     "node 1 dies": (("ok", "dies"), "node 1: .*no answer|/update_weights_from_tensor: no answer"),
-    "node 0 answers 500": (("error_500", "ok"), "node 0: .*out of memory|out of memory"),
-    "node 1 hangs": (("ok", "hangs"), r"node 1: |no answer: .* after [0-9.]+ s"),
     "both nodes work": (("ok", "ok"), "^$"),
+    **dict(
+        slow_cases(
+            ("node 0 answers 500", (("error_500", "ok"), "node 0: .*out of memory|out of memory")),
+            ("node 1 hangs", (("ok", "hangs"), r"node 1: |no answer: .* after [0-9.]+ s")),
+        )
+    ),
 }
 # of an engine over two nodes: what it does, the node that has no room, what the error must say
 SPANNING = {
     "the engine answers 500": ("error_500", None, "/update_weights_from_tensor: HTTP 500: .*out of memory"),
-    "the engine dies": ("dies", None, "/update_weights_from_tensor: no answer"),
-    "the engine hangs": ("hangs", None, r"/update_weights_from_tensor: no answer: .* after [0-9.]+ s"),
-    "node 0 has no room": ("ok", 0, "node 0: no room"),
     "node 1 has no room": ("ok", 1, "node 1: no room"),
     "all parts work": ("ok", None, "^$"),
+    **dict(
+        slow_cases(
+            ("the engine dies", ("dies", None, "/update_weights_from_tensor: no answer")),
+            ("the engine hangs", ("hangs", None, r"/update_weights_from_tensor: no answer: .* after [0-9.]+ s")),
+            ("node 0 has no room", ("ok", 0, "node 0: no room")),
+        )
+    ),
 }
 GOOD = {
     "works": ("ok", "shared_memory"),
@@ -151,7 +170,7 @@ def test_every_bucket_reaches_both_nodes(engines: dict[str, str], outcomes: dict
         assert calls(engines, f"both nodes work {node}").count("update_weights_from_tensor") == buckets
 
 
-SAID_NO = ["refuses the session", "refuses the session, group", "never joins the group"]
+SAID_NO = ["refuses the session, group", "never joins the group", *slow_cases("refuses the session")]
 
 
 @pytest.mark.parametrize("name", SAID_NO)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.slow import slow_cases
 from tests.helpers.tiny import make_tiny
 from tests.helpers.world import run_world
 
@@ -24,7 +25,7 @@ LLAMA3 = {
     "high_freq_factor": 3.0,
     "original_max_position_embeddings": 16,
 }
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+ALL_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"rope_parameters": LLAMA3, "num_hidden_layers": 3}),
     "llama_tied": ("llama", {"rope_parameters": LLAMA3, "tied": True, "vocab_size": 323}),
     "mistral": ("mistral", {}),
@@ -43,10 +44,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("smollm3", {}),
     "gpt_oss": ("gpt_oss", {"vocab_size": 323}),
 }
+NAMES = ("llama", "llama_tied", "qwen2", "qwen2_tied", "qwen3_moe", "deepseek_v3", "gemma3_text", "gpt_oss")
+NAMES += slow_cases(*(name for name in ALL_MODELS if name not in NAMES))
+MODELS = {name: ALL_MODELS[name] for name in NAMES}
 UNCUT = ("gpt_oss",)  # experts that no rank has a part of
-MOE = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_moe_raw", "glm4_moe", "deepseek_v3")
-CRITICS = ("llama_tied", "qwen3", "mixtral", "gemma3_text", "deepseek_v3", "qwen2_moe", "olmo3", "phi3", "smollm3",
-           "gpt_oss")  # fmt: skip
+EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_moe_raw", "glm4_moe", "deepseek_v3")
+MOE = tuple(name for name in EXPERTS if name in MODELS)
+CRITICS = ("llama_tied", "gemma3_text", "deepseek_v3", "gpt_oss", *slow_cases("qwen3", "mixtral", "qwen2_moe"))
+CRITICS += slow_cases("olmo3", "phi3", "smollm3")
 ONE: dict[str, int] = {}
 TP2PP2 = {"tensor": 2, "pipeline": 2}
 EP2PP2 = {"pipeline": 2, "expert": 2}
@@ -65,8 +70,8 @@ def layout_of(model: str, layout: dict[str, int]) -> dict[str, int]:
     return {**layout, "first_stage_layers": 1, "last_stage_layers": 2} if model == "llama" and layout else layout
 
 
-SAVED = [("qwen2_tied", TP2PP2), ("mistral", TP2PP2), ("llama", TP2PP2), ("mixtral", EP2PP2), ("qwen3_moe", ETP2EP2)]
-SAVED += [("gpt_oss", EP2PP2)]
+SAVED = [("qwen2_tied", TP2PP2), ("llama", TP2PP2), ("qwen3_moe", ETP2EP2), ("gpt_oss", EP2PP2)]
+SAVED += slow_cases(("mistral", TP2PP2), ("mixtral", EP2PP2))
 
 
 @dataclass(frozen=True)

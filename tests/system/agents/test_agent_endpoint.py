@@ -245,7 +245,7 @@ def test_an_unmodified_client_is_answered_by_the_model_and_its_turns_are_one_seq
     assert len({sample.messages[1]["content"] for sample in samples}) > 1, "samples of a group are the same"
 
 
-@pytest.mark.parametrize(("name", "turns"), [("streams", 2), ("program", 1)])
+@pytest.mark.parametrize(("name", "turns"), [("streams", 2), pytest.param("program", 1, marks=pytest.mark.slow)])
 def test_other_ways_of_clients(harnesses: Path, name: str, turns: int) -> None:
     [sample] = play(harnesses, name, Model(), workers=1)
     assert len(sample.messages) == 2 * turns and not sample.sequence_lens

@@ -37,6 +37,7 @@ for name, text in texts:
 """
 
 
+@pytest.mark.slow
 def test_where_sglang_reads_the_same_calls() -> None:
     """docs/agents.md says where the two differ and why."""
     texts = [(IN_SGLANG.get(given.parser, given.parser), given.text) for given in TEXTS]

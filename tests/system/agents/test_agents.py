@@ -505,6 +505,7 @@ def test_turns_of_a_run_have_the_log_probs_of_one_pass_and_are_written_down(
         assert json.dumps(sample["messages"])
 
 
+@pytest.mark.slow
 def test_turns_go_on_over_pushes_of_weights(
     tiny_models: TinyModels, sglang_engine: Engine, programs: Path, tmp_path: Path
 ) -> None:

@@ -23,6 +23,7 @@ from mrl.observe import read_metrics
 from tests.conftest import TinyModels
 from tests.helpers.runs import results, train
 from tests.helpers.sft_config import write
+from tests.helpers.world import run_world
 
 pytestmark = pytest.mark.long
 
@@ -78,6 +79,7 @@ def test_a_script_s_run_is_that_of_the_command(grpo: Path) -> None:
     assert max(results(run_dir)) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [0, 4])
 def test_four_ranks_learn_the_same(grpo: Path, tiny_models: TinyModels, tmp_path: Path, ranks: int) -> None:
     """Started by the trainer, and by torchrun."""
@@ -119,9 +121,8 @@ print(json.dumps(losses))
 
 def test_step_by_step_is_fit(grpo: Path, tmp_path: Path) -> None:
     run_dir = grpo / "runs/grpo"
-    done = python(tmp_path, script(tmp_path, STEPS), run_dir / "config.yaml", tmp_path, ROOT / "examples")
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    found, whole = json.loads(done.stdout.splitlines()[-1]), results(run_dir)
+    shown = run_world(1, str(script(tmp_path, STEPS)), run_dir / "config.yaml", tmp_path, ROOT / "examples")
+    found, whole = json.loads(shown.splitlines()[-1]), results(run_dir)
     for step, (norm, reward) in enumerate(found, 1):
         assert norm == pytest.approx(whole[step]["actor/grad_norm"], rel=1e-6)
         assert reward == pytest.approx(whole[step]["reward/mean"], rel=1e-6)
@@ -131,17 +132,24 @@ def test_step_by_step_is_fit(grpo: Path, tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("ranks", [0, 4])
+@pytest.mark.parametrize(
+    ("ranks", "forked"),
+    [pytest.param(0, False, marks=pytest.mark.slow), pytest.param(4, False, marks=pytest.mark.slow), (4, True)],
+)
 def test_a_loop_of_one_s_own_learns_as_the_built_in_one(
-    grpo: Path, tiny_models: TinyModels, tmp_path: Path, ranks: int
+    grpo: Path, tiny_models: TinyModels, tmp_path: Path, ranks: int, forked: bool
 ) -> None:
-    layout = (2, 2) if ranks else ()
-    shown = example("own_loop.py", tmp_path, tiny_models("llama"), *layout, ranks=ranks)
+    """In one process, by torchrun, and as ranks without the seconds of their imports."""
+    layout = ("2", "2") if ranks else ()
+    if forked:
+        shown = run_world(ranks, str(ROOT / "examples/own_loop.py"), tiny_models("llama"), *layout)
+    else:
+        shown = example("own_loop.py", tmp_path, tiny_models("llama"), *layout, ranks=ranks)
     own = [json.loads(line) for line in shown.splitlines() if line.startswith("{")]
     parallel = ["actor.parallel.tensor=2", "actor.parallel.pipeline=2"] if ranks else []
-    overrides = [f"run.name=built_in_{ranks}", "data.shuffle=false", *parallel]
+    overrides = [f"run.name=built_in_{ranks}_{forked}", "data.shuffle=false", *parallel]
     train(tmp_path, grpo / "runs/grpo/config.yaml", *overrides)
-    built_in = results(grpo / f"runs/built_in_{ranks}")
+    built_in = results(grpo / f"runs/built_in_{ranks}_{forked}")
     assert len(own) == 5
     for row in own:
         other = built_in[row["step"]]
@@ -217,19 +225,25 @@ def test_a_session_s_critic_and_reference_and_what_it_keeps(tiny_models: TinyMod
     assert read_metrics(tmp_path / "runs/session")[-1]["mine"] == 2.5
 
 
-@pytest.mark.parametrize("ranks", [0, 4])
-def test_ppo_with_callbacks_on_four_ranks(tiny_models: TinyModels, tmp_path: Path, ranks: int) -> None:
-    """Started by the trainer, and by torchrun."""
-    shown = example("ppo_with_callbacks.py", tmp_path, tiny_models("llama"), tmp_path / "runs", 2, 2, ranks=ranks)
-    assert "4 steps" in shown and shown.count("validation after step 2:") == 1
-
-
-def test_callbacks_see_a_run_and_may_end_it(tiny_models: TinyModels, tmp_path: Path) -> None:
-    shown = example("ppo_with_callbacks.py", tmp_path, tiny_models("llama"), tmp_path / "runs")
+def assert_callbacks_see_the_run(shown: str, runs: Path) -> None:
     assert [line.partition(":")[0] for line in shown.splitlines() if " samples, best score" in line] == [
         f"step {n}" for n in range(1, 5)
     ]
-    assert "validation after step 2:" in shown and f"saved {tmp_path}/runs/ppo/checkpoints/step_4" in shown
+    assert "4 steps" in shown and shown.count("validation after step 2:") == 1
+    assert f"saved {runs}/ppo/checkpoints/step_4" in shown
+
+
+@pytest.mark.parametrize("ranks", [0, pytest.param(4, marks=pytest.mark.slow)])
+def test_ppo_with_callbacks_on_four_ranks(tiny_models: TinyModels, tmp_path: Path, ranks: int) -> None:
+    """Started by the trainer, and by torchrun."""
+    shown = example("ppo_with_callbacks.py", tmp_path, tiny_models("llama"), tmp_path / "runs", 2, 2, ranks=ranks)
+    assert_callbacks_see_the_run(shown, tmp_path / "runs")
+
+
+@pytest.mark.slow
+def test_callbacks_see_a_run_in_one_process_and_may_end_it(tiny_models: TinyModels, tmp_path: Path) -> None:
+    shown = example("ppo_with_callbacks.py", tmp_path, tiny_models("llama"), tmp_path / "runs")
+    assert_callbacks_see_the_run(shown, tmp_path / "runs")
     lines = (ROOT / "examples/ppo_with_callbacks.py").read_text().replace("StopAtReward(0.9)", "StopAtReward(-1.0)")
     file = script(tmp_path, lines.replace('"name": "ppo"', '"name": "stopped"'))
     done = python(tmp_path, file, tiny_models("llama"), tmp_path / "runs")
@@ -258,6 +272,7 @@ def test_the_notebook_runs(tiny_models: TinyModels, tmp_path: Path, monkeypatch:
     assert "step 6/6" in shown_by(client)
 
 
+@pytest.mark.slow
 def test_a_notebook_s_interrupt_ends_all_ranks(
     tiny_models: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -311,7 +326,7 @@ def test_an_exception_in_a_callback_of_one_rank_ends_the_run(tiny_models: TinyMo
     assert "caught 1 Broken.on_step_end failed at step 2: ValueError: no more" in done.stdout
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_signal_to_the_script_ends_all_ranks(tiny_models: TinyModels, tmp_path: Path, number: signal.Signals) -> None:
     """SIGTERM lets the run save first."""
     lines = [

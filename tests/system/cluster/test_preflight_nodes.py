@@ -67,6 +67,7 @@ def meet(found: Sequence[Sequence[Finding]], count: int, missing: Sequence[int] 
         return list(pool.map(look, here))
 
 
+@pytest.mark.slow
 def test_what_ranks_print_is_no_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL says its version on stdout, and with NCCL_DEBUG=INFO more than a pipe holds."""
     noise = "import os\nif 'LOCAL_RANK' in os.environ:\n    print('NCCL version 2.27.3+cuda12.9\\n' * 9000)\n"

@@ -159,6 +159,7 @@ def test_all_engines_have_the_same_weights_then(story: Story) -> None:
     assert first == second and first[0].checksums
 
 
+@pytest.mark.slow
 def test_metrics_and_samples_are_those_of_engines_on_the_trainer_s_node(
     story: Story, tiny_models: TinyModels, tmp_path: Path
 ) -> None:
@@ -184,6 +185,7 @@ def test_a_run_that_is_started_again_finds_its_engines(story: Story) -> None:
     assert "2 engines have the weights of step" in story.said["second run"]
 
 
+@pytest.mark.slow
 def test_responses_go_on_over_pushes_to_engines_of_other_nodes(tiny_models: TinyModels, tmp_path: Path) -> None:
     """By the `distributed` transport, to engines that hold what they draw meanwhile."""
     behind = {"engine": "sglang", "overlap": "bounded", "max_staleness": 2}
@@ -243,6 +245,7 @@ def test_what_cannot_be_served_is_refused(
         assert problem in serve.terminal
 
 
+@pytest.mark.slow
 def test_a_run_whose_nodes_do_not_come_says_what_is_there(tiny_models: TinyModels, tmp_path: Path) -> None:
     sections = RUN | {"placement": PLACEMENT | {"wait_s": 2.0, "nodes": 1}}
     config = write_config(tmp_path, tiny_models("llama"), **sections)

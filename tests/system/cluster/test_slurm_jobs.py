@@ -192,7 +192,9 @@ def test_one_node_s_failure_ends_the_job_with_its_code(desk: Desk) -> None:
     desk.slurm.wait_for(lambda: not desk.slurm.processes_of(job), 30)
 
 
-@pytest.mark.parametrize("misses", ["the end of its step", "to end the other node"])
+@pytest.mark.parametrize(
+    "misses", ["the end of its step", pytest.param("to end the other node", marks=pytest.mark.slow)]
+)
 def test_what_srun_misses_holds_nobody_up(desk: Desk, misses: str) -> None:
     """Slurm does so at times, when a node fails as the step starts; no node is lost, and the job is not tried again."""
     deaf = desk.folder / misses / "srun"

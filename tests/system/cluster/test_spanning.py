@@ -26,8 +26,6 @@ from tests.helpers.train_tools import Train, write_config
 from tests.helpers.world import run_world
 from tests.system.cluster.test_cluster import steps_made, wait_for
 
-pytestmark = pytest.mark.long
-
 LIMIT_S = 150.0
 STEPS = 4
 # Each stage of the pipeline, and with it a sender of weights, is on a node of its own; so is each half of the engine.
@@ -50,6 +48,7 @@ def writers_of(log: Path) -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.slow
 def test_an_engine_over_both_nodes_of_a_run_loses_a_half_and_comes_back(
     tiny_models: TinyModels, tmp_path: Path
 ) -> None:

@@ -21,6 +21,7 @@ from mrl import cli, platform
 from mrl.resilience import EXIT_PREEMPTED
 from mrl.terminal import TidyLog
 from tests.conftest import TinyModels
+from tests.helpers import zygote
 from tests.helpers.train_tools import write_config
 
 ROOT = Path(__file__).parents[3]
@@ -192,7 +193,15 @@ pathlib.Path("child").write_text(str(child.pid))
     assert gone(*launched.pids("child"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        signal.SIGINT,
+        pytest.param(signal.SIGUSR1, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_lets_the_ranks_close_and_ends_everything(start: type[Launched], number: signal.Signals) -> None:
     launched = start(
         """
@@ -297,14 +306,14 @@ def test_a_tidy_log_is_the_same_however_the_output_is_cut(tmp_path: Path) -> Non
 
 
 def mrl(*args: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "mrl", *args],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command, pipe = [sys.executable, "-m", "mrl", *args], subprocess.PIPE
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+    with zygote.start(command, env, cwd, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            out, err = process.communicate(timeout=120)
+        finally:
+            process.kill()
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 def test_help_lists_the_commands(tmp_path: Path) -> None:
@@ -330,7 +339,7 @@ def test_train_refuses_a_bad_configuration_before_it_starts_anything(tmp_path: P
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
 def test_who_is_told_to_stop_before_anything_has_begun_is_to_be_started_again(
     tmp_path: Path, tiny_models: TinyModels, number: signal.Signals
 ) -> None:
@@ -497,8 +506,8 @@ fail(RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 3
     assert "closing" in launched.log(1)
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("arguments", [["config"], ["config", "run.name"]])
+@pytest.mark.parametrize("unbuffered", ["", pytest.param("1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("arguments", [["config"], pytest.param(["config", "run.name"], marks=pytest.mark.slow)])
 def test_a_reader_that_has_seen_enough_is_no_failure(arguments: list[str], unbuffered: str) -> None:
     """As of `mrl config | head`."""
     reader, writer = os.pipe()

@@ -31,28 +31,14 @@ pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[3]
 LIMIT_S = 120
-SLOW = """
-import itertools, sys, time
-from mrl.weights.convert import blocks, worker_pool
-worker_pool.END_TIMEOUT_S = 0.1
-read, count = blocks._BlockBuffer.read, itertools.count(1)
-def slow(bucket, block):
-    if (number := next(count)) >= 9:
-        if number == 9:
-            print("half", flush=True)
-        time.sleep(600)
-    return read(bucket, block)
-blocks._BlockBuffer.read = slow
-from mrl.cli import main
-sys.exit(main(sys.argv[1:]))
-"""
 Cases = dict[str, dict[str, Any]]
 
 
 def start(*command: str) -> subprocess.Popen[str]:
+    """`python -m *command`."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     pipe = subprocess.PIPE
-    return subprocess.Popen([sys.executable, *command], env=environment, stdout=pipe, stderr=pipe, text=True)
+    return zygote.start([sys.executable, "-m", *command], environment, ROOT, stdout=pipe, stderr=pipe, text=True)
 
 
 def mrl(*arguments: str | Path) -> tuple[int, str, str]:
@@ -87,8 +73,7 @@ def faults(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Cases:
     (pickled / "model.safetensors").unlink()
     moe = make_tiny(work / "moe", "mixtral")
     AutoModelForCausalLM.from_pretrained(moe).save_pretrained(work / "fused", save_original_format=False)
-    process = start(str(ROOT / "tests" / "worlds" / "convert_faults.py"), str(work), str(model), str(pickled),
-                    str(work / "fused"), str(moe))  # fmt: skip
+    process = start("tests.worlds.convert_faults", *map(str, (work, model, pickled, work / "fused", moe)))
     out, err = process.communicate(timeout=5 * LIMIT_S)
     assert process.returncode == 0, err[-6000:]
     return {case["case"]: case for case in map(json.loads, filter(None, out.splitlines()))}
@@ -127,7 +112,7 @@ def test_the_verdict_is_the_exit_status(tmp_path: Path, converted: Path) -> None
 
 
 def test_the_tool_is_the_command(tmp_path: Path) -> None:
-    process = start(str(ROOT / "tools" / "convert_checkpoint.py"), "hf-to-megatron", str(tmp_path), str(tmp_path / "x"))
+    process = start("tools.convert_checkpoint", "hf-to-megatron", str(tmp_path), str(tmp_path / "x"))
     _, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 1 and "config.json does not exist" in err
 
@@ -137,7 +122,7 @@ def test_a_killed_conversion_leaves_nothing_that_looks_whole(
     direction: str, model: Path, converted: Path, tmp_path: Path
 ) -> None:
     source, target = model if direction == "hf-to-megatron" else converted, tmp_path / "target"
-    process = start("-c", SLOW, "convert", direction, str(source), str(target))
+    process = start("tests.worlds.halted_conversion", "convert", direction, str(source), str(target))
     assert process.stdout is not None and process.stdout.readline() == "half\n"
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=LIMIT_S)
@@ -149,7 +134,7 @@ def test_a_killed_conversion_leaves_nothing_that_looks_whole(
 
 
 def test_ctrl_c_clears_away_what_was_written(model: Path, tmp_path: Path) -> None:
-    process = start("-c", SLOW, "convert", "hf-to-megatron", str(model), str(tmp_path / "target"))
+    process = start("tests.worlds.halted_conversion", "convert", "hf-to-megatron", str(model), str(tmp_path / "target"))
     assert process.stdout is not None and process.stdout.readline() == "half\n"
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=LIMIT_S)

@@ -50,13 +50,15 @@ def brightness_by_epoch(path: Path, kind: str, fraction: float = 1.0, *, shuffle
     return found
 
 
-@pytest.mark.parametrize(("kind", "fraction"), [("flow_sde", 1.0), ("flow_sde", 0.5), ("ddim", 1.0)])
+@pytest.mark.parametrize(
+    ("kind", "fraction"), [("flow_sde", 1.0), pytest.param("flow_sde", 0.5, marks=pytest.mark.slow), ("ddim", 1.0)]
+)
 def test_brightness_is_learnt(tmp_path: Path, kind: str, fraction: float) -> None:
     before, *_, after = brightness_by_epoch(tmp_path, kind, fraction)
     assert after > before + 0.06
 
 
-@pytest.mark.parametrize("kind", ["flow_sde", "ddim"])
+@pytest.mark.parametrize("kind", ["flow_sde", pytest.param("ddim", marks=pytest.mark.slow)])
 def test_rewards_of_other_images_teach_nothing(tmp_path: Path, kind: str) -> None:
     before, *_, after = brightness_by_epoch(tmp_path, kind, shuffled=True)
     assert abs(after - before) < 0.05

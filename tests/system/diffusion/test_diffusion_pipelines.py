@@ -89,7 +89,7 @@ def test_without_noise_images_are_those_of_diffusers(kind: str, tmp_path: Path) 
     assert not torch.allclose(images[0], images[1], atol=0.05)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind == "sd3")) for kind in KINDS])
 def test_adapters_are_trained_and_load_in_diffusers(kind: str, tmp_path: Path) -> None:
     """Before the first update the ratio is 1; after three, what is exported draws what the trained net draws."""
     tiny_pipeline(kind, tmp_path / "base")

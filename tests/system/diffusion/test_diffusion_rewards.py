@@ -140,6 +140,7 @@ def test_a_scorer_that_is_none_is_refused_when_the_run_starts(tmp_path: Path) ->
         ImageRewards(ImageRewardConfig.model_validate({"function": "scorer", "scorer": {"path": str(tmp_path)}}))
 
 
+@pytest.mark.slow
 def test_a_scorer_that_lacks_weights_is_refused_by_their_names(tmp_path: Path) -> None:
     tiny_scorer(tmp_path)
     stored = load_file(tmp_path / "model.safetensors")

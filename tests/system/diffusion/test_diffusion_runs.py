@@ -24,12 +24,14 @@ from mrl.diffusion.sample import draw  # noqa: E402
 from mrl.diffusion.steps import STEPS  # noqa: E402
 from mrl.observe import write_report  # noqa: E402
 from mrl.ports import free_port  # noqa: E402
+from tests.helpers import zygote  # noqa: E402
 from tests.helpers.ddpo_config import settings, written  # noqa: E402
 from tests.helpers.diffusion_tools import SIZE  # noqa: E402
 
 pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[3]
+
 REWARD = """
 import os, signal
 from pathlib import Path
@@ -49,15 +51,16 @@ def bright(images, prompts, rows):
 
 def train(config: Path, *overrides: str, launched: bool = False) -> subprocess.CompletedProcess[str]:
     """As the one rank of a world, or with `run.nproc` ranks of its own."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", "mrl", "train", str(config), *overrides],
-        env={**os.environ, **({} if launched else world | {"MASTER_PORT": str(free_port())}), "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    alone = {} if launched else world | {"MASTER_PORT": str(free_port())}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **alone}
+    command, pipe = [sys.executable, "-m", "mrl", "train", str(config), *overrides], subprocess.PIPE
+    with zygote.start(command, env, ROOT, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            out, err = process.communicate(timeout=300)
+        finally:
+            process.kill()
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 def rows(run_dir: Path) -> list[dict[str, float]]:
@@ -110,6 +113,7 @@ def assert_diffusers_draws_the_same(export: Path) -> None:
         assert noise.abs().max() < 6
 
 
+@pytest.mark.slow
 def test_adapters_do_not_go_on_beside_other_weights(tmp_path: Path) -> None:
     config = settings(tmp_path)
     config["actor"]["lora"] = {"rank": 2}
@@ -126,6 +130,7 @@ def test_adapters_do_not_go_on_beside_other_weights(tmp_path: Path) -> None:
     assert done.returncode != 0 and "adapters were trained on other weights than those of model.path" in done.stderr
 
 
+@pytest.mark.slow
 def test_an_export_without_room_does_not_end_a_run_that_is_to_go_on(tmp_path: Path) -> None:
     """A file is in its place."""
     run_dir = tmp_path / "runs" / "run"
@@ -140,7 +145,10 @@ def test_an_export_without_room_does_not_end_a_run_that_is_to_go_on(tmp_path: Pa
     assert last["checkpoint/failed"] == 1 and (run_dir / "hf_step_2" / "transformer").is_dir()
 
 
-@pytest.mark.parametrize(("bad", "what"), [(0, "generating the images after step 0"), (2, "sampling for step 1")])
+@pytest.mark.parametrize(
+    ("bad", "what"),
+    [pytest.param(0, "generating the images after step 0", marks=pytest.mark.slow), (2, "sampling for step 1")],
+)
 def test_a_row_of_one_rank_that_the_net_does_not_know_is_named(tmp_path: Path, bad: int, what: str) -> None:
     """Of two ranks that share the net, which nobody then waits for."""
     config = settings(tmp_path)

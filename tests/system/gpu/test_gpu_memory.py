@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.world import ROOT, WORLDS
+from tests.helpers.world import ROOT, WORLDS, run_world
 
 
 def on_one_device(model: Path, offload: str) -> dict[str, Any]:
@@ -42,5 +42,5 @@ def test_memory_is_given_up_on_the_gpu(offload: str, tiny_models: Callable[..., 
 
 def test_the_program_of_these_tests_runs_on_a_cpu(tiny_models: Callable[..., Path]) -> None:
     """So that no typo waits for a GPU."""
-    found = on_one_device(tiny_models("llama"), "all")
+    found = json.loads(run_world(1, "one_memory.py", tiny_models("llama"), "all").splitlines()[-1])
     assert found["same"] and found["parts"]["gradients"] == 2 * found["parts"]["parameters"]

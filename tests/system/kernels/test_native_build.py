@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -27,17 +28,40 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def problem(home: Path, **environment: str) -> str:
-    """What a new process says, whose cache is in `home`."""
-    code = "from mrl.kernels import native; print(native.problem())"
-    env = {**os.environ, "HOME": str(home), "PYTHONPATH": str(ROOT), **environment}
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+ANSWERS = """
+import json, os, sys
+from mrl.kernels import native
+for line in sys.stdin:
+    if (pid := os.fork()) == 0:
+        os.environ |= json.loads(line)
+        print(native.problem(), flush=True)
+        os._exit(0)
+    if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
+        sys.exit("a copy has failed")
+"""
+Problem = Callable[..., str]
 
 
-def test_where_they_cannot_be_had_torch_s_forms_serve(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def problem() -> Iterator[Problem]:
+    """problem(home, **environment): what a new process says, whose cache is in `home`. It is a copy of one process,
+    which has imported the kernels' module and has none of them."""
+    env, pipe = {**os.environ, "PYTHONPATH": str(ROOT)}, subprocess.PIPE
+    command = [sys.executable, "-W", "ignore", "-c", ANSWERS]
+    with subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        to, back = process.stdin, process.stdout
+
+        def ask(home: Path, **environment: str) -> str:
+            print(json.dumps({"HOME": str(home), **environment}), file=to, flush=True)
+            return back.readline().strip()
+
+        yield ask
+        to.close()
+        assert process.wait(60) == 0
+
+
+def test_where_they_cannot_be_had_torch_s_forms_serve(problem: Problem, tmp_path: Path) -> None:
     cache = Path(str(tmp_path) + build.CACHE.removeprefix("~"))
     assert problem(tmp_path, MRL_KERNELS="torch") == "MRL_KERNELS=torch" and not cache.exists()
     assert problem(tmp_path, CC="no-such-compiler") == "there is no C compiler (no-such-compiler)"
@@ -50,7 +74,7 @@ def test_where_they_cannot_be_had_torch_s_forms_serve(tmp_path: Path) -> None:
     assert problem(tmp_path) == f"{cache} cannot be used: File exists"
 
 
-def test_they_are_compiled_once_for_all_processes(tmp_path: Path) -> None:
+def test_they_are_compiled_once_for_all_processes(problem: Problem, tmp_path: Path) -> None:
     cache = Path(str(tmp_path) + build.CACHE.removeprefix("~"))
     assert problem(tmp_path) == "None"
     (file,) = cache.iterdir()

@@ -114,6 +114,7 @@ def test_a_stopped_rank_is_noticed_and_named(tmp_path: Path) -> None:
             assert listeners(folder) and set(listeners(folder)) <= LOOPBACK
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["torchrun", "ft"])
 def test_nothing_listens_to_other_machines(kind: str, tmp_path: Path) -> None:
     """(The own launcher's ranks: above.)"""

@@ -22,7 +22,7 @@ from tests.conftest import TinyModels
 from tests.helpers.train_tools import MADE_UP, Train, write_config
 from tests.helpers.world import ROOT
 
-pytestmark = pytest.mark.longest
+pytestmark = pytest.mark.long
 
 FAKE_ENGINE = Path(__file__).parents[2] / "worlds" / "fake_engine.py"
 STARTING_S = 240.0  # importing torch and Megatron in two processes, on a busy machine
@@ -100,7 +100,9 @@ def run_to_its_error(folder: Path, model: Path, behaviour: str, **sections: Any)
     return run
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize(
+    "name", [pytest.param("dies in an update", marks=pytest.mark.slow), "answers nothing to a rollout"]
+)
 def test_an_engine_that_fails(name: str, tiny_models: TinyModels, tmp_path: Path) -> None:
     behaviour, message = ENGINES[name]
     run = run_to_its_error(tmp_path, tiny_models("llama"), behaviour)
@@ -117,6 +119,7 @@ def test_an_engine_that_makes_up_its_samples_teaches_nothing(tiny_models: TinyMo
     assert (tmp_path / "runs/run/metrics.jsonl").read_text() == ""
 
 
+@pytest.mark.slow
 def test_an_engine_that_keeps_an_old_tensor_is_found_in_the_next_step(tiny_models: TinyModels, tmp_path: Path) -> None:
     """A gap that would pass for bfloat16's: one matrix of 16, one update old. What honest engines say is far below."""
     rollout = {"engine": "transformers", "sampling": {"max_new_tokens": 8}}
@@ -142,7 +145,7 @@ def test_a_reward_function_that_fails(tiny_models: TinyModels, tmp_path: Path) -
     assert error.count("Traceback") == 1, error  # the user's own
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_rank_killed(rank: int, tiny_models: TinyModels, tmp_path: Path) -> None:
     """While rank 0 waits for the engine and the others for rank 0."""
     with fake_engine(tmp_path, "generate_hangs") as url:
@@ -160,6 +163,7 @@ def test_a_rank_killed(rank: int, tiny_models: TinyModels, tmp_path: Path) -> No
 class TestSGLang:
     pytestmark = needs_sglang
 
+    @pytest.mark.slow
     def test_killed_in_a_rollout(self, tiny_models: TinyModels, tmp_path: Path) -> None:
         config = write_config(tmp_path, tiny_models("llama"), actor=TWO_RANKS, rollout=LONG)
         more = ["run.steps=9", "batch.prompts_per_step=24", "rollout.max_restarts=0"]
@@ -174,6 +178,7 @@ class TestSGLang:
         assert "SIGKILL" in error and "End of" in error and "Traceback" not in error, error
         assert len(error.splitlines()) < 12, error  # not what the server wrote while it started
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
     def test_ended_with_the_run(self, number: signal.Signals, tiny_models: TinyModels, tmp_path: Path) -> None:
         """Ctrl-C in a rollout; SIGTERM while the engine starts."""

@@ -65,9 +65,9 @@ def test_measured_bytes_of_a_trained_model(case: Case, dtype: torch.dtype, tiny_
 @pytest.mark.parametrize(
     ("model", "layout", "world"),
     [
-        ("Llama-3.1-70B", {"tensor": 8, "pipeline": 4}, 64),
+        pytest.param("Llama-3.1-70B", {"tensor": 8, "pipeline": 4}, 64, marks=pytest.mark.slow),
         ("Llama-3.1-70B", {"tensor": 8, "pipeline": 2, "context": 2}, 64),
-        ("Qwen3-32B", {"tensor": 8}, 24),
+        pytest.param("Qwen3-32B", {"tensor": 8}, 24, marks=pytest.mark.slow),
         ("Qwen3-30B-A3B", {"tensor": 2, "expert": 8}, 32),
         ("Qwen2.5-7B", {"tensor": 4}, 8),
         ("Qwen3-0.6B", {"pipeline": 2, "virtual_pipeline": 2}, 6),

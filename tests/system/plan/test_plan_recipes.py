@@ -44,6 +44,7 @@ RECIPES = {  # and the GPUs that their names promise
 }
 
 
+DRAWING = ("ddpo_sd15_1gpu", "flow_grpo_sd3_8gpu")  # a minute each; tests/unit/diffusion/test_diffusion_plan.py
 MODELS = {"ddpo": "drawing_model", "vl": "counting_model", "glm4": "glm_model", "moonlight": "moonlight_model"}
 
 
@@ -90,7 +91,12 @@ def counting_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("name", "gpu"),  # those of RECIPES for a GPU: test_a_recipe_fits
-    [(name, gpu) for name in YAMLS for gpu in ("h100-80g", "none") if gpu == "none" or name not in RECIPES],
+    [
+        pytest.param(name, gpu, marks=[pytest.mark.slow] * (name in DRAWING))
+        for name in YAMLS
+        for gpu in ("h100-80g", "none")
+        if gpu == "none" or name not in RECIPES
+    ],
 )
 def test_every_yaml_can_be_planned(
     name: str, gpu: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
@@ -145,7 +151,7 @@ JOBS = sorted(path.stem for path in (ROOT / "slurm").glob("*.sh") if "#SBATCH --
 LEAVING_S = 60.0  # for what is still there at the deadline, and for Slurm to be asked for the next turn
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in DRAWING)) for n in RECIPES])
 def test_who_is_told_to_stop_has_time_to_save(name: str) -> None:
     """In the midst of a step, and if that takes half as long again as is planned."""
     cfg = load(ROOT / f"yaml_configs/{name}.yaml", planned=machine_of)
@@ -168,7 +174,10 @@ def test_a_job_s_notice_is_longer_than_its_run_s_deadline(job: str) -> None:
     assert said.save_deadline_s + LEAVING_S <= float(notice)
 
 
-@pytest.mark.parametrize(("name", "gpus"), RECIPES.items())
+@pytest.mark.parametrize(
+    ("name", "gpus"),
+    [pytest.param(*each, marks=[pytest.mark.slow] * (each[0] in DRAWING)) for each in RECIPES.items()],
+)
 def test_a_recipe_fits(name: str, gpus: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", f"yaml_configs/{name}.yaml"]) == 0
     printed = capsys.readouterr().out

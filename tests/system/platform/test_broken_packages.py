@@ -11,6 +11,8 @@ from tests.helpers.python_process import run_python
 
 # with CUDA imitated after `install`, which is about this machine, and would hide what is for GPUs
 WHERE = {"MRL_PLATFORM_OFF": "te_without_gpu"}
+OFTEN = "versions that differ"
+FAULTS = [OFTEN, *(pytest.param(name, marks=pytest.mark.slow) for name in fake_te.BROKEN if name != OFTEN)]
 
 ASK = """
 from mrl import platform; platform.install()
@@ -22,18 +24,20 @@ print({feature.part: feature.problem for feature in platform.features()}["transf
 """
 
 
+@pytest.mark.slow
 def test_a_whole_package_is_usable(tmp_path: Path) -> None:
     done = run_python(ASK, path=fake_te.make(tmp_path), **WHERE)
     assert done.stdout.splitlines() == ["True None", "True True", "None"], done.stderr
 
 
-@pytest.mark.parametrize("name", fake_te.BROKEN)
+@pytest.mark.parametrize("name", FAULTS)
 def test_a_broken_package_is_not_usable_and_megatron_does_not_believe_in_it(name: str, tmp_path: Path) -> None:
     source, says = fake_te.BROKEN[name]
     done = run_python(ASK, path=fake_te.make(tmp_path, source), **WHERE)
     assert done.stdout.splitlines() == [f"False {says}", "False False", says], done.stderr
 
 
+@pytest.mark.slow
 def test_an_apex_without_its_kernel_is_not_usable(tmp_path: Path) -> None:
     """PyPI's package of this name is another program; a build without CUDA has no kernels."""
     (tmp_path / "apex.py").write_text("")
@@ -59,7 +63,7 @@ for name in ("auto", "transformer_engine"):
 
 
 def test_a_broken_package_is_told_before_the_start(tmp_path: Path) -> None:
-    source, says = fake_te.BROKEN["versions that differ"]
+    source, says = fake_te.BROKEN[OFTEN]
     path = fake_te.make(tmp_path, source)
     done = run_python(START, path=path)
     nothing, told = done.stdout.splitlines()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,10 +27,20 @@ def shell_package(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_shell_transformer_engine_does_not_stop_megatron(shell_package: Path) -> None:
-    done = run_python(f"{IMPORT_SPECS}; print(platform.applied())", path=shell_package)
+DOCTOR = """
+from rich.console import Console
+from mrl import doctor, platform
+Console(width=250).print(doctor.table(platform.features()))
+"""
+
+
+def test_a_shell_package_is_named_by_doctor_and_does_not_stop_megatron(shell_package: Path) -> None:
+    done = run_python(f"{DOCTOR}{IMPORT_SPECS}; print(platform.applied())", path=shell_package)
     assert done.returncode == 0, done.stderr
-    assert "te_without_gpu" in done.stdout
+    row = next(line for line in done.stdout.splitlines() if "transformer-engine" in line)
+    assert "2.9.0, unusable" in row and "no pytorch part found" in row
+    assert "megatron-core" in done.stdout and "0.16.1" in done.stdout
+    assert "te_without_gpu" in done.stdout.splitlines()[-1]
     assert "Warning" not in done.stderr
 
 
@@ -52,7 +65,9 @@ def test_without_a_gpu_megatron_takes_no_kernels_for_gpus(whole_package: Path) -
     assert "te_without_gpu" in done.stdout and "[None, None]" in done.stdout
 
 
-@pytest.mark.parametrize(("given", "wanted"), [({}, "nvidia/cudnn"), ({"CUDNN_HOME": "/own"}, "/own")])
+@pytest.mark.parametrize(
+    ("given", "wanted"), [({}, "nvidia/cudnn"), pytest.param({"CUDNN_HOME": "/own"}, "/own", marks=pytest.mark.slow)]
+)
 def test_transformer_engine_is_told_of_torch_s_cudnn(whole_package: Path, given: dict[str, str], wanted: str) -> None:
     """It would take the CUDA toolkit's; of two in one process its attention fails."""
     code = (
@@ -63,76 +78,42 @@ def test_transformer_engine_is_told_of_torch_s_cudnn(whole_package: Path, given:
     assert done.stdout.strip().endswith(wanted)
 
 
-def test_a_torch_for_cuda_sees_no_gpu_in_its_own_stand_in() -> None:
-    """Ranks ask NVML, and torch then counts devices: megatron is told of one."""
-    code = (
-        "import torch; from mrl import platform; platform.install(); torch.cuda._is_compiled = lambda: True; "
-        "print(platform.backend(), platform.device())"
-    )
-    done = run_python(code, PYTORCH_NVML_BASED_CUDA_CHECK="1")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "gloo cpu"
-
-
+@pytest.mark.slow
 def test_adaptation_can_be_switched_off_to_see_what_it_prevents(shell_package: Path) -> None:
     done = run_python(IMPORT_SPECS, path=shell_package, MRL_PLATFORM_OFF="te_without_gpu,broken_te")
     assert done.returncode != 0
     assert "no pytorch part found" in done.stderr
 
 
-def test_doctor_names_the_problem_of_a_shell_package(shell_package: Path) -> None:
-    code = """
-from rich.console import Console
-from mrl import doctor, platform
-Console(width=250).print(doctor.table(platform.features()))
-"""
-    done = run_python(code, path=shell_package)
-    assert done.returncode == 0, done.stderr
-    row = next(line for line in done.stdout.splitlines() if "transformer-engine" in line)
-    assert "2.9.0, unusable" in row and "no pytorch part found" in row
-    assert "megatron-core" in done.stdout and "0.16.1" in done.stdout
-
-
-@pytest.mark.skipif(
-    not kept_memory.returns_large_blocks(), reason="only glibc gives memory back at once, and only CPUs care"
-)
-def test_memory_that_was_given_back_is_had_again_without_new_pages() -> None:
-    done = run_python("""
-import resource, torch
+PLAIN = """
+import json, os, resource, warnings
+import torch, torch.distributed as dist
 from mrl import platform
+from mrl.platform import kept_memory
 platform.install()
+found = {}
+
+compiled = torch.cuda._is_compiled
+torch.cuda._is_compiled = lambda: True
+found["torch for cuda"] = [platform.backend(), str(platform.device())]
+torch.cuda._is_compiled = compiled
+
 def pages():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     torch.ones(64 << 20, dtype=torch.uint8)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-print(min(pages() for _ in range(9)))  # a small block may have come to lie in the way once
-""")
-    assert int(done.stdout) < 1000, (done.stdout, done.stderr)  # 64 MiB are 16,384
+def asked_for_huge_pages():
+    place = torch.ones(64 << 20, dtype=torch.uint8).data_ptr()
+    for line in open("/proc/self/smaps"):
+        first, _, rest = line.partition("-")
+        if rest and " " not in first and ":" not in first:
+            here = int(first, 16) <= place < int(rest.split()[0], 16)
+        elif here and line.startswith("VmFlags:"):
+            return "hg" in line.split()
+if kept_memory.returns_large_blocks():
+    found["new pages"] = min(pages() for _ in range(9))  # a small block may have come to lie in the way once
+    found["huge pages"] = asked_for_huge_pages()
 
-
-@pytest.mark.skipif(not kept_memory.returns_large_blocks(), reason="as above")
-def test_large_tensors_are_asked_for_in_huge_pages() -> None:
-    """Whether there are any is the system's to say; 'hg' is that this process would like them."""
-    done = run_python("""
-import torch
-from mrl import platform
-platform.install()
-place = torch.ones(64 << 20, dtype=torch.uint8).data_ptr()
-for line in open("/proc/self/smaps"):
-    first, _, rest = line.partition("-")
-    if rest and " " not in first and ":" not in first:
-        here = int(first, 16) <= place < int(rest.split()[0], 16)
-    elif here and line.startswith("VmFlags:"):
-        print("hg" in line.split())
-""")
-    assert done.stdout.split() == ["True"], (done.stdout, done.stderr)
-
-
-COPIES = """
-import os, sys
-import torch, torch.distributed as dist
-from mrl import platform
-platform.install()
 def add(name):
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -147,24 +128,61 @@ if pid := os.fork():
 else:
     add("copy")
     os._exit(0)
+
+import megatron.core.models.gpt.gpt_layer_specs
+warnings.warn("mine")
+found["device"] = [platform.backend(), str(platform.device())]
+with torch.device("meta"):
+    found["in a device's context"] = str(torch.arange(3).device)
+print(json.dumps(found))
 """
 
 
-def test_gloo_s_groups_share_a_thread_that_a_copy_of_the_process_makes_anew() -> None:
-    done = run_python(COPIES)
-    assert done.stdout.splitlines() == ["parent 1.0 True", "copy 1.0 True", "copy ended with 0"], done.stderr
+@dataclass
+class Plain:
+    """What a process without odd packages has found and said."""
+
+    found: dict[str, Any]
+    said: list[str]
+    stderr: str
+
+
+@pytest.fixture(scope="module")
+def plain() -> Plain:
+    done = run_python(PLAIN, PYTORCH_NVML_BASED_CUDA_CHECK="1")
+    assert done.returncode == 0, done.stderr
+    *said, found = done.stdout.splitlines()
+    return Plain(json.loads(found), said, done.stderr)
+
+
+def test_a_torch_for_cuda_sees_no_gpu_in_its_own_stand_in(plain: Plain) -> None:
+    """Ranks ask NVML, and torch then counts devices: megatron is told of one."""
+    assert plain.found["torch for cuda"] == ["gloo", "cpu"]
+
+
+@pytest.mark.skipif(
+    not kept_memory.returns_large_blocks(), reason="only glibc gives memory back at once, and only CPUs care"
+)
+def test_memory_that_was_given_back_is_had_again_without_new_pages(plain: Plain) -> None:
+    assert plain.found["new pages"] < 1000  # 64 MiB are 16,384
+
+
+@pytest.mark.skipif(not kept_memory.returns_large_blocks(), reason="as above")
+def test_large_tensors_are_asked_for_in_huge_pages(plain: Plain) -> None:
+    """Whether there are any is the system's to say; 'hg' is that this process would like them."""
+    assert plain.found["huge pages"] is True
+
+
+def test_gloo_s_groups_share_a_thread_that_a_copy_of_the_process_makes_anew(plain: Plain) -> None:
+    assert plain.said == ["parent 1.0 True", "copy 1.0 True", "copy ended with 0"], plain.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-ins apply only without CUDA")
-def test_own_warnings_survive_install() -> None:
-    done = run_python(
-        f"{IMPORT_SPECS}; import warnings; warnings.warn('mine'); print(platform.device(), platform.backend())"
-    )
-    assert "UserWarning: mine" in done.stderr
-    assert done.stdout.split() == ["cpu", "gloo"]
+def test_own_warnings_survive_install(plain: Plain) -> None:
+    assert "UserWarning: mine" in plain.stderr
+    assert plain.found["device"] == ["gloo", "cpu"]
 
 
-def test_device_context_still_works_after_install() -> None:
+def test_device_context_still_works_after_install(plain: Plain) -> None:
     """transformers builds models under torch.device("meta"); real tensors there would be left uninitialised."""
-    done = run_python(f"{IMPORT_SPECS}; import torch\nwith torch.device('meta'): print(torch.arange(3).device)")
-    assert done.stdout.split() == ["meta"], done.stderr
+    assert plain.found["in a device's context"] == "meta", plain.stderr

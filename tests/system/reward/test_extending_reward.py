@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from mrl.config.schema import RewardConfig
 from mrl.reward.manager import RewardManager
 from tests.helpers.recipe import Recipe, section
@@ -40,8 +42,13 @@ def test_a_function_of_one_s_own(tmp_path: Path) -> None:
     assert [(one.score, one.score_parts) for one in samples] == [(1.0, {"words": 3.0}), (0.0, {"words": 1.0})]
 
 
+def test_the_recipe_of_a_built_in_is_one_file_and_one_line(tmp_path: Path) -> None:
+    recipe = Recipe("A reward", tmp_path)
+    assert (len(recipe.new), len(recipe.changed)) == (1, 1)
+
+
+@pytest.mark.slow
 def test_the_recipe_of_a_built_in(tmp_path: Path) -> None:
     recipe = Recipe("A reward", tmp_path)
     said = recipe.run(CODE, Path(__file__).parent)
     assert said == "[1.0, 0.25, 0.0] the answer ' ' has no words\n"
-    assert (len(recipe.new), len(recipe.changed)) == (1, 1)

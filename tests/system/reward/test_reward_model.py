@@ -25,13 +25,14 @@ from mrl.rollout.process import EngineProcess
 from mrl.rollout.sglang.command import sglang_launch
 from mrl.trainers.rl.reward_scores import of_heads
 from mrl.weights.disk.model_files import copy_model_files
+from tests.helpers.slow import slow_cases
 from tests.helpers.tiny import make_tiny
 from tests.helpers.world import run_world
 
 LAYOUTS = [{"tensor": 2}, {"pipeline": 2}, {"context": 2}, {}]
 
 
-@pytest.fixture(scope="module", params=["qwen2", "gemma3_text", "deepseek_v3", "qwen2_moe"])
+@pytest.fixture(scope="module", params=["qwen2", "deepseek_v3", *slow_cases("gemma3_text", "qwen2_moe")])
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

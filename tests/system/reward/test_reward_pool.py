@@ -113,7 +113,7 @@ def test_a_fault_costs_its_own_sample_only(function: str) -> None:
         assert who in one.reward_error if i in bad else one.reward_error == "", (i, bad.get(i))
 
 
-@pytest.mark.parametrize("do", FAULTS)
+@pytest.mark.parametrize("do", [pytest.param(do, marks=[pytest.mark.slow] * (do == "regex")) for do in FAULTS])
 def test_stop_names_sample_function_and_reason(function: str, do: str) -> None:
     samples = [sample(0), todo(5, do), sample(2)]
     who = re.escape(f"reward function {function!r} on sample 5 (row 105, prompt 'question 5') ")

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import TinyModels
 from tests.helpers.train_tools import Train, write_config
 
 PROMPT, NEW = 8, 12
 
 
+@pytest.mark.slow
 def test_stop_strings_survive_a_push_by_disk_and_responses_fill_the_context(
     tiny_models: TinyModels, tmp_path: Path
 ) -> None:

@@ -24,6 +24,7 @@ from mrl.weights.sync.payload import Bucket, plan_buckets
 from mrl.weights.sync.weight_sync import WeightSync
 from tests.conftest import TinyModels
 from tests.helpers.served import TRANSPORTS, Served, check_transport, check_world, world
+from tests.helpers.slow import slow_cases
 from tests.helpers.sync_tools import FileExporter
 from tests.helpers.tiny import MOE_FAMILIES, MOONLIGHT
 from tests.helpers.world import run_world
@@ -36,22 +37,27 @@ pytestmark = [
 LOG_PROB_TOLERANCE = 1e-4
 TEMPERATURES = (1.0, 0.7)
 # family -> (model settings, tensor parallelism of the engine); Llama's server is the session's, in test_sync_engine.py
-FAMILIES: dict[str, tuple[dict[str, Any], int]] = {
-    "qwen2": ({"tied": True, "vocab_size": 301}, 2),
-    "qwen3": ({}, 1),
-    "mistral": ({}, 1),
-    "mixtral": ({}, 1),
-    "qwen3_moe": ({}, 1),
-    "glm4_moe": ({}, 1),
-    "deepseek_v3": ({}, 1),
-    "moonlight": (MOONLIGHT, 1),
-    "gemma3_text": ({"vocab_size": 301}, 2),
-    "qwen2_moe": ({}, 1),
-    "olmo2": ({"vocab_size": 301}, 2),
-    "olmo3": ({}, 1),
-    "phi3": ({}, 2),
-    "smollm3": ({"vocab_size": 301, "tied": True}, 1),
-}
+FAMILIES: dict[str, tuple[dict[str, Any], int]] = dict(
+    (
+        ("qwen2", ({"tied": True, "vocab_size": 301}, 2)),
+        ("qwen3_moe", ({}, 1)),
+        ("deepseek_v3", ({}, 1)),
+        ("gemma3_text", ({"vocab_size": 301}, 2)),
+        *slow_cases(
+            ("qwen3", ({}, 1)),
+            ("mistral", ({}, 1)),
+            ("mixtral", ({}, 1)),
+            ("glm4_moe", ({}, 1)),
+            ("moonlight", (MOONLIGHT, 1)),
+            ("qwen2_moe", ({}, 1)),
+            ("olmo2", ({"vocab_size": 301}, 2)),
+            ("olmo3", ({}, 1)),
+            ("phi3", ({}, 2)),
+            ("smollm3", ({"vocab_size": 301, "tied": True}, 1)),
+        ),
+    )
+)
+BY_ALL_TRANSPORTS = ("qwen2", "qwen3_moe")  # the others too, in the slow tier
 
 ONE_OF = {"moonlight": "deepseek_v3"}
 
@@ -137,7 +143,10 @@ def test_engine_and_trainer_choose_the_same_experts(family: str, gaps: dict[str,
     assert [gaps[f"{family} {t}"][2] for t in TEMPERATURES] == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(family, marks=[] if family in BY_ALL_TRANSPORTS else [pytest.mark.slow]) for family in FAMILIES],
+)
 def test_a_family_over_every_transport(family: str, served: dict[str, Served], tmp_path: Path) -> None:
     one = served[family]
     expected = one.load(one.new)
@@ -159,7 +168,7 @@ def test_tensors_that_an_engine_takes_at_once_only_come_at_once(served: dict[str
         assert (one.hashes() == expected) == at_once
 
 
-@pytest.mark.parametrize("family", ["qwen2", "mixtral"])
+@pytest.mark.parametrize("family", ["qwen2", *slow_cases("mixtral")])
 def test_killed_in_the_middle_of_a_push(family: str, served: dict[str, Served]) -> None:
     """An engine of two ranks, and of one. The last test of the file: these servers are gone then."""
     one = served[family]

@@ -125,6 +125,7 @@ def test_an_engine_is_a_copy_with_an_environment_and_files_of_its_own(own: Calla
     assert stat.S_IMODE(owner.place.stat().st_mode) == 0o700, "nobody else may order processes"
 
 
+@pytest.mark.slow
 def test_it_ends_with_close_and_comes_again_as_a_copy(own: Callable[..., Owner]) -> None:
     owner = own()
     first = owner.pids
@@ -139,6 +140,7 @@ def test_it_ends_with_close_and_comes_again_as_a_copy(own: Callable[..., Owner])
     assert not Path(json.loads(lines[1])["temporary"]).exists()
 
 
+@pytest.mark.slow
 def test_its_own_end_is_known_with_its_exit_code(own: Callable[..., Owner]) -> None:
     owner = own()
     pids = owner.pids
@@ -147,6 +149,7 @@ def test_its_own_end_is_known_with_its_exit_code(own: Callable[..., Owner]) -> N
     assert not any(map(running, pids))
 
 
+@pytest.mark.slow
 def test_its_own_error_is_in_its_log_and_in_nobody_else_s_hands(own: Callable[..., Owner]) -> None:
     owner = own("heavy", "fails")
     assert owner.pids
@@ -156,7 +159,7 @@ def test_its_own_error_is_in_its_log_and_in_nobody_else_s_hands(own: Callable[..
     assert "ValueError: no such weights" in log and "owner.py" not in log
 
 
-@pytest.mark.parametrize("victim", ["owner", "supervisor"])
+@pytest.mark.parametrize("victim", ["owner", pytest.param("supervisor", marks=pytest.mark.slow)])
 def test_its_whole_tree_dies_with_its_owner_or_its_supervisor(own: Callable[..., Owner], victim: str) -> None:
     owner = own()
     pids = owner.pids
@@ -170,6 +173,7 @@ def test_its_whole_tree_dies_with_its_owner_or_its_supervisor(own: Callable[...,
         assert wait_until(lambda: not running(owner.fork_server), 30)
 
 
+@pytest.mark.slow
 def test_it_outlives_its_nursery_and_comes_again_as_a_program(own: Callable[..., Owner]) -> None:
     owner = own()
     pids = owner.pids
@@ -183,7 +187,10 @@ def test_it_outlives_its_nursery_and_comes_again_as_a_program(own: Callable[...,
     assert last["imported by"] == last["pid"]
 
 
-@pytest.mark.parametrize("why", ["its environment", "broken", "threads", "a long path"])
+@pytest.mark.parametrize(
+    "why",
+    ["broken", *(pytest.param(why, marks=pytest.mark.slow) for why in ("its environment", "threads", "a long path"))],
+)
 def test_where_there_can_be_no_copy_it_is_a_program(own: Callable[..., Owner], tmp_path: Path, why: str) -> None:
     (long := tmp_path / ("long" * 30)).mkdir()  # no socket can be there
     if why == "a long path":
@@ -196,6 +203,7 @@ def test_where_there_can_be_no_copy_it_is_a_program(own: Callable[..., Owner], t
     assert not any(map(running, owner.pids))
 
 
+@pytest.mark.slow
 def test_a_run_makes_one_for_its_engine(tmp_path: Path, tiny_models: Any) -> None:
     config = write_config(tmp_path, tiny_models("llama"), rollout={"engine": "transformers"})
     with Train(tmp_path, config, "run.steps=400", copied=False, **{fork_server.VARIABLE: ""}) as run:

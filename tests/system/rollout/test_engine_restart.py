@@ -24,7 +24,7 @@ from tests.helpers.train_tools import Train, write_config
 from tests.system.rollout.test_rollout_engines import requests
 from tests.system.rollout.test_rollout_failures import descendants
 
-pytestmark = pytest.mark.longest
+pytestmark = pytest.mark.long
 
 ASKED = requests([(5, 6, 7 + i) for i in range(96)])
 SAMPLING = SamplingParams(max_new_tokens=60, temperature=1.0)
@@ -70,7 +70,11 @@ def two(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> It
 
 @pytest.mark.parametrize(
     ("signals", "deaths"),
-    [({1: signal.SIGKILL}, 0), ({0: signal.SIGKILL, 1: signal.SIGKILL}, 0), ({0: signal.SIGSTOP}, 1)],
+    [
+        ({1: signal.SIGKILL}, 0),
+        pytest.param({0: signal.SIGKILL, 1: signal.SIGKILL}, 0, marks=pytest.mark.slow),
+        ({0: signal.SIGSTOP}, 1),
+    ],
 )
 def test_the_samples_are_those_of_an_undisturbed_rollout(
     two: tuple[Engine, list[list[int]]], signals: dict[int, signal.Signals], deaths: int, tiny_models: TinyModels
@@ -142,6 +146,7 @@ def servers(run: Train) -> list[int]:
     return sorted(found)
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="the engine tests need sglang")
 def test_a_run_whose_engines_are_killed_ends_with_the_weights_of_an_undisturbed_one(

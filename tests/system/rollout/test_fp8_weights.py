@@ -11,10 +11,11 @@ import pytest
 from mrl.config.schema import RolloutConfig
 from mrl.rollout import start_engine
 from tests.distributed.models.test_fp8_layers import SIZES
+from tests.helpers.slow import slow_cases
 from tests.helpers.tiny import make_tiny
 from tests.helpers.world import run_world
 
-LAYOUTS = ("tp2", "dp2")
+LAYOUTS = ("tp2", *slow_cases("dp2"))
 
 
 @pytest.fixture(scope="module")

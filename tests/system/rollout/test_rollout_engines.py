@@ -98,7 +98,10 @@ def test_log_probs_are_of_tempered_unfiltered_logits(
     assert max_log_prob_error(model, samples, temperature) <= 1e-4
 
 
-@pytest.mark.parametrize("filters", [{}, {"top_k": 7, "top_p": 0.9}], ids=["plain", "filtered"])
+@pytest.mark.parametrize(
+    "filters",
+    [pytest.param({}, marks=pytest.mark.slow, id="plain"), pytest.param({"top_k": 7, "top_p": 0.9}, id="filtered")],
+)
 def test_a_seed_gives_the_same_tokens_whatever_else_is_in_the_batch(engine: Engine, filters: dict[str, float]) -> None:
     params = SamplingParams(max_new_tokens=32, **filters)  # type: ignore[arg-type]
     seeds = [sample_seed(1, 0, i) for i in range(len(PROMPTS))]

@@ -86,7 +86,7 @@ def test_a_crashed_engine_leaves_no_children_and_its_exit_code(tmp_path: Path) -
     assert "engine is up" in process.obituary()
 
 
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_the_tree_dies_with_the_trainer(tmp_path: Path, signum: signal.Signals) -> None:
     trainer = (
         "import os, sys, time; from pathlib import Path; from mrl.rollout.process import EngineProcess, Launch\n"

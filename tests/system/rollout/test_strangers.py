@@ -22,7 +22,7 @@ from mrl import ports
 from mrl.config.schema import RolloutConfig
 from mrl.config.secret_file import read_secret
 from mrl.ports import free_port
-from mrl.rollout import Access, Engine, EngineClient, EngineError, EngineStartError, listener, start_engine
+from mrl.rollout import Access, Engine, EngineClient, EngineError, EngineStartError, listener, router, start_engine
 from mrl.rollout.errors import PortTaken
 from mrl.rollout.launch import Launch
 from mrl.rollout.listener import listeners
@@ -297,8 +297,11 @@ def test_a_pipe_is_no_key_file(tmp_path: Path) -> None:
         read_secret(str(tmp_path / "key"))
 
 
-def test_a_given_engine_that_hangs_at_start(tiny_models: TinyModels, tmp_path: Path) -> None:
+def test_a_given_engine_that_hangs_at_start(
+    tiny_models: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One that takes the connection and says nothing, and one that answers a byte at a time."""
+    monkeypatch.setattr(router, "CONNECT_TIMEOUT_S", 0.6)
     with socket.create_server(("127.0.0.1", 0)) as silent, socket.create_server(("127.0.0.1", 0)) as slow:
 
         def drip() -> None:
@@ -329,6 +332,7 @@ def test_a_given_engine_that_hangs_at_start(tiny_models: TinyModels, tmp_path: P
                 assert time.monotonic() - started < 10
 
 
+@pytest.mark.slow
 def test_a_run_whose_ports_are_hammered_ends_with_the_weights_of_one_left_alone(
     tiny_models: TinyModels, tmp_path: Path
 ) -> None:

@@ -19,8 +19,9 @@ from mrl.data import PromptDataset, load_image_processor, load_tokenizer
 from mrl.rollout import Engine, RolloutError, sample_seed, start_engine
 from mrl.weights.sync.weight_sync import WeightSync
 from tests.helpers.served import Served, check_transport
+from tests.helpers.slow import slow_cases
 from tests.helpers.sync_tools import FileExporter
-from tests.helpers.tiny_vl import VL_FAMILIES, make_tiny_vl
+from tests.helpers.tiny_vl import make_tiny_vl
 from tests.helpers.vision_rows import write_rows
 
 pytestmark = [
@@ -28,6 +29,7 @@ pytestmark = [
     pytest.mark.engine,
     pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="the engine tests need sglang"),
 ]
+FAMILIES = ("qwen3_vl", *slow_cases("qwen2_5_vl"))
 PATCH = {"qwen2_5_vl": 14, "qwen3_vl": 4}  # SGLang's Qwen2.5-VL has no other
 TENSOR = {"qwen2_5_vl": 1, "qwen3_vl": 2}
 FFN = 128  # of the tower: on a CPU, cut in two, SGLang pads to a multiple of 64
@@ -58,7 +60,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Both]]:
     root, found = tmp_path_factory.mktemp("vision_engines"), {}
     write_rows(root)
     with contextlib.ExitStack() as stack:
-        for family in VL_FAMILIES:
+        for family in FAMILIES:
             old, new = (
                 make_tiny_vl(root / f"{family}_{i}", family, seed=i, patch=PATCH[family], ffn=FFN) for i in range(2)
             )
@@ -90,7 +92,7 @@ def assert_the_same(samples: tuple[list[Sample], list[Sample]]) -> None:
     assert max(np.abs(a.log_probs - b.log_probs).max() for a, b in zip(ours, theirs, strict=True)) < 1e-4
 
 
-@pytest.mark.parametrize("family", VL_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_both_engines_draw_the_same_of_the_same_pictures_before_and_after_a_push(
     both: dict[str, Both], family: str
 ) -> None:
@@ -111,13 +113,13 @@ def test_both_engines_draw_the_same_of_the_same_pictures_before_and_after_a_push
 
 
 @pytest.mark.parametrize("transport", ["http", "distributed", "disk"])
-@pytest.mark.parametrize("family", VL_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_tower_over_every_transport(both: dict[str, Both], family: str, transport: str) -> None:
     one = both[family].sglang
     check_transport(one, transport, one.load(one.new))
 
 
-@pytest.mark.parametrize("family", VL_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_tower_alone_changes_what_is_drawn_of_pictures_alone(both: dict[str, Both], family: str) -> None:
     """Every tensor of the decoder stays what it is."""
     one = both[family].sglang
@@ -136,7 +138,7 @@ def test_a_tower_alone_changes_what_is_drawn_of_pictures_alone(both: dict[str, B
         assert same is not bool(a.request.prompt.pictures)
 
 
-@pytest.mark.parametrize("family", VL_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("engine", ["sglang", "transformers"])
 def test_a_request_with_other_tokens_than_pictures_is_an_error_of_every_engine(
     both: dict[str, Both], family: str, engine: str

@@ -19,6 +19,8 @@ from tests.system.trainers.test_resume import TinyModels
 
 pytestmark = pytest.mark.long
 
+WEIGHTS = ("preference.loss.kto.desirable_weight=1.5",)
+
 
 @pytest.fixture(scope="module")
 def folder(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -118,18 +120,28 @@ def test_the_export_is_what_was_trained(folder: Path) -> None:
     assert all(torch.equal(tensor, other[name]) for name, tensor in model.state_dict().items())
 
 
-def test_labels_a_moving_reference_and_a_moving_threshold_go_on_exactly(folder: Path, tiny_models: TinyModels) -> None:
+@pytest.fixture(scope="module")
+def labels(folder: Path, tiny_models: TinyModels) -> Path:
+    """A run on labelled rows with a moving reference and a moving threshold; its configuration."""
     data = {"train": str(folder / "labels.jsonl"), "max_prompt_tokens": 16, "max_tokens": 32}
     ref = {"policy": "refreshed", "refresh_every_steps": 1, "refresh_share": 0.5}
     loss = {"loss": {"bco": {}, "kto": {}}}
     config = write(folder, tiny_models("llama"), "labels.yaml", preference=loss, data=data, ref=ref)
-    weights = ("preference.loss.kto.desirable_weight=1.5",)
-    said = train(folder, config, "run.name=labels", *weights).terminal
+    (folder / "labels_terminal").write_text(train(folder, config, "run.name=labels", *WEIGHTS).terminal)
+    return config
+
+
+def test_labels_a_moving_reference_and_a_moving_threshold(folder: Path, labels: Path) -> None:
+    said = (folder / "labels_terminal").read_text()
     assert "kto: 12 desirable and 12 undesirable rows have total weights 18 and 12" in said
-    train_and_kill(folder, folder / "runs/labels_killed", config, "run.name=labels_killed", "run.steps=50", *weights)
-    train(folder, config, "run.name=labels_killed", *weights)
-    whole, killed = (folder / "runs" / name for name in ("labels", "labels_killed"))
-    rows = results(whole)
-    assert results(killed) == rows and set(difference(whole, killed).values()) == {0.0}
+    rows = results(folder / "runs/labels")
     assert len({row["dpo/shift"] for row in rows.values()}) == 4 and "dpo/kl" in rows[1]
     assert rows[1]["dpo/first_gap"] == 0
+
+
+@pytest.mark.slow
+def test_labels_a_moving_reference_and_a_moving_threshold_go_on_exactly(folder: Path, labels: Path) -> None:
+    whole, killed = (folder / "runs" / name for name in ("labels", "labels_killed"))
+    train_and_kill(folder, killed, labels, "run.name=labels_killed", "run.steps=50", *WEIGHTS)
+    train(folder, labels, "run.name=labels_killed", *WEIGHTS)
+    assert results(killed) == results(whole) and set(difference(whole, killed).values()) == {0.0}

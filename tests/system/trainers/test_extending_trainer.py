@@ -30,6 +30,7 @@ from mrl.config.problems import Problem
 from mrl.config.sections.base import PositiveInt
 from mrl.config.trainers.base import Config, DataUse
 from mrl.config.trainers.table import TRAINERS, Trainer
+from tests.helpers import zygote
 
 ROOT = Path(__file__).parents[3]
 
@@ -185,11 +186,13 @@ def train(config: Path, *overrides: str) -> str:
     from mrl.ports import free_port
 
     world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    environment = {**os.environ, **world, "MASTER_PORT": str(free_port()), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, __file__, "train", str(config), *overrides]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout + done.stderr
+    world |= {"MASTER_PORT": str(free_port()), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.system.trainers.test_extending_trainer", "train", str(config), *overrides]
+    pipe = subprocess.PIPE
+    with zygote.start(command, {**os.environ, **world}, ROOT, stdout=pipe, stderr=pipe, text=True) as process:
+        out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, out[-2000:] + err[-4000:]
+    return str(out + err)
 
 
 def test_every_row_names_a_program() -> None:

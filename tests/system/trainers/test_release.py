@@ -88,6 +88,7 @@ def undisturbed(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactor
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_that_gives_everything_up_is_the_same_to_the_bit(
     undisturbed: Path, tiny_models: TinyModels, tmp_path: Path
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import resource
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from mrl.rollout import Engine
 from tests.conftest import TinyModels
+from tests.helpers import zygote
 from tests.helpers.runs import (
     RUN_S,
     Runs,
@@ -123,6 +125,7 @@ def test_the_terminal_says_from_where_and_what_is_dropped(ppo: Runs) -> None:
     assert "changed since the checkpoint: run.steps: 50 -> 4" in ppo.terminal
 
 
+@pytest.mark.slow
 def test_ppo_goes_on_under_another_layout_up_to_round_off(ppo: Runs) -> None:
     run = train(ppo.folder, ppo.config, "run.name=moved", "run.steps=4", *OTHER_LAYOUT)
     assert "changed since the checkpoint: actor.parallel.tensor: 2 -> 1" in run.terminal
@@ -159,15 +162,17 @@ checkpoint: {{every_steps: 1, keep_last: 1, weights_every_steps: 2}}
 
 @contextlib.contextmanager
 def small_files() -> Iterator[None]:
-    """Processes that are started meanwhile cannot write more than 100 kB into a file, as if the disk were full."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    """Runs that are started meanwhile cannot write more than 100 kB into a file, as if the disk were full."""
+    zygote_pid = zygote._zygote()._process.pid  # runs are copies of it, with its limits
+    limits = resource.prlimit(zygote_pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(zygote_pid, resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        resource.prlimit(zygote_pid, resource.RLIMIT_FSIZE, limits)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="prlimit is Linux's")
 def test_a_disk_that_gets_full(tiny_models: TinyModels, tmp_path: Path) -> None:
     """Training goes on without checkpoints or stops, as configured; the last good one stays whole."""
     write_config(tmp_path, tiny_models("llama"))
@@ -178,14 +183,14 @@ def test_a_disk_that_gets_full(tiny_models: TinyModels, tmp_path: Path) -> None:
     good = run_dir / "checkpoints/step_2"
     sizes = {file: file.stat().st_size for file in good.rglob("*")}
 
-    with small_files(), Train(tmp_path, config, "run.steps=5", "checkpoint.on_error=warn", copied=False) as run:
+    with small_files(), Train(tmp_path, config, "run.steps=5", "checkpoint.on_error=warn") as run:
         assert run.wait(RUN_S) == 0, run.terminal
     assert run.terminal.count("not saved, training continues (checkpoint.on_error: warn)") >= 4, run.terminal
     assert "File too large" in run.terminal and "step_5.tmp" in run.terminal
     rows = results(run_dir)
     assert list(rows) == [1, 2, 3, 4, 5] and rows[5]["checkpoint/failed"] >= 1
 
-    with small_files(), Train(tmp_path, config, "run.steps=5", copied=False) as run:
+    with small_files(), Train(tmp_path, config, "run.steps=5") as run:
         assert run.wait(RUN_S) == 1, run.terminal
     assert f"resuming from {good} (step 2)" in run.terminal
     assert "step_3.tmp" in run.terminal.split("mrl: error: ")[1], run.terminal
@@ -193,6 +198,7 @@ def test_a_disk_that_gets_full(tiny_models: TinyModels, tmp_path: Path) -> None:
     assert {file: file.stat().st_size for file in good.rglob("*")} == sizes
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="the engine tests need sglang")
 def test_grpo_killed_and_started_again_is_the_same_run(

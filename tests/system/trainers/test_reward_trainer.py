@@ -21,18 +21,19 @@ from mrl.config.loader import ConfigError, load
 from tests.helpers import zygote
 from tests.helpers.nonfinite import LETTER, letter_model, lines
 from tests.helpers.reward_model_config import rows_of, write
-from tests.helpers.runs import difference, results, train
+from tests.helpers.runs import difference, results, train, train_and_kill
 from tests.helpers.train_tools import ROOT, Train, write_config
 from tests.system.launcher.test_survival import FAULTS, KINDS
 from tests.system.trainers.test_resume import TinyModels
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.longest
 
 RUN_S = 400.0
 MATRIX: list[dict[str, Any]] = [
     {"kind": "kill", "section": "update", "rank": 1, "nth": 2},
     {"kind": "kill", "section": "checkpoint", "rank": 0, "nth": 2},
 ]  # exceptions and hangs, which the launcher sees alike for every trainer: tests/system/launcher/test_survival.py
+LOSSES = (("lists", "plackett_luce"), ("lists", "pairwise"), ("scores", "regression"))
 LIMITS = {"setup": 40.0, "update": 12.0, "checkpoint": 12.0, "out_of_section": 40.0}
 
 
@@ -61,6 +62,15 @@ def scores_of(model: Path, texts: list[str]) -> Tensor:
     return theirs(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
 
 
+def test_killed_and_started_again_is_the_same_run_to_the_bit(folder: Path) -> None:
+    whole, killed, config = folder / "runs/whole", folder / "runs/killed", folder / "config.yaml"
+    train_and_kill(folder, killed, config, "run.name=killed", "run.steps=50")
+    train(folder, config, "run.name=killed")
+    assert results(killed) == results(whole) and list(results(whole)) == [0, 1, 2, 3, 4]
+    assert set(difference(whole, killed).values()) == {0.0}
+
+
+@pytest.mark.slow
 def test_every_fault_is_answered_and_it_is_the_same_run_to_the_bit(folder: Path) -> None:
     """Ranks that die before the first checkpoint and after it."""
     (folder / "faults.json").write_text(json.dumps(MATRIX))
@@ -76,6 +86,7 @@ def test_every_fault_is_answered_and_it_is_the_same_run_to_the_bit(folder: Path)
     assert set(difference(whole, disturbed).values()) == {0.0}
 
 
+@pytest.mark.slow
 def test_a_pair_whose_loss_is_not_finite_is_named_and_skipped(tmp_path: Path) -> None:
     """In the chosen half alone."""
     config = write(tmp_path, letter_model(tmp_path))
@@ -176,6 +187,7 @@ def blocks() -> list[str]:
     return re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/reward_models.md").read_text(), re.DOTALL)
 
 
+@pytest.mark.slow
 def test_adapters_and_a_head_are_a_reward_model_too(tiny_models: TinyModels, tmp_path: Path) -> None:
     actor = {"optimizer": {"lr": 1e-2}, "lora": {"rank": 4}}
     config = write(tmp_path, tiny_models("llama"), actor=actor)
@@ -213,7 +225,10 @@ def test_mrl_eval_reward_has_the_table_the_json_and_the_exit_code(
 
 @pytest.mark.parametrize(
     ("form", "loss"),
-    [("lists", "plackett_luce"), ("lists", "pairwise"), ("scores", "regression"), ("steps", "process")],
+    [
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in LOSSES),
+        ("steps", "process"),
+    ],
 )
 def test_other_losses_learn_from_their_data(form: str, loss: str, tiny_models: TinyModels, tmp_path: Path) -> None:
     config = write(tmp_path, tiny_models("llama"), form, reward_model={"loss": loss}, actor={"optimizer": {"lr": 3e-3}})

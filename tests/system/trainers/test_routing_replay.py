@@ -34,14 +34,15 @@ from mrl.weights.sync.payload import plan_buckets
 from mrl.weights.sync.weight_sync import WeightSync
 from tests.conftest import TinyModels
 from tests.helpers.runs import difference, results, samples, train, train_and_kill
+from tests.helpers.slow import slow_cases
 from tests.helpers.sync_tools import FileExporter
 from tests.helpers.train_tools import given, write_config
 from tests.helpers.world import run_world
 from tests.system.rollout.test_engine_families import sample
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.longest
 
-LAYOUTS = ("tp2.ep2", "tp2/full", "pp2.cp2/full", "pp2.vpp2/selective", "cp2.ep2", "ep2")
+LAYOUTS = ("tp2.ep2", "pp2.cp2/full", *slow_cases("tp2/full", "pp2.vpp2/selective", "cp2.ep2", "ep2"))
 SHAPE = RoutedShape(layers=(1, 2), num_layers=3, per_token=2, count=4)
 
 
@@ -266,9 +267,9 @@ def test_engines_are_told_at_their_start(tiny_models: TinyModels) -> None:
 
 
 def test_the_transformers_engine_says_its_experts(tiny_models: TinyModels, tmp_path: Path) -> None:
-    """Of a family whose experts lie in a tensor each, also after a push of each tensor by itself."""
+    """Also after a push of each tensor by itself, of a family whose experts lie in a tensor each."""
     jobs, found, drawn = tmp_path / "jobs.json", tmp_path / "found.json", []
-    for family in ("glm4_moe", "gpt_oss"):
+    for family in (*slow_cases("glm4_moe"), "gpt_oss"):
         old, new = tiny_models(family), tiny_models(family, seed=1)
         with start_engine(RolloutConfig(engine="transformers"), str(old), "float32", tmp_path / family) as engine:
             engine.wait_ready()
@@ -321,23 +322,19 @@ REPLAYED: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def runs(tiny_models: TinyModels, served: Engine, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """By GRPO at EP2 with real SGLang, the samples of a step drawn one step ahead, in segments: one run that is not
-    disturbed, one that is killed after step 3 and goes on."""
+def replayed(tiny_models: TinyModels, served: Engine, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run by GRPO at EP2 with real SGLang, the samples of a step drawn one step ahead, in segments."""
     folder = tmp_path_factory.mktemp("replayed")
     rollout = {"overlap": "one_step", **given(served, folder), "sampling": {"max_new_tokens": 16}}
     rollout |= {"segment_tokens": 8, "oversample": 1.5}
     run = {"nproc": 2}
     file = write_config(folder, tiny_models("glm4_moe"), run=run, rollout=rollout, **REPLAYED)
-    whole, killed = (folder / "runs" / name for name in ("whole", "killed"))
     train(folder, file, "run.name=whole", "run.steps=4")
-    train_and_kill(folder, killed, file, "run.name=killed", "run.steps=50")
-    train(folder, file, "run.name=killed", "run.steps=4")
-    return whole, killed
+    return folder
 
 
-def test_a_run_learns_by_the_engines_experts(runs: tuple[Path, Path]) -> None:
-    rows = results(runs[0])
+def test_a_run_learns_by_the_engines_experts(replayed: Path) -> None:
+    rows = results(replayed / "runs/whole")
     first = rows[1]
     assert first["mismatch/routing"] == 0.0 and first["mismatch/max_abs"] < 1e-4, "the same weights"
     assert first["mismatch_free/max_abs"] < 1e-4
@@ -346,13 +343,20 @@ def test_a_run_learns_by_the_engines_experts(runs: tuple[Path, Path]) -> None:
     assert [step for step, row in rows.items() if "mismatch_free/max_abs" in row] == [1, 3]
 
 
-def test_a_killed_run_goes_on_with_the_experts_of_what_was_drawn_ahead(runs: tuple[Path, Path]) -> None:
-    whole, killed = runs
-    kept = torch.load(whole / "checkpoints/step_2/kept.pt", weights_only=True)
+def test_a_checkpoint_has_the_experts_of_what_was_drawn_ahead(replayed: Path) -> None:
+    kept = torch.load(replayed / "runs/whole/checkpoints/step_2/kept.pt", weights_only=True)
     rollout = Rollout.from_state_dict(kept["ahead"]["rollout"])
     assert rollout.routed_experts is not None and rollout.routed_experts.dtype == torch.uint8
     assert rollout.routed_experts.shape == (rollout.tokens.numel(), 1, 2)
     assert any(len(part["arrays"]) == 4 for group in kept["segments"] for part in group["parts"]), "none was carried"
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_with_the_experts_of_what_was_drawn_ahead(replayed: Path) -> None:
+    """After step 3."""
+    file, whole, killed = replayed / "config.yaml", replayed / "runs/whole", replayed / "runs/killed"
+    train_and_kill(replayed, killed, file, "run.name=killed", "run.steps=50")
+    train(replayed, file, "run.name=killed", "run.steps=4")
     assert results(killed) == results(whole)
     assert samples(killed) == samples(whole)
     assert set(difference(whole, killed).values()) == {0.0}
@@ -369,6 +373,7 @@ class Talks:
 """
 
 
+@pytest.mark.slow
 def test_a_run_learns_from_turns_by_the_engines_experts(
     tiny_models: TinyModels, served: Engine, tmp_path: Path
 ) -> None:
@@ -392,6 +397,7 @@ def test_a_run_learns_from_turns_by_the_engines_experts(
     assert second["routing/changed"] > 0, "the second update of a step is not of the weights that drew"
 
 
+@pytest.mark.slow
 def test_a_run_of_experts_in_one_tensor_goes_on_by_the_transformers_engine(
     tiny_models: TinyModels, tmp_path: Path
 ) -> None:
@@ -414,11 +420,11 @@ def test_a_run_of_experts_in_one_tensor_goes_on_by_the_transformers_engine(
     assert set(difference(whole, again).values()) == {0.0}
 
 
-def test_a_run_replays_its_own_experts(tiny_models: TinyModels, tmp_path: Path) -> None:
+def test_a_run_replays_its_own_experts(tiny_models: TinyModels, served: Engine, tmp_path: Path) -> None:
     actor = {"routing_replay": "trainer", "optimizer": {"lr": 1e-2}}
-    rollout = {"engine": "transformers", "sampling": {"max_new_tokens": 16}}
+    rollout = {**given(served, tmp_path), "sampling": {"max_new_tokens": 16}}
     batch = {"prompts_per_step": 4, "samples_per_prompt": 2, "samples_per_minibatch": 2}
-    model, run = tiny_models("qwen3_moe"), {"nproc": 1, "steps": 1}
+    model, run = tiny_models("glm4_moe"), {"nproc": 1, "steps": 1}
     train(tmp_path, write_config(tmp_path, model, actor=actor, rollout=rollout, batch=batch, run=run))
     (row,) = results(tmp_path / "runs/run").values()
     assert 0 < row["routing/changed"] < 1, "after the first update the routers would choose otherwise"

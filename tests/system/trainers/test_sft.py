@@ -18,7 +18,7 @@ from tests.helpers import zygote
 from tests.helpers.runs import VOCAB, results, train, train_and_kill
 from tests.helpers.sft_config import write
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.longest
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +62,7 @@ def test_the_best_checkpoint_stays_besides_the_last_and_is_exported(folder: Path
     assert nll(run_dir / "hf", rows)["loss"] == pytest.approx(found[len(found) - 1], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_best_checkpoint_that_cannot_be_written_costs_no_earlier_one(folder: Path) -> None:
     """A link to nowhere is in its place."""
     found, run_dir = losses(folder / "runs/whole"), folder / "runs/unsaved"
@@ -77,6 +78,7 @@ def test_a_best_checkpoint_that_cannot_be_written_costs_no_earlier_one(folder: P
     assert nll(run_dir / "hf_best", rows)["loss"] == pytest.approx(found[before], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_validations_are_no_part_of_what_a_step_computes(folder: Path) -> None:
     def computed(name: str) -> list[float]:
         lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()

@@ -15,7 +15,7 @@ from PIL import Image
 from tests.helpers import zygote
 from tests.helpers.tiny_vl import make_tiny_vl
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.slow, pytest.mark.longest]
 
 REWARD = """
 def score(prompt, response, row):

@@ -22,7 +22,7 @@ from mrl.core import Prompt, Request, Sample
 from mrl.reward.score_requests import ScoreRequest
 from mrl.trainers.rl.reward_scores import to_score
 from tests.helpers import zygote
-from tests.helpers.runs import Runs, assert_the_same, results, train
+from tests.helpers.runs import difference, results, train, train_and_kill
 from tests.helpers.tiny import make_tiny
 from tests.helpers.tiny_vl import END, IMAGE, START, make_tiny_vl
 from tests.helpers.vision_rows import vision_settings, write_rows
@@ -78,9 +78,10 @@ def write(folder: Path, config: dict[str, Any]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def rewarded(folder: Path) -> Runs:
-    """A reward model at TP2 with its tower, whole and killed."""
-    return Runs(folder, write(folder, settings(folder, "reward_model")))
+def rewarded(folder: Path) -> Path:
+    """The run of a reward model at TP2 with its tower."""
+    train(folder, write(folder, settings(folder, "reward_model")), "run.name=whole")
+    return folder / "runs/whole"
 
 
 @torch.no_grad()
@@ -113,61 +114,72 @@ def picture(folder: Path, row: int) -> Image.Image:
     return Image.open(folder / f"{row}_0.png").convert("RGB")
 
 
-def test_a_killed_reward_model_is_the_same_run(rewarded: Runs) -> None:
-    rows = results(rewarded.whole)
+@pytest.mark.slow
+def test_a_killed_reward_model_is_the_same_run(rewarded: Path, folder: Path) -> None:
+    """After step 3."""
+    config, killed = write(folder, settings(folder, "reward_model")), folder / "runs/killed"
+    train_and_kill(folder, killed, config, "run.name=killed", "run.steps=50")
+    train(folder, config, "run.name=killed", "run.steps=4")
+    assert results(killed) == results(rewarded) and set(difference(rewarded, killed).values()) == {0.0}
+
+
+def test_a_reward_model_learns_with_its_tower(rewarded: Path, folder: Path) -> None:
+    rows = results(rewarded)
     assert rows[4]["validation/loss"] < rows[0]["validation/loss"] and rows[0]["validation/rewards/accuracies"] == 0
-    assert_the_same(rewarded)
     with (
-        safe_open(rewarded.folder / "model/model.safetensors", "pt") as before,
-        safe_open(rewarded.whole / "hf/model.safetensors", "pt") as after,
+        safe_open(folder / "model/model.safetensors", "pt") as before,
+        safe_open(rewarded / "hf/model.safetensors", "pt") as after,
     ):
         name = "model.visual.patch_embed.proj.weight"
         assert not before.get_tensor(name).equal(after.get_tensor(name)), "the tower is trained"
         assert after.get_tensor("score.weight").any() and "lm_head.weight" not in set(after.keys())
 
 
-def test_what_is_reported_is_what_transformers_scores(rewarded: Runs, folder: Path, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_what_is_reported_is_what_transformers_scores(rewarded: Path, folder: Path, tmp_path: Path) -> None:
     """Of a set of the rows whose pictures are opaque, by one more run from the export, which changes nothing."""
     kept = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
     write_jsonl(folder / "opaque.jsonl", [kept[3]])
     config = settings(folder, "reward_model", checkpoint={}, validation={"every_steps": 1})
     config["run"] |= {"name": "again", "steps": 1}
-    config["model"]["path"] = str(rewarded.whole / "hf")
+    config["model"]["path"] = str(rewarded / "hf")
     config["data"]["validation"] = str(folder / "opaque.jsonl")
     train(folder, write(folder, config))
     first = results(folder / "runs/again")[0]
     texts = [(f"{SPELLED}what?{said}</s>", [picture(folder, 3)]) for said in (CHOSEN * 4, REJECTED)]
-    chosen, rejected = theirs(rewarded.whole / "hf", texts)
+    chosen, rejected = theirs(rewarded / "hf", texts)
     assert abs(chosen - rejected) > 1e-2
     assert first["validation/rewards/chosen"] == pytest.approx(chosen, abs=2e-5)
     assert first["validation/rewards/rejected"] == pytest.approx(rejected, abs=2e-5)
 
 
 def test_mrl_eval_reward_scores_as_transformers(
-    rewarded: Runs, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    rewarded: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ask = ["eval", "reward", rewarded.whole / "hf", folder / "pairs.jsonl", "--no-chat-template", "--compare"]
+    ask = ["eval", "reward", rewarded / "hf", folder / "pairs.jsonl", "--no-chat-template", "--compare"]
     assert cli.main([*map(str, ask), "--json", str(tmp_path / "found.json")]) == 0
     assert "transformers: the scores of 6 rows differ by" in capsys.readouterr().out
-    last, found = results(rewarded.whole)[4], json.loads((tmp_path / "found.json").read_text())
+    last, found = results(rewarded)[4], json.loads((tmp_path / "found.json").read_text())
     assert found["margin"] == pytest.approx(last["validation/rewards/margins"], rel=1e-4)
 
 
-def test_a_checkpoint_is_converted_and_the_card_says_how_it_is_loaded(rewarded: Runs, tmp_path: Path) -> None:
-    step = rewarded.whole / "checkpoints/step_4"
+@pytest.mark.slow
+def test_a_checkpoint_is_converted_and_the_card_says_how_it_is_loaded(rewarded: Path, tmp_path: Path) -> None:
+    step = rewarded / "checkpoints/step_4"
     done = zygote.run("mrl", "convert", "megatron-to-hf", step, tmp_path / "hf", "--verify", timeout_s=120)
     assert done.returncode == 0 and "the same model" in done.stdout, done.stderr
-    converted, exported = (load_file(path / "model.safetensors") for path in (tmp_path / "hf", rewarded.whole / "hf"))
+    converted, exported = (load_file(path / "model.safetensors") for path in (tmp_path / "hf", rewarded / "hf"))
     assert converted.keys() == exported.keys()
     assert all(converted[name].equal(tensor) for name, tensor in exported.items())
-    card = (rewarded.whole / "hf/README.md").read_text()
+    card = (rewarded / "hf/README.md").read_text()
     assert "import AutoModel, AutoProcessor" in card and "`score.weight`" in card and "sglang.launch" not in card
 
 
-def test_ppo_is_rewarded_by_it_under_another_layout(rewarded: Runs, folder: Path) -> None:
+@pytest.mark.slow
+def test_ppo_is_rewarded_by_it_under_another_layout(rewarded: Path, folder: Path) -> None:
     """The pictures of training and of validation rows, which have other numbers, go to it; the critic starts from it
     too."""
-    judge = rewarded.whole / "hf"
+    judge = rewarded / "hf"
     reward = {"manager": "model", "model": {"path": str(judge), "parallel": {"pipeline": 2}}}
     critic = {"path": str(judge), "optimizer": {"lr": 0.005}, "max_tokens_per_microbatch": 150}
     more = {
@@ -198,6 +210,7 @@ def is_text(sample: dict[str, Any]) -> bool:
     return bool(said.isascii() and len(said.removesuffix("</s>")) + said.endswith("</s>") == sample["tokens"])
 
 
+@pytest.mark.slow
 def test_dpo_learns_from_rows_with_pictures(folder: Path) -> None:
     config = settings(folder, "dpo", actor={"parallel": {"pipeline": 2}, "optimizer": {"lr": 2e-3}})
     train(folder, write(folder, config), "checkpoint.export_hf=false")

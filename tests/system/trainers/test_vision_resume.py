@@ -14,7 +14,7 @@ from tests.helpers.runs import Runs, assert_the_same, results, samples, train
 from tests.helpers.tiny_vl import make_tiny_vl
 from tests.helpers.vision_rows import vision_settings, write_rows
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.slow, pytest.mark.longest]
 
 PICTURES = 6  # of the six rows
 INLINE = (0, 2)  # rows that are their pictures

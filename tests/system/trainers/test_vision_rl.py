@@ -19,8 +19,9 @@ from tests.helpers import zygote
 from tests.helpers.tiny_vl import make_tiny_vl
 from tests.helpers.vision_rows import vision_settings, write_rows
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.longest
 
+FAMILY = "qwen3_vl"
 LAYOUT = {"qwen3_vl": {"tensor": 2}, "qwen2_5_vl": {"pipeline": 2}}
 
 
@@ -55,6 +56,11 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
+SEEING = """
+def score(prompt, response, row, pictures):
+    assert len(pictures) == len(row["images"]) and all(picture.mode == "RGB" for picture in pictures)
+    return len(set(response)) / 8 + sum(picture.width * picture.height for picture in pictures) / 1000
+"""
 PPO = {
     "critic": {"parallel": {"pipeline": 2}, "optimizer": {"lr": 0.005}, "max_tokens_per_microbatch": 150},
     "algorithm": {"adv_estimator": "gae", "kl": {"use_in_loss": True, "coef": 0.01}},
@@ -62,10 +68,16 @@ PPO = {
 }
 
 
-def test_ppo_with_a_critic_samples_what_it_trains(folder: Path) -> None:
-    family = "qwen3_vl"
-    text = train(folder, settings(folder, family, "whole", **PPO))
-    assert "the engine has the weights of step 0, all 104 tensors" in text
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> str:
+    """What PPO with a critic, whose reward function sees the pictures, shows on the terminal."""
+    (folder / "seeing.py").write_text(SEEING)
+    reward = {"function": f"{folder / 'seeing.py'}:score", "pictures": True}
+    return train(folder, settings(folder, FAMILY, "whole", reward=reward, **PPO))
+
+
+def test_ppo_with_a_critic_samples_what_it_trains(folder: Path, whole: str) -> None:
+    assert "the engine has the weights of step 0, all 104 tensors" in whole
     rows = metrics(folder, "whole")
     assert len(rows) == 2 and all(row["mismatch/max_abs"] < 1e-4 for row in rows)
     assert all(row["critic/loss"] > 0 and row["actor/grad_norm"] > 0 for row in rows)
@@ -74,21 +86,25 @@ def test_ppo_with_a_critic_samples_what_it_trains(folder: Path) -> None:
 
     card = (folder / "runs/whole/hf/README.md").read_text()
     assert "pipeline_tag: image-text-to-text" in card and "AutoModelForImageTextToText, AutoProcessor" in card
-    whole, before = weights(folder / "runs/whole/hf"), weights(folder / family)
-    moved = {name for name in whole if not whole[name].equal(before[name])}
+    after, before = weights(folder / "runs/whole/hf"), weights(folder / FAMILY)
+    moved = {name for name in after if not after[name].equal(before[name])}
     assert any(name.startswith("model.visual.blocks.0") for name in moved), "the tower is trained"
     assert rows[-1]["perf/model_tflop"] > 0
 
+
+@pytest.mark.slow
+def test_both_models_of_a_checkpoint_are_converted(folder: Path, whole: str) -> None:
     checkpoint = folder / "runs/whole/checkpoints/step_2"
     for part in ("actor", "critic"):
         target = folder / f"converted_{part}"
         done = zygote.run("mrl", "convert", "megatron-to-hf", checkpoint, target, "--model", part, "--verify")
         assert done.returncode == 0 and "the same model" in done.stdout, done.stderr
-    exported = weights(folder / "converted_actor")
-    assert exported.keys() == whole.keys() and all(exported[name].equal(whole[name]) for name in whole)
+    converted, exported = weights(folder / "converted_actor"), weights(folder / "runs/whole/hf")
+    assert converted.keys() == exported.keys() and all(converted[name].equal(exported[name]) for name in exported)
     assert "score.weight" in weights(folder / "converted_critic")
 
 
+@pytest.mark.slow
 def test_a_frozen_tower_stays_as_it_is_when_memory_is_given_up_and_the_run_goes_on(folder: Path) -> None:
     checkpoint = {"every_steps": 1, "export_hf": True}
     config = settings(folder, "qwen2_5_vl", "frozen", checkpoint=checkpoint)
@@ -101,6 +117,7 @@ def test_a_frozen_tower_stays_as_it_is_when_memory_is_given_up_and_the_run_goes_
     assert moved and not any(name.startswith("visual.") for name in moved)
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="the engine tests need sglang")
 @pytest.mark.parametrize("family", LAYOUT)
@@ -172,19 +189,10 @@ def test_mrl_data_shows_what_the_model_sees(folder: Path, tmp_path: Path) -> Non
         assert sheet.width > 2 * 192 and sheet.height > 4 * 192
 
 
-SEEING = """
-def score(prompt, response, row, pictures):
-    assert len(pictures) == len(row["images"]) and all(picture.mode == "RGB" for picture in pictures)
-    return len(set(response)) / 8 + sum(picture.width * picture.height for picture in pictures) / 1000
-"""
-
-
-def test_a_reward_function_gets_the_pictures_that_it_asks_for(folder: Path) -> None:
-    (folder / "seeing.py").write_text(SEEING)
-    config = settings(folder, "qwen3_vl", "seeing", reward={"function": f"{folder / 'seeing.py'}:score"})
+def test_a_reward_function_gets_the_pictures_that_it_asks_for(folder: Path, whole: str) -> None:
+    config = settings(folder, FAMILY, "seeing", reward={"function": f"{folder / 'seeing.py'}:score"})
     assert "mrl calls it with (prompt, response, row)" in train(folder, config, fails=True)
-    train(folder, config, "reward.pictures=true", "run.steps=1")
-    rows = [json.loads(line) for line in (folder / "runs/seeing/rollouts/step_1.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (folder / "runs/whole/rollouts/step_1.jsonl").read_text().splitlines()]
     assert {row["score"] > 1 for row in rows} == {True, False}, "the rows without pictures score less"
     assert all(len(json.dumps(row)) < 2000 for row in rows)
 

@@ -142,7 +142,7 @@ def shown(case: Any) -> str:
 
 
 @pytest.mark.parametrize(("name", "options"), cases(), ids=shown)
-@pytest.mark.parametrize("spread", [1.0, 6.0])
+@pytest.mark.parametrize("spread", [pytest.param(1.0, marks=pytest.mark.slow), 6.0])
 def test_value_and_gradient_are_the_paper_s(name: str, options: dict[str, Any], spread: float) -> None:
     policy, reference, tokens = data(spread)
     values, gradient = computed(name, options, policy, reference, tokens)

@@ -151,8 +151,16 @@ def test_a_message_that_no_model_should_see(model: Path, bad: BadInput, capsys: 
     assert all(part in line for part in bad.says), line
 
 
-@pytest.mark.parametrize("command", ["train", "data"])
-@pytest.mark.parametrize("bad", TEMPLATES, ids=lambda bad: bad.id)
+@pytest.mark.parametrize(
+    ("bad", "command"),
+    [
+        *(pytest.param(bad, "train", id=f"{bad.id}-train") for bad in TEMPLATES),
+        *(
+            pytest.param(bad, "data", id=f"{bad.id}-data", marks=[] if bad.id == "syntax" else pytest.mark.slow)
+            for bad in TEMPLATES
+        ),
+    ],
+)
 def test_a_template_that_dresses_nothing(
     folder: Path, bad: BadInput, command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

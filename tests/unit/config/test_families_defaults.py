@@ -19,10 +19,13 @@ PICTURES = ("qwen2_5_vl", "qwen3_vl")
 HEADS = 128  # which the usual number of key-value heads of every family divides
 DEPTH = 27  # of a tower, whose usual deep layers are within
 TABLES = ("text_config", "vision_config")
+FAST = ("qwen2", "gemma3_text", "qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_vl")
 NOT_READ = ("eos_token_id",)  # what ends an answer is the tokenizer's to say
 
 
-@pytest.fixture(params=[*FAMILIES, *PICTURES])
+@pytest.fixture(
+    params=[name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in (*FAMILIES, *PICTURES)]
+)
 def config(request: Any, tiny_models: TinyModels, tmp_path: Path) -> dict[str, Any]:
     """Of a model of the family that has as many heads, of 16 channels, as the hub's."""
     name = request.param

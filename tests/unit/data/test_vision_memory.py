@@ -59,7 +59,7 @@ def held_and_peak(make: Callable[[], PromptDataset]) -> tuple[int, int]:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("form", ["parquet", "paths"])
+@pytest.mark.parametrize("form", ["parquet", pytest.param("paths", marks=pytest.mark.slow)])
 def test_memory_does_not_grow_with_the_pictures_of_the_rows(tmp_path: Path, model: Path, form: str) -> None:
     """Bytes in a parquet file, or files beside JSON lines: opening 200 rows takes what their texts and tokens take."""
     noise = stored(picture(96, 96))

@@ -67,6 +67,7 @@ def plan_of(recipe: str, *overrides: str) -> DiffusionPlan:
     return DiffusionPlan(cfg, Cluster(H100, cfg.run.nproc, 8))
 
 
+@pytest.mark.slow
 def test_stable_diffusion_by_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is known of it: 859.5 million weights, 797,184 in adapters of rank 4, .8 TFLOP a call; to compute blocks
     again costs arithmetic and saves memory."""
@@ -78,7 +79,9 @@ def test_stable_diffusion_by_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     assert again.learning.peak < 0.7 * plan.learning.peak and again.learning.flops > 1.2 * plan.learning.flops
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [kind if kind == "dit" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+)
 def test_a_plan_counts_what_is_built(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of every kind of net, from its configurations alone: weights are taken away first."""
     tiny_pipeline(kind, tmp_path / "model")

@@ -18,6 +18,7 @@ from mrl.evaluation import Estimate, lines, majority_at, page, pass_at
 from mrl.evaluation.answers import summary
 from tests.conftest import TinyModels
 from tests.helpers.sft_config import write
+from tests.helpers.slow import slow_cases
 
 
 def judge(tiny_models: TinyModels, folder: Path) -> Path:
@@ -46,8 +47,10 @@ def test_the_most_frequent_answer_counts_and_ties_are_shared() -> None:
 
 def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
     rng = np.random.default_rng(1)
-    found = [Estimate.of(rng.random(200) < 0.3, seed=i) for i in range(60)]
-    assert 51 <= sum(e.low <= 0.3 <= e.high for e in found) and all(0.05 < e.high - e.low < 0.2 for e in found)
+    found = [Estimate.of(rng.random(200) < 0.3, seed=i) for i in (*range(20), *slow_cases(*range(20, 60)))]
+    assert 0.85 * len(found) <= sum(e.low <= 0.3 <= e.high for e in found) and all(
+        0.05 < e.high - e.low < 0.2 for e in found
+    )
     alike = Estimate.of([0.5] * 9)
     assert (alike.low, alike.high) == (0.5, 0.5)
 

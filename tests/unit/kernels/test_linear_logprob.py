@@ -160,8 +160,10 @@ def test_nothing_waits_for_a_frozen_weight(monkeypatch: pytest.MonkeyPatch) -> N
     assert torch.autograd.grad(log_p.sum(), h)[0].isfinite().all()
 
 
+@pytest.mark.parametrize("each_form", ["torch"], indirect=True)
 def test_gradcheck() -> None:
-    """In float64: those from logits computed again by finite differences, those formed in the forward by the former."""
+    """In float64, which the kernels in C leave to torch: those from logits computed again by finite differences, those
+    formed in the forward by the former."""
     h, w, labels = numbers(torch.float64)
 
     def loss(hidden: Tensor, weight: Tensor, **how: Any) -> Tensor:

@@ -162,10 +162,18 @@ PARTS_OF_ATTENTION = (
 )
 
 
+def attention_cases() -> list[Any]:
+    """All windows and sinks of a shape with shared keys, and one of each other shape; the rest is slow."""
+    cases, whole = [], (6, 2, 32)
+    shapes = ((4, 2, 16), (1, 1, 80), (2, 2, 64), whole)
+    for shape, with_sinks, window in itertools.product(shapes, (False, True), (None, 1, 21)):
+        is_slow = shape != whole and not (with_sinks and window == 21)
+        cases.append(pytest.param(*shape, with_sinks, window, marks=[pytest.mark.slow] * is_slow))
+    return cases
+
+
 @pytest.mark.usefixtures("c_serves")
-@pytest.mark.parametrize("window", [None, 1, 21])
-@pytest.mark.parametrize("with_sinks", [False, True])
-@pytest.mark.parametrize(("heads", "groups", "channels"), [(4, 2, 16), (1, 1, 80), (2, 2, 64), (6, 2, 32)])
+@pytest.mark.parametrize(("heads", "groups", "channels", "with_sinks", "window"), attention_cases())
 def test_attention(window: int | None, with_sinks: bool, heads: int, groups: int, channels: int) -> None:
     """Queries that share keys, tokens whose heads lie beside others, and numbers that fill no vector."""
     count = sum(len(asking) for _, asking in PARTS_OF_ATTENTION)

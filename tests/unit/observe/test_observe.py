@@ -145,6 +145,13 @@ def record(run_dir: Path, steps: int = 3) -> None:
             recorder.log(stats)
 
 
+def record_bare(run_dir: Path, steps: int = 3) -> None:
+    """Without anything to draw."""
+    with Recorder(run_dir, steps, live=False) as recorder:
+        for step in range(1, steps + 1):
+            recorder.log(StepStats(step))
+
+
 def test_recorder_writes_a_line_a_step_and_shows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Recorder(tmp_path, 2, live=False) as recorder:
         stats = StepStats(1, {"reward/mean": 0.5})
@@ -319,7 +326,7 @@ def test_before_and_after_compare_the_same_prompts(tmp_path: Path) -> None:
 
 def test_a_trajectory_is_shown_turn_by_turn_with_its_environments_words_apart(tmp_path: Path) -> None:
     (tmp_path / "rollouts").mkdir()
-    record(tmp_path, steps=2)
+    record_bare(tmp_path, steps=2)
     for step, words in ((0, "<higher>"), (2, "lower")):
         played = sample(0, "5", 1.0)
         played.messages = [
@@ -384,7 +391,9 @@ algorithm: {adv_estimator: gae}
 """
 
 
-@pytest.mark.parametrize(("minibatch", "once"), [("null", True), ("8", True), ("4", False)])
+@pytest.mark.parametrize(
+    ("minibatch", "once"), [pytest.param("null", True, marks=pytest.mark.slow), ("8", True), ("4", False)]
+)
 def test_the_report_of_ppo_says_in_words_what_is_flat(tmp_path: Path, minibatch: str, once: bool) -> None:
     (tmp_path / "config.yaml").write_text(PPO.replace("MINIBATCH", minibatch))
     flat = {"actor/clipfrac": 0.0, "critic/clipfrac": 0.0, "actor/ppo_kl": 0.0}
@@ -444,13 +453,13 @@ def test_moving_mean_is_centred_and_shrinks_at_the_ends() -> None:
 
 def test_a_followed_report_is_written_again_until_the_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock, said, pages = Lock(tmp_path / "lock"), [], []
-    record(tmp_path, steps=1)
+    record_bare(tmp_path, steps=1)
 
     def sleep(seconds: float) -> None:
         """In the meantime the run makes a step, and another one, and ends."""
         assert seconds == 7.0
         pages.append((tmp_path / "report.html").read_text())
-        record(tmp_path, steps=len(pages) + 1)
+        record_bare(tmp_path, steps=len(pages) + 1)
         if len(pages) == 2:
             lock.release()
 
@@ -466,7 +475,7 @@ def test_ctrl_c_ends_a_followed_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lock = Lock(tmp_path / "lock")
-    record(tmp_path)
+    record_bare(tmp_path)
 
     def interrupted(seconds: float) -> None:
         raise KeyboardInterrupt

@@ -308,7 +308,11 @@ def test_search_writes_the_plan_that_it_has_printed(tmp_path: Path, capsys: pyte
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["ppo_llama70b_64gpu", "--gpus", "8"], "TP8, 5120 tokens, recompute full: needs "),
+        pytest.param(
+            ["ppo_llama70b_64gpu", "--gpus", "8"],
+            "TP8, 5120 tokens, recompute full: needs ",
+            marks=pytest.mark.slow,
+        ),
         (["dapo_qwen7b_8gpu", "--gpus", "1"], "refused, for example: rollout.servers: 8 servers x tensor 1 = 8 GPUs"),
     ],
 )

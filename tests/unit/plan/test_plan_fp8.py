@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,8 @@ def seconds(plan: Plan, phase: str, what: str) -> float:
 )
 def test_the_matrices_of_every_rank_are_those_that_it_builds(model: str, layout: dict[str, Any], world: int) -> None:
     arch, parallel = load_arch(MODELS / model), ParallelConfig(**layout)
+    if arch.experts is not None:  # 128 of them in each of 48 layers that are alike
+        arch = replace(arch, layers=arch.layers[:4])
     grid = Grid(parallel, world)
     for rank in (0, world - 1):
         with padded_as_on_gpus():

@@ -187,7 +187,9 @@ FAULTS: dict[str, tuple[Speak, str]] = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault", [pytest.param(name, marks=[pytest.mark.slow] * (name == "slow drip of the head")) for name in FAULTS]
+)
 def test_a_fault_is_named_with_server_and_sample(fake: FakeServer, fault: str) -> None:
     fake.speak, message = FAULTS[fault]
     began = time.monotonic()
@@ -219,7 +221,7 @@ def test_no_password_is_shown(fake: FakeServer) -> None:
     assert "HTTP 401" in one.reward_error and "secret" not in one.reward_error
 
 
-@pytest.mark.parametrize("fault", ["no answer", "hangs up", "503", "429"])
+@pytest.mark.parametrize("fault", [pytest.param("no answer", marks=pytest.mark.slow), "hangs up", "503", "429"])
 def test_passing_faults_are_tried_again(fake: FakeServer, fault: str) -> None:
     broken = FAULTS[fault][0] if fault in FAULTS else lambda answer: answer.send("", f"{fault} Busy")
     fake.speak = lambda answer: broken(answer) if answer.number <= 2 else lengths(answer)

@@ -82,6 +82,7 @@ def test_stop_strings_are_read_after_a_push_from_a_directory_without_a_tokenizer
     assert draw(worker, stop=["never drawn"])[0] == before
 
 
+FAST = ("llama", "gemma3_text", "deepseek_v3", "gpt_oss")
 ENDS = [3, 30, 2, 1, 21, 5, 20, 4]  # after so many tokens
 
 
@@ -95,7 +96,9 @@ def of_many_lengths(worker: Worker) -> list[Job]:
     ]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [family if family in FAST else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES]
+)
 def test_rows_that_have_ended_leave_the_others(family: str, tiny_models: TinyModels) -> None:
     """Which draw what they draw alone, from a cache of the rows that are left: windows, latent vectors, experts too."""
     worker = Worker(str(tiny_models(family)), torch.float32, "cpu", 8)
