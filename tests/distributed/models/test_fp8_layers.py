@@ -43,7 +43,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     dense = make_tiny(root / "dense", "llama", weights=False, **SIZES)
     moe = make_tiny(root / "moe", "qwen3_moe", weights=False, **SIZES, moe_intermediate_size=256)
     found = {}
-    for processes, layouts in ((1, ("one", "moe:one", "resume:one")), (2, (*ON_2, "resume:tp2", "resume:dp2"))):
+    alone, cut = slow_cases("resume:one"), ("resume:tp2", *slow_cases("resume:dp2"))
+    for processes, layouts in ((1, ("one", "moe:one", *alone)), (2, (*ON_2, *cut))):
         file = root / f"{processes}.json"
         run_world(processes, "fp8.py", root, dense, moe, file, *layouts)
         found |= json.loads(file.read_text())
@@ -75,7 +76,7 @@ def test_rounding_is_at_work_and_small(results: dict[str, dict[str, Any]]) -> No
         assert results[model]["blockwise"][1] < results[model]["current"][1]
 
 
-@pytest.mark.parametrize("layout", ["one", "tp2", "dp2"])
+@pytest.mark.parametrize("layout", ["tp2", *slow_cases("one", "dp2")])
 def test_a_resumed_run_is_the_same_to_the_bit_with_all_that_scaling_remembers(
     results: dict[str, dict[str, Any]], layout: str
 ) -> None:

@@ -21,14 +21,14 @@ from tests.distributed.weights.test_weights_worlds import (
     layout_of,
     write_reference,
 )
-from tests.helpers.slow import slow_cases
+from tests.helpers.slow import RUN_SLOW, slow_cases
 from tests.helpers.tiny import make_tiny
 from tests.helpers.world import run_world
 
 TP1: dict[str, int] = {}  # four data-parallel replicas of the whole model
 EP2 = {"expert": 2}
-LAYOUTS = [(model, TP1) for model in MODELS] + BOTH
-LAYOUTS += [(model, layout) for model in (*MOE, *UNCUT) for layout in (EP2, EP2PP2)]
+LAYOUTS = BOTH + [(model, TP1) for model in MODELS if RUN_SLOW or model == "llama"]
+LAYOUTS += [(model, layout) for model in (*MOE, *UNCUT) for layout in (EP2PP2, *slow_cases(EP2))]
 LAYOUTS += [("qwen2_tied", VPP2)]
 RUNS = ("qwen3_moe", "gpt_oss", *slow_cases("qwen2_tied", "glm4_moe", "deepseek_v3", "qwen2_moe", "olmo3", "phi3"))
 

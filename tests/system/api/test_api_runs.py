@@ -25,7 +25,7 @@ from tests.helpers.runs import results, train
 from tests.helpers.sft_config import write
 from tests.helpers.world import run_world
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.longest
 
 ROOT = Path(__file__).parents[3]
 RUN_S = 600.0

@@ -13,6 +13,8 @@ import torch
 from mrl.platform import kept_memory
 from tests.helpers.python_process import run_python
 
+pytestmark = pytest.mark.long
+
 IMPORT_SPECS = "from mrl import platform; platform.install(); import megatron.core.models.gpt.gpt_layer_specs"
 
 
