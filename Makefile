@@ -27,13 +27,13 @@ quickstart-ddpo: .venv/.mrl-run  ## train a tiny diffusion model by DDPO with tw
 # says that Python shall keep nothing it compiles: hundreds of processes start. What fails so is run again alone, on the quiet machine:
 # a race that a real daemon lost there stays in what is printed, and a test that fails again fails it. 5 is pytest's word for nothing
 # left to run: a test whose worker died was run once more by another one.
-test: .venv/.mrl-dev  ## lint, types and tests: each proof once. What CI runs
+test: .venv/.mrl-dev  ## lint, types and tests without the slow ones; what CI runs
 	@$(MAKE) --no-print-directory --jobs 4 lint slurm compiled test-triton
 	@export OMP_NUM_THREADS=1; $(BIN)/python -m pytest -q -n 6 --dist loadfile --no-loadscope-reorder || { test $$? = 1 && \
 	echo "FAILED ABOVE, AND NOW ONCE MORE, ALONE:" && \
 	{ $(BIN)/python -m pytest -q --last-failed --last-failed-no-failures none --maxfail 3 || test $$? = 5; }; }
 
-test-all:  ## all tests: every layout, family and fault of each proof, in hours where `make test` takes minutes
+test-all:  ## all tests: also the slow ones, of further layouts, families and faults
 	@RUN_SLOW=1 $(MAKE) --no-print-directory test
 
 test-unit: compiled  ## the unit tests alone, which start no process; DIRS=tests/unit/algo for those of one package

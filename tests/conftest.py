@@ -31,7 +31,7 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Slow tests only with RUN_SLOW=1. Long files first, so that of several workers none ends alone with one."""
+    """Leaves out slow tests unless RUN_SLOW=1, and puts long files first, so that no worker ends alone with one."""
     if not RUN_SLOW:
         slow = [item for item in items if item.get_closest_marker("slow")]
         config.hook.pytest_deselected(items=slow)

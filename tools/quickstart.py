@@ -66,7 +66,7 @@ def real(name: str, overrides: list[str]) -> None:
     if name in ("real_dpo", "real_reward_model"):
         shutil.rmtree(ROOT / pairs, ignore_errors=True)
         own = ("eval", "yaml_configs/quickstart_real.yaml", f"data.validation={REAL}/data/train.jsonl")
-        own += ("--weights", f"{REAL}/model")  # of before any training
+        own += ("--weights", f"{REAL}/model")  # not trained
         run("16 answers of the model to each problem", "-m", "mrl", *own, "--per-prompt", "16", "--out", pairs)
         run("pairs of right and wrong answers", "tools/make_pairs.py", f"{pairs}/eval.json", pairs)
     run(f"training by {config}", "-m", "mrl", "train", config, *overrides)

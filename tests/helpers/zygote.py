@@ -70,10 +70,17 @@ def start(command: Sequence[str], env: Mapping[str, str], cwd: Path, **more: Any
     )
 
 
-def run(*arguments: str | Path, cwd: Path = ROOT, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
-    """`python -m *arguments`, to its end."""
+def pid() -> int:
+    """Returns the process that copies are made of. They inherit its limits."""
+    return _zygote()._process.pid
+
+
+def run(
+    *arguments: str | Path, cwd: Path = ROOT, timeout_s: float = 120, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs `python -m *arguments` to its end, or kills it after timeout_s. environment: further variables."""
     command, pipe = [sys.executable, "-m", *map(str, arguments)], subprocess.PIPE
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
     with start(command, env, cwd, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True) as process:
         try:
             out, err = process.communicate(timeout=timeout_s)

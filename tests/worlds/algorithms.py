@@ -1,4 +1,4 @@
-"""Run under torchrun: a few steps by every algorithm, from the same rollouts under every layout.
+"""Run under torchrun: some steps of every algorithm from the same rollouts.
 
 Usage: algorithms.py MODEL_DIR REFERENCE_FILE RESULT_JSON LAYOUT. The layout `one` writes the reference file: the
 rollouts and the weights by algorithm. Another one takes those rollouts and is compared with those weights: RESULT_JSON

@@ -65,7 +65,7 @@ def test_the_micro_batches_were_several(results: Results) -> None:
 
 
 class Slow:
-    """transformers' model in float64, one sequence at a time, and each of them once for all cases."""
+    """transformers' model in float64, one sequence at a time. All cases share the log-probs of a sequence."""
 
     def __init__(self, folder: Path, stored: dict[str, Any]) -> None:
         config = AutoConfig.from_pretrained(folder)

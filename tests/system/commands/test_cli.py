@@ -306,14 +306,7 @@ def test_a_tidy_log_is_the_same_however_the_output_is_cut(tmp_path: Path) -> Non
 
 
 def mrl(*args: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    command, pipe = [sys.executable, "-m", "mrl", *args], subprocess.PIPE
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
-    with zygote.start(command, env, cwd, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True) as process:
-        try:
-            out, err = process.communicate(timeout=120)
-        finally:
-            process.kill()
-    return subprocess.CompletedProcess(command, process.returncode, out, err)
+    return zygote.run("mrl", *args, cwd=cwd, **environment)
 
 
 def test_help_lists_the_commands(tmp_path: Path) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -53,14 +51,7 @@ def train(config: Path, *overrides: str, launched: bool = False) -> subprocess.C
     """As the one rank of a world, or with `run.nproc` ranks of its own."""
     world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     alone = {} if launched else world | {"MASTER_PORT": str(free_port())}
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **alone}
-    command, pipe = [sys.executable, "-m", "mrl", "train", str(config), *overrides], subprocess.PIPE
-    with zygote.start(command, env, ROOT, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True) as process:
-        try:
-            out, err = process.communicate(timeout=300)
-        finally:
-            process.kill()
-    return subprocess.CompletedProcess(command, process.returncode, out, err)
+    return zygote.run("mrl", "train", config, *overrides, timeout_s=300, **alone)
 
 
 def rows(run_dir: Path) -> list[dict[str, float]]:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -44,8 +45,8 @@ Problem = Callable[..., str]
 
 @pytest.fixture(scope="module")
 def problem() -> Iterator[Problem]:
-    """problem(home, **environment): what a new process says, whose cache is in `home`. It is a copy of one process,
-    which has imported the kernels' module and has none of them."""
+    """problem(home, **environment): what a new process answers whose cache is in `home`. Each is a fork of one process,
+    which has imported the kernels' module and compiled none."""
     env, pipe = {**os.environ, "PYTHONPATH": str(ROOT)}, subprocess.PIPE
     command = [sys.executable, "-W", "ignore", "-c", ANSWERS]
     with subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, text=True) as process:
@@ -53,8 +54,13 @@ def problem() -> Iterator[Problem]:
         to, back = process.stdin, process.stdout
 
         def ask(home: Path, **environment: str) -> str:
+            late = threading.Timer(300, process.kill)
+            late.start()
             print(json.dumps({"HOME": str(home), **environment}), file=to, flush=True)
-            return back.readline().strip()
+            answer = back.readline().strip()
+            late.cancel()
+            assert answer, "the process has ended, or gave no answer in 300 s"
+            return answer
 
         yield ask
         to.close()

@@ -142,7 +142,7 @@ print(json.dumps(found))
 
 @dataclass
 class Plain:
-    """What a process without odd packages has found and said."""
+    """Results and output of a process without broken packages. found: by question; said: lines before them."""
 
     found: dict[str, Any]
     said: list[str]

@@ -14,7 +14,7 @@ from tests.unit.trainers.test_early_passes import PPO
 
 @pytest.fixture(scope="module")
 def folder(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run, and the same with passes of all samples at once."""
+    """The folder of two runs: `whole` computes its passes in four parts, `at_once` in one."""
     folder = tmp_path_factory.mktemp("early")
     config = write_config(folder, tiny_models("llama"), **PPO)
     train(folder, config, "run.name=whole", "rollout.early_passes=4")
@@ -37,11 +37,8 @@ def test_passes_begin_before_the_last_sample_is_there(folder: Path) -> None:
 @pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_bit(folder: Path) -> None:
     """After step 2."""
-    config, killed, early = (
-        folder / "config.yaml",
-        folder / "runs/killed",
-        ("run.name=killed", "rollout.early_passes=4"),
-    )
+    config, killed = folder / "config.yaml", folder / "runs/killed"
+    early = ("run.name=killed", "rollout.early_passes=4")
     train_and_kill(folder, killed, config, *early, "run.steps=50")
     train(folder, config, *early)
     assert set(difference(folder / "runs/whole", killed).values()) == {0.0}

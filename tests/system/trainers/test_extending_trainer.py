@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -186,13 +184,10 @@ def train(config: Path, *overrides: str) -> str:
     from mrl.ports import free_port
 
     world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    world |= {"MASTER_PORT": str(free_port()), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.system.trainers.test_extending_trainer", "train", str(config), *overrides]
-    pipe = subprocess.PIPE
-    with zygote.start(command, {**os.environ, **world}, ROOT, stdout=pipe, stderr=pipe, text=True) as process:
-        out, err = process.communicate(timeout=300)
-    assert process.returncode == 0, out[-2000:] + err[-4000:]
-    return str(out + err)
+    own = ("tests.system.trainers.test_extending_trainer", "train", config)
+    done = zygote.run(*own, *overrides, timeout_s=300, **world, MASTER_PORT=str(free_port()))
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout + done.stderr
 
 
 def test_every_row_names_a_program() -> None:

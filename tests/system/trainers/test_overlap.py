@@ -36,8 +36,8 @@ ONE_STEP: dict[str, Any] = {
 
 
 class Runs:
-    """One run that is not disturbed, with real SGLang; `kill` makes one that is killed after step 3 and started again.
-    Responses are drawn ahead, in segments of 4 tokens, and end at one token of seven."""
+    """An undisturbed run with real SGLang; `kill` makes a second one, killed after step 3 and started again.
+    Responses are generated one step ahead, in segments of 4 tokens. One token of seven ends a response."""
 
     def __init__(self, folder: Path, model: Path, engine: Engine) -> None:
         sampling = {"max_new_tokens": 16, "stop_token_ids": list(range(3, 320, 7))}
@@ -50,7 +50,7 @@ class Runs:
         train(folder, self.config, "run.name=whole", "run.steps=4")
 
     def kill(self) -> int:
-        """Returns the step that it had come to."""
+        """Returns the last step before the kill."""
         train_and_kill(self.folder, self.killed, self.config, "run.name=killed", "run.steps=50")
         steps = max(results(self.killed))
         train(self.folder, self.config, "run.name=killed", "run.steps=4")

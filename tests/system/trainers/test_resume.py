@@ -162,14 +162,13 @@ checkpoint: {{every_steps: 1, keep_last: 1, weights_every_steps: 2}}
 
 @contextlib.contextmanager
 def small_files() -> Iterator[None]:
-    """Runs that are started meanwhile cannot write more than 100 kB into a file, as if the disk were full."""
-    zygote_pid = zygote._zygote()._process.pid  # runs are copies of it, with its limits
-    limits = resource.prlimit(zygote_pid, resource.RLIMIT_FSIZE)
-    resource.prlimit(zygote_pid, resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    """Inside, runs that start cannot write more than 100 kB into a file, as if the disk were full."""
+    limits = resource.prlimit(zygote.pid(), resource.RLIMIT_FSIZE)
+    resource.prlimit(zygote.pid(), resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
         yield
     finally:
-        resource.prlimit(zygote_pid, resource.RLIMIT_FSIZE, limits)
+        resource.prlimit(zygote.pid(), resource.RLIMIT_FSIZE, limits)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prlimit is Linux's")

@@ -79,7 +79,7 @@ def write(folder: Path, config: dict[str, Any]) -> Path:
 
 @pytest.fixture(scope="module")
 def rewarded(folder: Path) -> Path:
-    """The run of a reward model at TP2 with its tower."""
+    """The run directory of a reward model trained at TP2, its vision tower included."""
     train(folder, write(folder, settings(folder, "reward_model")), "run.name=whole")
     return folder / "runs/whole"
 

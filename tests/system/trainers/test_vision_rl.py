@@ -70,7 +70,7 @@ PPO = {
 
 @pytest.fixture(scope="module")
 def whole(folder: Path) -> str:
-    """What PPO with a critic, whose reward function sees the pictures, shows on the terminal."""
+    """The terminal output of PPO with a critic and a reward function that gets the pictures."""
     (folder / "seeing.py").write_text(SEEING)
     reward = {"function": f"{folder / 'seeing.py'}:score", "pictures": True}
     return train(folder, settings(folder, FAMILY, "whole", reward=reward, **PPO))

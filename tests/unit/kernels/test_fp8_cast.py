@@ -107,8 +107,9 @@ def values(seed: int, rows: int = 130, columns: int = 70) -> Tensor:
 
 
 def rounding_cases() -> list[Any]:
-    """Slow is what repeats: hybrid formats differ in gradients alone, delayed scales are current ones before there is a
-    history, and a scale of the whole tensor knows no direction."""
+    """Returns all recipes in all orientations. Cases with the same rounding as another one are slow: hybrid formats
+    differ only in gradients, the first delayed scale is the current one, and a scale of a whole tensor has no
+    direction."""
     cases = []
     for (name, recipe), (orientation, (role, along)) in itertools.product(RECIPES.items(), ORIENTATIONS.items()):
         of_tensor = recipe.scaling in ("current", "delayed")

@@ -162,8 +162,8 @@ def test_nothing_waits_for_a_frozen_weight(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("each_form", ["torch"], indirect=True)
 def test_gradcheck() -> None:
-    """In float64, which the kernels in C leave to torch: those from logits computed again by finite differences, those
-    formed in the forward by the former."""
+    """Gradients from recomputed logits against finite differences, gradients formed in the forward pass against those.
+    In float64, which the C kernels leave to torch."""
     h, w, labels = numbers(torch.float64)
 
     def loss(hidden: Tensor, weight: Tensor, **how: Any) -> Tensor:
