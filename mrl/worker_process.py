@@ -8,6 +8,7 @@ import socket
 import struct
 import subprocess
 import sys
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -40,10 +41,9 @@ class WorkerProcess:
     def kill(self) -> str:
         """Kills the process and its children, reaps it, and says how it ended: "exit code 3" or "signal SIGSEGV"."""
         self.connection.close()
-        try:
-            os.killpg(self.process.pid, signal.SIGKILL)  # does not change how a dead, unreaped process ended
-        except ProcessLookupError:
-            pass
+        if self.process.returncode is None:  # otherwise its number may be another process's
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)  # does not change how a dead, unreaped process ended
         code = self.process.wait(SOCKET_TIMEOUT_S)
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 

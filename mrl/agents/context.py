@@ -11,6 +11,7 @@ import math
 import random
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -220,29 +221,36 @@ async def _in_a_thread(found: Callable[[Context, str], Any], ctx: Context, promp
 
 def _environment_program(kind: type[Any]) -> Program:
     """Returns the program of a class: reset(row, rng) begins, and may return text after the prompt; step(turn) returns
-    (text, reward, done); close(), if there is one, ends.
+    (text, reward, done); close(), if there is one, ends. Methods that are not `async` run in a thread of the
+    trajectory's own, so that a slow one holds up no other trajectory.
     """
 
     async def play(ctx: Context, prompt: str) -> None:
-        environment = kind()
+        loop, thread = asyncio.get_running_loop(), ThreadPoolExecutor(1)
+
+        async def call(method: Callable[..., Any], *arguments: Any) -> Any:
+            if inspect.iscoroutinefunction(method):
+                return await method(*arguments)
+            value = await loop.run_in_executor(thread, method, *arguments)
+            return await value if inspect.isawaitable(value) else value
+
+        environment = None
         try:
-            if (begins := await _maybe(environment.reset(ctx.row, ctx.rng))) is not None:
+            environment = await call(kind)
+            if (begins := await call(environment.reset, ctx.row, ctx.rng)) is not None:
                 ctx.say(begins)
             while True:
-                said, reward, done = await _maybe(environment.step(await ctx.generate()))
+                said, reward, done = await call(environment.step, await ctx.generate())
                 ctx.reward(reward)
                 if done:
                     return
                 ctx.say(said)
         finally:
             if (close := getattr(environment, "close", None)) is not None:
-                await _maybe(close())
+                await call(close)
+            thread.shutdown(wait=False)
 
     return play
-
-
-async def _maybe(value: Any) -> Any:
-    return await value if inspect.isawaitable(value) else value
 
 
 def score_of(result: Any, ctx: Context) -> dict[str, float]:

@@ -1,21 +1,32 @@
-"""Worker pool of agents' programs, on rank 0."""
+"""Worker pool of agents' programs, on rank 0: processes, each of which plays several trajectories at once."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import socket
+import struct
 import sys
 import time
-from collections.abc import Mapping
-from multiprocessing.connection import wait
+from itertools import count
 from typing import Any
 
 from mrl import strict_json
 from mrl.agents.errors import AgentError
 from mrl.worker_process import STARTUP_TIMEOUT_S, WorkerProcess
 
-LATE = "or another trajectory in its process did not finish in time (agent.trajectory_timeout_s)"
+RESPONSE_S = 1.0  # a process whose event loop is free answers a ping much sooner
 
 Message = dict[str, Any]
+
+
+class ProgramFault(Exception):
+    """A program failed on a trajectory. is_own: False if the fault is of another trajectory in its process."""
+
+    def __init__(self, text: str, is_own: bool = True, traceback: str = "") -> None:
+        super().__init__(text)
+        self.is_own, self.traceback = is_own, traceback
 
 
 class Worker(WorkerProcess):
@@ -23,134 +34,170 @@ class Worker(WorkerProcess):
 
     def __init__(self, setup: Message) -> None:
         super().__init__("mrl.agents.worker")
-        self.send({"sys_path": sys.path, **setup})
+        self.live: dict[int, asyncio.Queue[Message]] = {}  # by trajectory, what it has sent
+        self.is_spent = False  # takes no further trajectories, and ends with its last one
+        self.is_closed = False
+        self.pongs = asyncio.Queue[Message]()
+        self.connection.send_bytes(json.dumps({"sys_path": sys.path, **setup}).encode())
 
     def wait_ready(self) -> None:
-        message = self.receive() if self.connection.poll(STARTUP_TIMEOUT_S) else {}
+        message: Message = {}
+        try:
+            if self.connection.poll(STARTUP_TIMEOUT_S):
+                message = strict_json.loads(self.connection.recv_bytes())
+        except (EOFError, OSError, ValueError):
+            pass
         if "ready" not in message:
             ended = f"its process ended ({self.kill()}) or hangs while importing the file"
             raise AgentError(message.get("load_error") or ended)
 
-    def send(self, message: Message) -> None:
-        """Sends a message. A failure to send shows up in `exchange` as a missing answer. A row of a Parquet file may
-        hold NaN.
-        """
-        try:
-            self.connection.send_bytes(json.dumps(message, default=str).encode())
-        except OSError:
-            pass
+    async def attach(self) -> None:
+        """Reads what the process sends, in this event loop from now on."""
+        end = socket.socket(fileno=os.dup(self.connection.fileno()))
+        end.setblocking(False)
+        reader, self._writer = await asyncio.open_connection(sock=end)
+        self._reading = asyncio.ensure_future(self._read(reader))
 
-    def receive(self) -> Message:
-        """Returns the next message; {"gone"} if there will be none."""
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        """Hands each message to its trajectory. The frames are those of multiprocessing.connection."""
         try:
-            message: Message = strict_json.loads(self.connection.recv_bytes())
-        except (EOFError, OSError, ValueError):
-            return {"gone": True}
-        return message
+            while True:
+                (size,) = struct.unpack("!i", await reader.readexactly(4))
+                if size == -1:
+                    (size,) = struct.unpack("!Q", await reader.readexactly(8))
+                message = strict_json.loads(await reader.readexactly(size))
+                queue = self.pongs if "pong" in message else self.live.get(message.get("id", -1))
+                if queue is not None:
+                    queue.put_nowait(message)
+        except (asyncio.IncompleteReadError, OSError, ValueError, AttributeError, struct.error):
+            await self.end("ended its process ({how})", is_own=True)
+
+    def send(self, message: Message) -> None:
+        """Sends a message; the loss of the process shows in the answers. A row of a Parquet file may hold NaN."""
+        data = json.dumps(message, default=str).encode()
+        head = struct.pack("!i", len(data)) if len(data) < 1 << 31 else struct.pack("!iQ", -1, len(data))
+        if not self.is_closed:
+            self._writer.write(head + data)
+
+    async def end(self, why: str, is_own: bool) -> None:
+        """Ends the process and tells its trajectories why: {how} stands for how it ended. is_own: any of those that are
+        waited for may have caused it."""
+        if self.is_closed:
+            return
+        self.is_closed = self.is_spent = True
+        self._writer.close()
+        how = await asyncio.to_thread(self.kill)
+        for queue in self.live.values():
+            queue.put_nowait({"gone": why.format(how=how), "is_own": is_own})
+        if self._reading is not asyncio.current_task():
+            self._reading.cancel()
+
+    async def answers(self) -> bool:
+        """Whether its event loop still runs, so that one trajectory alone hangs."""
+        self.send({"ping": True})
+        try:
+            await asyncio.wait_for(self.pongs.get(), RESPONSE_S)
+        except TimeoutError:
+            return False
+        return True
 
 
 class AgentWorkerPool:
-    """Worker pool: trajectory number n runs in process n % workers. For one thread at a time.
+    """Worker pool. A new trajectory goes to the process with the fewest.
 
     setup: of each process; step_timeout_s: longest step of an environment between two turns
     """
 
     def __init__(self, setup: Message, workers: int, step_timeout_s: float) -> None:
-        self._setup, self._timeout_s = setup, step_timeout_s
-        self._early: dict[int, Message] = {}
-        self._workers = [Worker(setup) for _ in range(workers)]
+        self._setup, self._size, self.step_timeout_s = setup, workers, step_timeout_s
+        self._numbers = count()
+        self.workers = [Worker(setup) for _ in range(workers)]
         try:
-            for worker in self._workers:
+            for worker in self.workers:
                 worker.wait_ready()
         except AgentError:
             self.close()
             raise
 
-    def exchange(self, messages: Mapping[int, Message], ends: Mapping[int, float]) -> dict[int, Message]:
-        """Sends each trajectory a message and returns each one's answer.
+    async def attach(self) -> None:
+        """Uses the processes in this event loop from now on."""
+        self._filling = asyncio.Lock()
+        for worker in self.workers:
+            await worker.attach()
 
-        Answers are {"say"}, {"done"}, {"error"}, or {"fault": why} if its process ended or did not answer in time, with
-        "neighbour" if the trajectory itself had answered. A trajectory that ends while its request is answered receives
-        no further message. All live trajectories must be included. ends: deadline of each by the monotonic clock, which
-        overrides the rest of its step.
-        """
-        waiting: dict[Worker, set[int]] = {}
-        answers = {number: self._early.pop(number) for number in messages if number in self._early}
-        for number, message in messages.items():
-            if number in answers:
-                continue
-            worker = self._of(number)
-            worker.send({"id": number, **message})
-            waiting.setdefault(worker, set()).add(number)
-        gone: dict[Worker, str] = {}
-        end = time.monotonic() + self._timeout_s
-        soonest = min((ends[number] for number in messages), default=end)
-        while waiting:
-            ready = wait([worker.connection for worker in waiting], max(0.0, min(end, soonest) - time.monotonic()))
-            if not ready:
-                gone |= (late := self._late(waiting, ends, end))
-                waiting = {worker: asked for worker, asked in waiting.items() if worker not in late}
-                soonest = min((ends[number] for asked in waiting.values() for number in asked), default=end)
-            for worker in [worker for worker in waiting if worker.connection in ready]:
-                message = worker.receive()
-                if "gone" in message:
-                    gone[worker] = "ended its process"
-                    del waiting[worker]
-                elif (teller := message.get("id", -1)) in waiting[worker]:
-                    answers[teller] = message
-                    waiting[worker].remove(teller)
-                    if not waiting[worker]:
-                        del waiting[worker]
-                elif teller in answers:
-                    self._early[teller] = message
-        return answers | self._replaced(gone, messages, answers)
+    async def begin(self) -> Program:
+        """Returns a place for one trajectory."""
+        async with self._filling:
+            self._remove_spent()
+            while sum(not worker.is_spent for worker in self.workers) < self._size:
+                worker = Worker(self._setup)
+                await asyncio.to_thread(worker.wait_ready)
+                await worker.attach()
+                self.workers.append(worker)
+        worker = min((each for each in self.workers if not each.is_spent), key=lambda each: len(each.live))
+        program = Program(self, worker, next(self._numbers))
+        worker.live[program.number] = asyncio.Queue()
+        return program
 
-    def _late(self, waiting: Mapping[Worker, set[int]], ends: Mapping[int, float], end: float) -> dict[Worker, str]:
-        """Returns the processes that are late now, with the reason. end: of this step's time"""
-        now = time.monotonic()
-        if now >= end:
-            return dict.fromkeys(waiting, f"did not respond within {self._timeout_s:g} s (agent.step_timeout_s)")
-        return {worker: LATE for worker, asked in waiting.items() if any(ends[number] <= now for number in asked)}
-
-    def _replaced(
-        self, gone: Mapping[Worker, str], messages: Mapping[int, Message], answers: Mapping[int, Message]
-    ) -> dict[int, Message]:
-        """Replaces lost processes; returns the faults of their trajectories, which are all lost except finished
-        ones.
-        """
-        faults: dict[int, Message] = {
-            number: {"fault": gone[worker], "neighbour": number in answers}
-            for number in messages
-            if (worker := self._of(number)) in gone and "done" not in answers.get(number, {})
-        }
-        for worker, why in gone.items():
-            how = worker.kill()
-            if "process" in why:
-                for number in faults:
-                    if self._of(number) is worker:
-                        faults[number]["fault"] = f"{why} ({how})"
-        for worker in gone:
-            new = Worker(self._setup)
-            new.wait_ready()
-            self._workers[self._workers.index(worker)] = new
-        return faults
-
-    def drop(self) -> None:
-        """Ends all trajectories."""
-        self._early.clear()
-        for worker in self._workers:
-            worker.send({"drop": True})
-
-    def end(self, number: int) -> None:
-        """Ends one trajectory that waits for its turn; others in its process continue."""
-        self._early.pop(number, None)
-        self._of(number).send({"id": number, "drop": True})
+    def _remove_spent(self) -> None:
+        for worker in [each for each in self.workers if each.is_spent and not each.live]:
+            self.workers.remove(worker)
+            worker.kill()
 
     def close(self) -> None:
         """Ends the processes; safe to call twice."""
-        for worker in self._workers:
+        for worker in self.workers:
             worker.kill()
-        self._workers = []
+        self.workers = []
 
-    def _of(self, number: int) -> Worker:
-        return self._workers[number % len(self._workers)]
+
+class Program:
+    """The program of one trajectory, in its process. An asynchronous context manager, which ends it there."""
+
+    def __init__(self, pool: AgentWorkerPool, worker: Worker, number: int) -> None:
+        self._pool, self._worker, self.number = pool, worker, number
+        self._has_ended = False
+
+    async def __aenter__(self) -> Program:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        if not self._has_ended:
+            self._worker.send({"id": self.number, "drop": True})
+        del self._worker.live[self.number]
+
+    async def exchange(self, message: Message, ends_at: float, late: str) -> Message:
+        """Sends a message and returns the answer: {"say"}, {"chat"} or {"done"}.
+
+        Args:
+            ends_at: deadline of the trajectory by the monotonic clock; late: the reason if it passes.
+
+        Raises ProgramFault if the program raised, did not answer in time, or its process ended.
+        """
+        answers = self._worker.live[self.number]
+        has_asked = answers.empty()  # otherwise it ended while its turn was generated
+        if has_asked:
+            self._worker.send({"id": self.number, **message})
+        now, step_s = time.monotonic(), self._pool.step_timeout_s
+        try:
+            answer = await asyncio.wait_for(answers.get(), max(0.0, min(step_s, ends_at - now)))
+        except TimeoutError:
+            await self._give_up()
+            silent = f"did not respond within {step_s:g} s (agent.step_timeout_s)"
+            raise ProgramFault(late if ends_at < now + step_s else silent) from None
+        if "gone" in answer:
+            raise ProgramFault(answer["gone"], is_own=answer["is_own"] and has_asked)
+        self._has_ended = "done" in answer or "error" in answer
+        if "error" in answer:
+            raise ProgramFault(f"raised {answer['error']}", traceback=answer["traceback"])
+        return answer
+
+    async def _give_up(self) -> None:
+        """Ends the hanging program alone where the process still answers. As a thread of it may go on, the process
+        takes no further trajectories."""
+        self._worker.send({"id": self.number, "drop": True})
+        self._has_ended = True
+        if await self._worker.answers():
+            self._worker.is_spent = True
+        else:
+            await self._worker.end("shared its process with a program that hangs", is_own=False)

@@ -1,19 +1,18 @@
 """Trajectories: turns of the model and words of an environment, as one token sequence that only grows.
 
-Turns are sampled in batches: all trajectories that request a turn are sampled together, then their environments
-continue. A trajectory's tokens do not depend on the others.
+Each trajectory is a coroutine of its own: it continues as soon as its turn is generated and its environment has
+answered, whatever the others do. Its tokens do not depend on the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import count
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
 
 from mrl.agents.errors import AgentError
-from mrl.agents.pool import AgentWorkerPool, Message
+from mrl.agents.pool import AgentWorkerPool, Message, Program, ProgramFault
 from mrl.agents.suffix import Suffix
 from mrl.agents.tool_call_parsers import WITH_SPECIAL_TOKENS
 from mrl.agents.trajectory import TokenSequence, Trajectory, TurnPosition
@@ -26,9 +25,7 @@ DAY_S = 86400.0
 BYTES_PER_TOKEN = 16  # longer text is not tokenised: any language has 2 to 6, code that is mostly spaces up to 12
 WORLD_STREAM = 1 << 46  # keeps the seeds of environments apart from samples'
 
-Generate = Callable[[list[Request], SamplingParams], list[Sample]]
-OnSamples = Callable[[list[Sample]], None]
-NextRequests = Callable[[bool], list[Request]]  # returns further requests; argument: wait for them
+Generate = Callable[[Request, SamplingParams], Awaitable[Sample]]
 PromptMessages = Callable[[Prompt], tuple[list[Message], Message]]  # messages, template variables
 
 
@@ -37,7 +34,7 @@ class AgentRunner:
 
     stops: tokens that end a turn; is_chat: the prompts use a chat template; by_turn: samples have the rewards of each
     turn; begins: messages of a prompt under a chat template, for rewritten histories; turn_timeout_s: longest duration
-    of `generate` for one turn batch
+    of one turn's generation
     Raises AgentError if the program cannot be loaded, or the template does not allow several turns.
     """
 
@@ -53,7 +50,7 @@ class AgentRunner:
     ) -> None:
         self.cfg, self._tokenizer = cfg, tokenizer
         self.suffix = Suffix(tokenizer, stops, is_chat, needed=cfg.thoughts == "keep" and not cfg.endpoint)
-        self._is_chat, self._by_turn, self._begins, self._numbers = is_chat, by_turn, begins, count()
+        self._is_chat, self._by_turn, self._begins = is_chat, by_turn, begins
         setup: Message = {"rollout": cfg.rollout, "parser": cfg.parser, "sandbox": cfg.sandbox.model_dump()}
         setup |= {"endpoint": cfg.endpoint, "answer_timeout_s": turn_timeout_s + cfg.step_timeout_s}
         setup["max_bytes"] = cfg.max_tokens * BYTES_PER_TOKEN
@@ -63,126 +60,72 @@ class AgentRunner:
     def close(self) -> None:
         self._pool.close()
 
-    def sample(
-        self, requests: list[Request], params: SamplingParams, generate: Generate, on_samples: OnSamples
-    ) -> list[Sample]:
-        """Returns one sample a request, in their order; `on_samples` receives those that finish together. Raises as
-        `play`.
+    async def attach(self) -> None:
+        """Plays in this event loop from now on."""
+        await self._pool.attach()
+
+    async def play(self, request: Request, params: SamplingParams, generate: Generate) -> Sample:
+        """Plays one trajectory; a program that fails is started again with the same seeds, `retries` times.
+
+        Then the sample is `left_out`, or AgentError is raised, as `on_error` says. A fault counts only against the
+        trajectory that caused it, not against others in the same process. Raises the errors of `generate`.
         """
-        samples: list[Sample] = []
-        todo = [requests]
-
-        def finished(some: list[Sample]) -> None:
-            samples.extend(some)
-            on_samples(some)
-
-        self.play(lambda waits: todo.pop() if todo else [], params, generate, finished)
-        return sorted(samples, key=lambda sample: sample.request.sample_id)
-
-    def play(self, more: NextRequests, params: SamplingParams, generate: Generate, on_samples: OnSamples) -> None:
-        """Plays all requests from `more`, until it returns none while no trajectory is live; sample ids must be unique.
-
-        A trajectory that has failed more than `retries` times becomes a sample that is `left_out`, or raises
-        AgentError, as `on_error` says. Raises the errors of `generate`.
-        """
-        self._pool.drop()
-        live: dict[int, Trajectory] = {}
-        messages: dict[int, Message] = {}
+        faults = 0
         while True:
-            for request in more(not live):
-                self._begin(Trajectory(request), live, messages)
-            if not live:
-                return
-            ends = {number: trajectory.ends_at for number, trajectory in live.items()}
-            answers, messages = self._pool.exchange(messages, ends), {}
-            done: list[Sample] = []
-            asking: dict[int, int] = {}  # by sample
-            for number, answer in answers.items():
-                trajectory = live[number]
-                trajectory.settle(answer.get("arrived"))
-                trajectory.reward(answer.get("reward", 0.0))
-                if "done" in answer and trajectory.turns:
-                    done.append(live.pop(number).sample(answer["done"], self._by_turn))
-                elif "say" not in answer and "chat" not in answer:
-                    done += self._failed(live.pop(number), answer, live, messages)
-                elif trajectory.is_late:
-                    done += self._late(number, live, messages)
-                else:
-                    try:
-                        no = self._no_turn(trajectory, answer, params.max_new_tokens)
-                    except (AgentError, TokenizerError) as error:
-                        self._pool.end(number)
-                        done += self._failed(live.pop(number), {"error": str(error)}, live, messages)
-                        continue
-                    if no is not None:
-                        messages[number] = no
-                    else:
-                        asking[trajectory.request.sample_id] = number
-            if done:
-                on_samples(done)
-            if asking:
-                turns = generate([live[number].next_request() for number in asking.values()], params)
-                if left_out := self._pass_turns(turns, asking, live, messages):
-                    on_samples(left_out)
+            trajectory = Trajectory(request)
+            trajectory.limit(self.cfg.trajectory_timeout_s)
+            try:
+                async with await self._pool.begin() as program:
+                    return await self._turns(trajectory, program, params, generate)
+            except ProgramFault as fault:
+                faults += fault.is_own
+                if faults <= self.cfg.retries:
+                    continue
+                what = f"agent.rollout {self.cfg.rollout!r} on {trajectory.name} {fault}"
+                why = f"{what} (attempts: {faults}; agent.retries)\n{fault.traceback}".rstrip()
+            if self.cfg.on_error == "stop":
+                raise AgentError(why)
+            return Sample(request, np.zeros(0), np.zeros(0), "abort", "0", left_out=why)
 
-    def _pass_turns(
-        self, turns: list[Sample], asking: dict[int, int], live: dict[int, Trajectory], messages: dict[int, Message]
-    ) -> list[Sample]:
-        """Passes each turn to its trajectory, unless that is late; returns the samples that are left out."""
-        left_out: list[Sample] = []
-        texts = self._tokenizer.decode_all([turn.response_ids for turn in turns])
-        for turn, text in zip(turns, texts, strict=True):
-            number = asking[turn.request.sample_id]
-            if live[number].is_late:
-                left_out += self._late(number, live, messages)
-            else:
-                tell = live[number].offer if self.cfg.endpoint else live[number].take
-                messages[number] = tell(turn, text, self._shown(turn) if self._shows_special else None)
-        return left_out
+    async def _turns(
+        self, trajectory: Trajectory, program: Program, params: SamplingParams, generate: Generate
+    ) -> Sample:
+        late = f"did not finish within {self.cfg.trajectory_timeout_s or 0:g} s (agent.trajectory_timeout_s)"
+        message = self._start(trajectory.request)
+        while True:
+            answer = await program.exchange(message, trajectory.ends_at, late)
+            trajectory.settle(answer.get("arrived"))
+            trajectory.reward(answer.get("reward", 0.0))
+            if "done" in answer:
+                if not trajectory.turns:
+                    raise ProgramFault(": ".join(filter(None, ("ended before the model's first turn", answer["over"]))))
+                return trajectory.sample(answer["done"], self._by_turn)
+            if trajectory.is_late:
+                raise ProgramFault(late)
+            try:
+                no = self._no_turn(trajectory, answer, params.max_new_tokens)
+            except (AgentError, TokenizerError) as error:
+                raise ProgramFault(f"raised {error}") from error
+            if no is not None:
+                message = no
+                continue
+            turn = await generate(trajectory.next_request(), params)
+            if trajectory.is_late:
+                raise ProgramFault(late)
+            text, shown = self._tokenizer.decode_all([turn.response_ids])[0], self._shown(turn)
+            message = trajectory.offer(turn, text, shown) if self.cfg.endpoint else trajectory.take(turn, text, shown)
 
-    def _shown(self, turn: Sample) -> str:
-        """Returns the text of a turn with its special tokens, without the one that ended it."""
+    def _shown(self, turn: Sample) -> str | None:
+        """Returns the text of a turn with its special tokens, without the one that ended it, for parsers that need
+        them."""
+        if not self._shows_special:
+            return None
         ids = turn.response_ids.tolist()
         return self._tokenizer.decode(ids[:-1] if ids and ids[-1] in self._stops else ids, special=True)
 
-    def _begin(self, trajectory: Trajectory, live: dict[int, Trajectory], messages: dict[int, Message]) -> None:
-        number, request = next(self._numbers), trajectory.request
-        live[number] = trajectory
-        trajectory.limit(self.cfg.trajectory_timeout_s)
-        seed = sample_seed(request.seed, WORLD_STREAM, 0)
-        row = request.prompt.row
-        start = {
-            "row": row,
-            "tools": self._tools(request.prompt),
-            "prompt": request.prompt.text,
-            "seed": seed,
-        }
-        messages[number] = {"start": start}
-
-    def _failed(
-        self, trajectory: Trajectory, answer: Message, live: dict[int, Trajectory], messages: dict[int, Message]
-    ) -> list[Sample]:
-        """Restarts a trajectory with the same seeds or, after too many failures, returns the sample in its place. A
-        failure counts only against the trajectory that caused it, not against others in the same process.
-        """
-        faults = trajectory.faults + (not answer.get("neighbour"))
-        if faults <= self.cfg.retries:
-            self._begin(Trajectory(trajectory.request, faults), live, messages)
-            return []
-        what = answer.get("fault") or f"raised {answer.get('error')}"
-        if "done" in answer:
-            what = "ended before the model's first turn" + (f": {answer['over']}" if answer["over"] else "")
-        why = f"agent.rollout {self.cfg.rollout!r} on {trajectory.name} {what} (attempts: {faults}; agent.retries)"
-        why = "\n".join(filter(None, (why, answer.get("traceback", "").rstrip())))
-        if self.cfg.on_error == "stop":
-            raise AgentError(why)
-        return [Sample(trajectory.request, np.zeros(0), np.zeros(0), "abort", "0", left_out=why)]
-
-    def _late(self, number: int, live: dict[int, Trajectory], messages: dict[int, Message]) -> list[Sample]:
-        """Fails a late trajectory that waits for its turn."""
-        self._pool.end(number)
-        why = f"did not finish within {self.cfg.trajectory_timeout_s:g} s (agent.trajectory_timeout_s)"
-        return self._failed(live.pop(number), {"fault": why}, live, messages)
+    def _start(self, request: Request) -> Message:
+        prompt, seed = request.prompt, sample_seed(request.seed, WORLD_STREAM, 0)
+        return {"start": {"row": prompt.row, "tools": self._tools(prompt), "prompt": prompt.text, "seed": seed}}
 
     def _no_turn(self, trajectory: Trajectory, answer: Message, turn_tokens: int) -> Message | None:
         """Sets the position of the next turn; returns the message for the program if there is no next turn."""

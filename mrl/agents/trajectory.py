@@ -92,10 +92,9 @@ class TurnPosition:
 
 @dataclass
 class Trajectory:
-    """Turns and words of one sample. faults: number of restarts; ends_at: deadline by the monotonic clock"""
+    """Turns and words of one sample. ends_at: deadline by the monotonic clock"""
 
     request: Request
-    faults: int = 0
     ends_at: float = math.inf
     sequences: list[TokenSequence] = field(default_factory=list)
     turns: list[Sample] = field(default_factory=list)

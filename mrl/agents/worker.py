@@ -2,10 +2,10 @@
 
 The socket FD carries JSON objects. The setup {"sys_path", "rollout", "parser", "sandbox", "endpoint",
 "answer_timeout_s", "max_bytes"} is answered by {"ready": true} or {"load_error": text}. Then {"id", "start": {"row",
-"tools", "prompt", "seed"}} begins a trajectory, {"id", "turn": {...}} and {"id", "over": why} answer its request,
-{"drop": true} ends all trajectories, with an "id" only that one. Each trajectory sends {"id", "say": [...]}, which
-requests a turn, and at its end {"id", "done": {"score", ...}, "over": why} or {"id", "error": one line, "traceback":
-text}; each message has "reward", the sum of the rewards since the previous one.
+"tools", "prompt", "seed"}} begins a trajectory, {"id", "turn": {...}} and {"id", "over": why} answer its request, and
+{"id", "drop": true} ends it. {"ping": true} is answered with {"pong": true}. Each trajectory sends {"id", "say":
+[...]}, which requests a turn, and at its end {"id", "done": {"score", ...}, "over": why} or {"id", "error": one line,
+"traceback": text}; each message has "reward", the sum of the rewards since the previous one.
 
 With an endpoint, {"id", "chat": {"messages", "tools"}} requests a turn, and {"id", "answer": {"text", "finish",
 "tokens"}}, {"id", "over": why} or {"id", "refused": why} answers it. The next request or the end then has "arrived":
@@ -91,14 +91,15 @@ class _Trajectories:
             os._exit(0)
 
     def _take(self, message: dict[str, Any]) -> None:
-        if "drop" in message:
-            for number in [message["id"]] if "id" in message else [*self._tasks]:
-                self._stop_waiting(number)
-                if (task := self._tasks.pop(number, None)) is not None:
-                    task.cancel()
+        if "ping" in message:
+            self._say({"pong": True})
             return
         number = message["id"]
-        if "start" in message:
+        if "drop" in message:
+            self._stop_waiting(number)
+            if (task := self._tasks.pop(number, None)) is not None:
+                task.cancel()
+        elif "start" in message:
             self._tasks[number] = asyncio.ensure_future(self._play(number, **message["start"]))
         elif (waits := self._waiting.pop(number, None)) is not None and not waits.cancelled():
             waits.set_result(message["turn"] if "turn" in message else {"over": message["over"]})

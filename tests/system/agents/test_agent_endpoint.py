@@ -28,6 +28,7 @@ from mrl.rollout import Engine
 from tests.conftest import TinyModels
 from tests.helpers.runs import results, samples, train
 from tests.helpers.train_tools import given, write_config
+from tests.helpers.trajectories import play_all
 from tests.system.agents.test_agents import KEEPS, PARAMS, STRIPS, ids_of
 from tests.system.agents.test_agents import chat as talker
 
@@ -209,7 +210,7 @@ def play(file: Path, name: str, model: Model, count: int = 1, row: Any = None, *
     prompt = Prompt(5, (1, 2), row or {}, "go")
     try:
         asked = [Request(i, 0, prompt, 100 + i) for i in range(count)]
-        return agents.sample(asked, PARAMS, model.generate, lambda samples: None)
+        return play_all(agents, asked, PARAMS, model.generate)
     finally:
         agents.close()
 

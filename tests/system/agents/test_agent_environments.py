@@ -29,6 +29,7 @@ from mrl.trainers.rl.groups import SamplingError
 from mrl.trainers.rl.kept_samples import plain, restored
 from mrl.trainers.rl.run import RLRun
 from tests.helpers.tiny import EOS
+from tests.helpers.trajectories import play_all
 from tests.system.agents.test_agent_endpoint import END, Model, parts
 from tests.system.agents.test_agents import PARAMS, STRIPS, FakeEngine, ids_of, play, requests, tokenizer
 
@@ -201,7 +202,7 @@ def test_thoughts_that_a_template_strips_begin_a_sequence_at_each_users_message(
     first = tuple(model.tokenizer.encode_plain([model.tokenizer.render_prompt(begin)])[0])
     try:
         asked = [Request(0, 0, Prompt(0, first, {}, "go"), 3)]
-        [sample] = agents.sample(asked, PARAMS, model.generate, lambda samples: None)
+        [sample] = play_all(agents, asked, PARAMS, model.generate)
     finally:
         agents.close()
     found = parts(sample)
@@ -270,7 +271,7 @@ def test_a_sample_of_an_environment_that_fails_is_left_out(programs: Path) -> No
     cfg = AgentConfig(rollout=f"{programs}:some_fail", on_error="leave_out", retries=1)
     agents = AgentRunner(cfg, tokenizer(), (EOS,), is_chat=False)
     try:
-        found = agents.sample(asked, PARAMS, engine.generate, lambda samples: None)
+        found = play_all(agents, asked, PARAMS, engine.generate)
     finally:
         agents.close()
     assert [bool(sample.left_out) for sample in found] == [False, True, False, False]

@@ -27,6 +27,7 @@ from tests.conftest import TinyModels
 from tests.helpers.runs import results, samples, train
 from tests.helpers.tiny import EOS, tiny_tokenizer
 from tests.helpers.train_tools import given, write_config
+from tests.helpers.trajectories import play_all
 
 pytestmark = pytest.mark.long
 
@@ -222,7 +223,7 @@ def requests(count: int, **row: Any) -> list[Request]:
 
 
 def play(programs: Path, name: str, count: int = 3, engine: FakeEngine | None = None, **settings: Any) -> list[Sample]:
-    row, by_turn = settings.pop("row", {}), settings.pop("by_turn", False)
+    row, by_turn, turn_s = settings.pop("row", {}), settings.pop("by_turn", False), settings.pop("turn_s", 0.0)
     cfg = AgentConfig(rollout=f"{programs}:{name}", **settings)
     data = DataConfig(train=(SourceConfig(path="rows.jsonl"),))
     agents = AgentRunner(
@@ -233,13 +234,8 @@ def play(programs: Path, name: str, count: int = 3, engine: FakeEngine | None = 
         by_turn=by_turn,
         begins=lambda prompt: ([], read_template_variables(prompt.row, data)),
     )
-    heard: list[Sample] = []
-    try:
-        found = agents.sample(requests(count, **row), PARAMS, (engine or FakeEngine()).generate, heard.extend)
-    finally:
-        agents.close()
-    assert sorted(map(id, heard)) == sorted(map(id, found)), "each sample is told of once"
-    return found
+    with closing(agents):
+        return play_all(agents, requests(count, **row), PARAMS, (engine or FakeEngine()).generate, turn_s)
 
 
 def test_a_trajectory_is_what_was_drawn_and_what_was_said_in_turn(programs: Path) -> None:
@@ -274,7 +270,7 @@ def test_programs_may_be_functions_and_their_random_numbers_are_the_samples(prog
 
 
 def test_who_ends_while_its_turn_is_drawn_is_done(programs: Path) -> None:
-    first, other = play(programs, "impatient", 2, workers=1, step_timeout_s=5, retries=0)
+    first, other = play(programs, "impatient", 2, workers=1, step_timeout_s=5, retries=0, turn_s=0.3)
     assert (first.environment, other.environment) == ({"score": 1.0}, {"score": 2.0})
 
 
@@ -389,11 +385,11 @@ def test_who_is_late_at_a_turn_is_begun_anew_and_its_process_lives_on(
     monkeypatch.setattr(trajectory, "time", engine.clock)
     cfg = AgentConfig(rollout=f"{programs}:Guess", workers=1, trajectory_timeout_s=500.0)
     with closing(AgentRunner(cfg, tokenizer(), (EOS,), is_chat=False)) as agents:
-        [before] = agents._pool._workers
-        found = agents.sample(requests(2), PARAMS, engine.generate, lambda samples: None)
-        assert agents._pool._workers == [before] and before.process.poll() is None
-    assert [sample.environment for sample in found] == [{"score": 1.5}] * 2
-    assert [r.seed for r in engine.asked[:2]] == [r.seed for r in engine.asked[2:4]] and len(engine.asked) == 8
+        [before] = agents._pool.workers
+        found = play_all(agents, requests(2), PARAMS, engine.generate)
+        assert agents._pool.workers == [before] and before.process.poll() is None
+    assert found.environment == {"score": 1.5}
+    assert engine.asked[0].seed == engine.asked[1].seed and len(engine.asked) == 4
 
 
 # ---- chat templates
