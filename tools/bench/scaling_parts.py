@@ -96,7 +96,7 @@ def sampling(samples: int, tokens: int, servers: int = 8) -> Row:
     from mrl.reward.manager import RewardManager
     from mrl.rollout.access import OPEN
     from mrl.rollout.engine import Engine
-    from mrl.rollout.fleet import Checked, Fleet
+    from mrl.rollout.engine_pool import Checked, EnginePool
     from mrl.rollout.server import Server
     from mrl.trainers.rl import generate
 
@@ -112,11 +112,11 @@ def sampling(samples: int, tokens: int, servers: int = 8) -> Row:
     clock = Clock()
     with far_engine(tokens) as port, tempfile.TemporaryDirectory() as folder, RewardManager(cfg.reward) as rewards:
         urls = [f"http://127.0.0.{i + 1}:{port}" for i in range(servers)]
-        fleet = Fleet(
+        pool = EnginePool(
             [Server(url) for url in urls], OPEN, lambda url: Checked((), False),
             startup_timeout_s=60, max_restarts=0, memory_timeout_s=60,
         )  # fmt: skip
-        engine = Engine(fleet, vocab_size=VOCAB, concurrent_requests=256, request_timeout_s=600)
+        engine = Engine(pool, vocab_size=VOCAB, concurrent_requests=256, request_timeout_s=600)
         (Path(folder) / "rollouts").mkdir()
         made = generate.Generator(cfg, Path(folder), engine, rewards, print, tokenizer(), data, None)
         texts = "decode_all" if hasattr(made.tokenizer, "decode_all") else "decode"  # of trees before it
@@ -285,7 +285,7 @@ def engines(servers: int) -> Row:
     from mrl.config.schema import RolloutConfig, SyncConfig
     from mrl.rollout.access import OPEN
     from mrl.rollout.check import check_server
-    from mrl.rollout.fleet import Fleet
+    from mrl.rollout.engine_pool import EnginePool
     from mrl.rollout.server import Server
     from mrl.weights.sync.weight_sync import WeightSync
 
@@ -293,13 +293,13 @@ def engines(servers: int) -> Row:
     cfg, clock = RolloutConfig(), Clock()
     with far_engine(2) as port:
         urls = [f"http://127.0.{i // 250}.{i % 250 + 1}:{port}" for i in range(servers)]
-        fleet = Fleet(
+        pool = EnginePool(
             [Server(url) for url in urls], OPEN,
             lambda url: check_server(url, OPEN, cfg, "far", "llama", "float32", outlives=True),
             startup_timeout_s=60, max_restarts=0, memory_timeout_s=60,
         )  # fmt: skip
         with clock.of("checks"):
-            fleet.wait_ready()
+            pool.wait_ready()
         sync = WeightSync(exporter, urls, SyncConfig(transport="http"))
         for name in ("push", "again"):
             with clock.of(name):
