@@ -36,7 +36,7 @@ class Worker(WorkerProcess):
         super().__init__("mrl.agents.worker")
         self.live: dict[int, asyncio.Queue[Message]] = {}  # by trajectory, what it has sent
         self.is_spent = False  # takes no further trajectories, and ends with its last one
-        self.is_closed = False
+        self.is_attached = self.is_closed = False
         self.pongs = asyncio.Queue[Message]()
         self.connection.send_bytes(json.dumps({"sys_path": sys.path, **setup}).encode())
 
@@ -56,7 +56,7 @@ class Worker(WorkerProcess):
         end = socket.socket(fileno=os.dup(self.connection.fileno()))
         end.setblocking(False)
         reader, self._writer = await asyncio.open_connection(sock=end)
-        self._reading = asyncio.ensure_future(self._read(reader))
+        self._reading, self.is_attached = asyncio.ensure_future(self._read(reader)), True
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         """Hands each message to its trajectory. The frames are those of multiprocessing.connection."""
@@ -110,7 +110,7 @@ class AgentWorkerPool:
 
     def __init__(self, setup: Message, workers: int, step_timeout_s: float) -> None:
         self._setup, self._size, self.step_timeout_s = setup, workers, step_timeout_s
-        self._numbers = count()
+        self._numbers, self._filling = count(), asyncio.Lock()
         self.workers = [Worker(setup) for _ in range(workers)]
         try:
             for worker in self.workers:
@@ -119,15 +119,12 @@ class AgentWorkerPool:
             self.close()
             raise
 
-    async def attach(self) -> None:
-        """Uses the processes in this event loop from now on."""
-        self._filling = asyncio.Lock()
-        for worker in self.workers:
-            await worker.attach()
-
     async def begin(self) -> Program:
-        """Returns a place for one trajectory."""
+        """Returns a place for one trajectory. All of them have to be in one event loop."""
         async with self._filling:
+            for worker in self.workers:
+                if not worker.is_attached:
+                    await worker.attach()
             self._remove_spent()
             while sum(not worker.is_spent for worker in self.workers) < self._size:
                 worker = Worker(self._setup)

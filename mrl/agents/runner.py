@@ -60,10 +60,6 @@ class AgentRunner:
     def close(self) -> None:
         self._pool.close()
 
-    async def attach(self) -> None:
-        """Plays in this event loop from now on."""
-        await self._pool.attach()
-
     async def play(self, request: Request, params: SamplingParams, generate: Generate) -> Sample:
         """Plays one trajectory; a program that fails is started again with the same seeds, `retries` times.
 

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import closing
 from types import TracebackType
+from typing import Any, TypeVar
 
 from mrl.core import Request, Sample, SamplingParams
 from mrl.rollout.access import Access
 from mrl.rollout.client import EngineClient
 from mrl.rollout.engine_pool import EnginePool
-from mrl.rollout.errors import EngineError, EngineStartError, RolloutError, ServerLost
+from mrl.rollout.errors import EngineError, EngineStartError, RolloutError
 from mrl.rollout.load import Load
 from mrl.rollout.protocol import BEGIN_UPDATE, MemoryPart
-from mrl.rollout.request_dispatcher import OnSamples, RequestDispatcher
-from mrl.rollout.request_queue import RequestQueue
+from mrl.rollout.request_dispatcher import Generation, PromptGroup, RequestDispatcher, by_prompt
 from mrl.rollout.restarts import Restarts
 from mrl.rollout.routed import ASK, RoutedShape
 from mrl.rollout.samples import Expected
 from mrl.rollout.server_info import ServerInfo
+
+OnSamples = Callable[[list[Sample]], None]
+T = TypeVar("T")
 
 
 class Engine:
@@ -50,8 +55,9 @@ class Engine:
         self.adapter: str | None = None
         self.versions: set[str] = set()
         self.routed = routed
-        self._dispatchers: set[RequestDispatcher] = set()
-        self._is_interrupted = False
+        self._dispatcher: RequestDispatcher | None = None
+        self._owner = threading.current_thread()
+        pool.restarts.post = self._in_owner
 
     def __enter__(self) -> Engine:
         return self
@@ -125,87 +131,97 @@ class Engine:
         return found
 
     def close(self) -> None:
-        """End the servers that mrl started; given URLs are left alone."""
+        """Ends the servers that mrl started; given URLs are left alone, without a request of this run."""
+        self._close_dispatcher()
         self.pool.close()
 
     def generate(
-        self,
-        requests: Sequence[Request],
-        sampling: SamplingParams,
-        on_samples: OnSamples | None = None,
-        *,
-        over_pushes: bool = False,
+        self, requests: Sequence[Request], sampling: SamplingParams, on_samples: OnSamples | None = None
     ) -> list[Sample]:
-        """Finished samples ordered by sample_id. `on_samples` is called in this thread with those that finish together.
+        """Returns finished samples ordered by sample_id. `on_samples` is called in this thread with each that finishes.
 
         Log-probs are of logits / temperature (raw logits when greedy), not renormalised for top_p and top_k.
         A server of ours that dies or does not answer within rollout.request_timeout_s is started again as often as
         `restarts` allows; what it had not finished is sampled again with the same seeds.
         Raises RolloutError when that is not allowed, an engine refuses, has given up memory or lacks its weights; no
-        request is left running on the other servers then. over_pushes: as `follow`, which see.
+        request is left running on the other servers then.
         """
-        self.wait_ready()
-        for server in self.pool.servers if not over_pushes else ():
+        how = self.generation(sampling)
+        for server in self.pool.servers:
             if (reason := server.asleep()) is not None:
                 raise RolloutError(reason)
+        if not requests:
+            return []
+        samples: list[Sample] = []
+
+        def finished(sample: Sample) -> None:
+            samples.append(sample)
+            if on_samples is not None:
+                on_samples([sample])
+
+        async def one(request: Request, group: PromptGroup) -> None:
+            sample = await self.dispatcher.generate(request, how, group)
+            self.dispatcher.post(lambda: finished(sample))
+
+        async def every() -> None:
+            await asyncio.gather(*(one(request, group) for group in by_prompt(requests) for request in group.requests))
+
+        self.run(every())
+        return sorted(samples, key=lambda sample: sample.request.sample_id)
+
+    def run(self, program: Coroutine[Any, Any, T]) -> T:
+        """Returns the result of a coroutine that uses `dispatcher`, with nothing else in flight. Gives engines that
+        were restarted meanwhile the weights that the others have. No request is left running if it raises."""
+        dispatcher = self.dispatcher
+        try:
+            done = dispatcher.submit(program)
+            dispatcher.serve(
+                lambda: done.done() and not dispatcher.is_restarting and not dispatcher.awaiting_weights,
+                self.restarts.give_weights,
+            )
+            return done.result()
+        except BaseException:
+            self._close_dispatcher()
+            raise
+
+    def generation(self, sampling: SamplingParams, *, is_async: bool = False, has_spans: bool = False) -> Generation:
+        """Returns how `dispatcher` is to sample.
+
+        Args:
+            is_async: weights may be synced while requests wait or run.
+            has_spans: a response goes on over such a sync.
+
+        Raises RolloutError for stop strings that the engines do not understand.
+        """
+        self.wait_ready()
         if sampling.stop and not self.pool.accepts_stop_strings:
             raise RolloutError(
                 f"stop strings {list(sampling.stop)} need an engine with a tokenizer, but {self.urls[0]} was started "
                 "without one: set them in rollout.sampling.stop, or use stop_token_ids"
             )
-        if not requests:
-            return []
-        samples: list[Sample] = []
-
-        def finished(some: list[Sample]) -> None:
-            samples.extend(some)
-            if on_samples is not None:
-                on_samples(some)
-
-        self.pool.forget_losses()
-        self._dispatch(_once(requests), sampling, finished, over_pushes)
-        return sorted(samples, key=lambda sample: sample.request.sample_id)
-
-    def follow(self, queue: RequestQueue, sampling: SamplingParams, on_samples: OnSamples) -> None:
-        """Samples the requests of `queue` until it ends and all have finished, also during weight syncs: samples say
-        which version generated which token. For a thread of its own; another one restarts servers.
-
-        Raises RolloutError as `generate`, ServerLost for a server that is lost (`replace`): no request is left running.
-        """
-        self._dispatch(queue.batches(), sampling, on_samples, over_pushes=True)
-
-    def _dispatch(
-        self,
-        batches: AsyncIterator[Sequence[Request]],
-        sampling: SamplingParams,
-        on_samples: OnSamples,
-        over_pushes: bool,
-    ) -> None:
+        current = None if self.weight_version is None else {self.weight_version}
         routed = self.routed if sampling.return_routed_experts else None
-        version, versions = (None, self.versions) if over_pushes else (self.weight_version, None)
-        expected = Expected(self.vocab_size, sampling.max_new_tokens, version, versions, routed)
-        limits = self.concurrent_requests, self.request_timeout_s
-        dispatcher = RequestDispatcher(
-            self.pool, sampling, expected, *limits, self.adapter, restarts_engines=not over_pushes
-        )
-        self._dispatchers.add(dispatcher)
-        try:
-            if self._is_interrupted:
-                raise RolloutError("sampling was interrupted")
-            dispatcher.run(batches, on_samples)
-        finally:
-            self._dispatchers.discard(dispatcher)
+        versions = self.versions if is_async else current
+        expected = Expected(self.vocab_size, sampling.max_new_tokens, versions, has_spans, routed)
+        return Generation(sampling, expected, self.adapter)
 
-    def replace(self, lost: ServerLost) -> list[str]:
-        """Starts a server again that `follow` has lost, unless that has been done; the weights are for the caller to
-        push. Its address, if it lacks them now, or has left with its node. Raises RolloutError if it cannot be."""
-        return self.pool.replace(lost)
+    @property
+    def dispatcher(self) -> RequestDispatcher:
+        if self._dispatcher is None:
+            self.pool.forget_losses()
+            self._dispatcher = RequestDispatcher(self.pool, self.concurrent_requests, self.request_timeout_s)
+        return self._dispatcher
 
-    def interrupt(self) -> None:
-        """Ends what another thread samples, and refuses all that would be later; no request is left running."""
-        self._is_interrupted = True
-        for dispatcher in self._dispatchers.copy():  # a copy is made at once, whatever other threads add
-            dispatcher.cancel()
+    def _close_dispatcher(self) -> None:
+        if self._dispatcher is not None:
+            self._dispatcher.close()
+            self._dispatcher = None
+
+    def _in_owner(self, work: Callable[[], object]) -> None:
+        if threading.current_thread() is self._owner or self._dispatcher is None:
+            work()
+        else:
+            self._dispatcher.post(work)
 
     def take_loads(self) -> tuple[dict[str, Load], Load]:
         """Since the last call: what each server had to do, by URL, and the requests that waited here for one."""
@@ -257,12 +273,20 @@ class Engine:
         self.pool.welcome()
         for server in self.pool.servers:
             server.has_weights = True
+        if self._dispatcher is not None:
+            self._dispatcher.have_weights()
 
     def present(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The addresses of all engines that a push is for now, and of those among them that have never had weights of
-        the run. Engines that have left are out. Raises RolloutError if there has been none for too long."""
+        """Returns the addresses of all engines that a weight sync is for now, and of those among them that are new
+        processes. Engines that have left are out. Waits until no engine is being started again. Raises RolloutError if
+        there has been none for too long."""
+        lack: tuple[str, ...] = ()
+        if self._dispatcher is not None:
+            self._dispatcher.serve(lambda: not self.dispatcher.is_restarting)
+            lack = self._dispatcher.awaiting_weights
         servers = self.pool.present()
-        return tuple(server.url for server in servers), tuple(s.url for s in servers if s not in self.pool.servers)
+        new = [server.url for server in servers if server not in self.pool.servers or server.url in lack]
+        return tuple(server.url for server in servers), tuple(new)
 
     def end_of_run(self) -> None:
         """The last step is made: `mrl serve` ends."""
@@ -278,7 +302,3 @@ class Engine:
         Returns whether there was such a server and a restart left for it.
         """
         return self.pool.revive(error)
-
-
-async def _once(requests: Sequence[Request]) -> AsyncIterator[Sequence[Request]]:
-    yield requests

@@ -5,21 +5,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 
 from mrl.rollout.access import Access
-from mrl.rollout.caller_thread import CallerThread
 from mrl.rollout.client import EngineClient
 from mrl.rollout.elsewhere import OtherNode
-from mrl.rollout.errors import EngineError, EngineStartError, PortTaken, RolloutError, ServerLost
+from mrl.rollout.errors import EngineError, EngineStartError, PortTaken, RolloutError
 from mrl.rollout.load import Meter, Stall
 from mrl.rollout.process import EngineProcess, Started, wait_ready
 from mrl.rollout.restarts import Restarts
 from mrl.rollout.server import DEATH_POLL_S, DEATH_WAIT_S, Parts, Server
 from mrl.stopping import run_coroutine
+
+Weights = Callable[[str], Awaitable[None]]  # waits until the engine at an address has received them
 
 RESTART_POLL_S = 0.25
 CHECKS_AT_ONCE = 64
@@ -148,8 +149,8 @@ class EnginePool:
     def check_alone(self) -> None:
         """Raises RolloutError when no server has been there for too long."""
 
-    async def bring_in(self, server: Server, caller: CallerThread) -> None:
-        """Gives a joining server its weights, unless it leaves again."""
+    async def bring_in(self, server: Server, weights: Weights) -> None:
+        """Waits until a joining server has its weights, unless it leaves again."""
 
     def end_of_run(self) -> None:
         """The last step is made."""
@@ -174,19 +175,16 @@ class EnginePool:
         self.restarts.take(server.process, error)
         server.up = False
 
-    async def bring_back(self, server: Server, caller: CallerThread | None = None) -> None:
-        """Restarts a lost server, with as many more restarts as it takes, and gives it its weights unless it has to
-        wait for the next weight sync.
-
-        caller: the thread that syncs weights and tells the user; None: this one
-        """
+    async def bring_back(self, server: Server, weights: Weights | None = None) -> None:
+        """Restarts a lost server, with as many more restarts as it takes. weights: waits until it has those that it had
+        before; None: it goes without until the next weight sync."""
         process = server.process
         assert process is not None, "only servers that mrl started are lost"
         while True:
             try:
                 await self._start_again(server, process)
-                if server.has_weights:
-                    await _call(caller, lambda: self.restarts.give_weights(server.url))
+                if weights is not None and server.has_weights:
+                    await weights(server.url)
                 break
             except Exception as error:
                 if isinstance(error, PortTaken) or not await server.ends_soon():
@@ -194,7 +192,7 @@ class EnginePool:
                 if await self.is_soon_left_by(server):
                     return
                 again = f"engine died again before it had its weights: {process.obituary()}"
-                await _call(caller, lambda: self.restarts.take(process, RolloutError(again)))  # noqa: B023
+                self.restarts.take(process, RolloutError(again))
         server.life += 1
         server.up = True
 
@@ -219,14 +217,6 @@ class EnginePool:
             server.life += 1
             self._settle(server, released)
         return bool(dead)
-
-    def replace(self, lost: ServerLost) -> list[str]:
-        """See `Engine.replace`."""
-        same = [server for server in self.servers if (server.url, server.life) == (lost.url, lost.life)]
-        for server in same:
-            if not self.is_left_by(server):
-                self._begin_anew(server, lost)
-        return [lost.url] if same else []
 
     def _dead(self) -> list[tuple[Server, Started]]:
         return [(server, server.process) for server in self.all if server.process and server.has_ended]
@@ -295,10 +285,3 @@ class EnginePool:
             if note not in self.notes:
                 self.notes.append(note)
                 log.warning("%s", note)
-
-
-async def _call(caller: CallerThread | None, work: Callable[[], None]) -> None:
-    if caller is None:
-        work()
-    else:
-        await caller.call(work)

@@ -40,18 +40,3 @@ class Refused(BadAnswer):
 
 class RolloutError(RuntimeError):
     """A rollout could not be finished; the message names the engine, its end and the end of its log."""
-
-
-class ServerLost(RolloutError):
-    """A server that requests were sent to has ended or does not answer, and is not looked after by who sent them.
-
-    url: its address; life: the one of its restarts that is over
-    """
-
-    def __init__(self, url: str, life: int, text: str) -> None:
-        super().__init__(text)
-        self.url, self.life = url, life
-
-
-class LacksWeights(RolloutError):
-    """An engine is up and has not the run's weights, which nobody can give it before the next push."""

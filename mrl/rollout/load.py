@@ -57,6 +57,11 @@ class Stall:
             self._syncs.discard(sync)
 
     @property
+    def is_on(self) -> bool:
+        """Whether a weight sync is in progress."""
+        return bool(self._syncs)
+
+    @property
     def seconds(self) -> float:
         """Total until now."""
         with self._lock:

@@ -6,9 +6,8 @@ import asyncio
 import time
 from typing import Any
 
-from mrl.rollout.caller_thread import CallerThread
-from mrl.rollout.engine_pool import EnginePool
-from mrl.rollout.errors import EngineError, EngineStartError, LacksWeights, RolloutError
+from mrl.rollout.engine_pool import EnginePool, Weights
+from mrl.rollout.errors import EngineError, EngineStartError, RolloutError
 from mrl.rollout.group import Group
 from mrl.rollout.members import Members
 from mrl.rollout.server import DEATH_POLL_S, DEATH_WAIT_S, Server
@@ -30,7 +29,6 @@ class OpenEnginePool(EnginePool):
         self._members = members
         self._of: dict[Server, Group] = {}
         self._alone_since: float | None = None
-        self._waiting = False  # newcomers, for the next push
 
     @property
     def all(self) -> tuple[Server, ...]:
@@ -72,7 +70,6 @@ class OpenEnginePool(EnginePool):
     def welcome(self, *servers: Server) -> None:
         """Newcomers, these or all, have the weights: they are servers like the others."""
         come = servers or self.newcomers
-        self._waiting = False
         for server in come:
             server.up = server.has_weights = True
         self.servers += tuple(server for server in come if server not in self.servers)
@@ -111,11 +108,7 @@ class OpenEnginePool(EnginePool):
             time.sleep(WAIT_POLL_S)
 
     def check_alone(self) -> None:
-        """To be called again and again: raises RolloutError when there has been no server for placement.wait_s, and
-        LacksWeights when there are newcomers alone, and nobody to give them weights."""
-        if self._waiting and not self.servers:
-            self._waiting = False
-            raise LacksWeights("the engines that have come wait for their weights, and no other is left")
+        """To be called again and again: raises RolloutError when there has been no server for placement.wait_s."""
         if self.all:
             self._alone_since = None
             return
@@ -125,12 +118,10 @@ class OpenEnginePool(EnginePool):
             limit = f"placement.wait_s = {self._members.wait_s:g} s"
             raise RolloutError(f"no engine is left, and none has come within {limit}:\n{self._members.known}")
 
-    async def bring_in(self, server: Server, caller: CallerThread) -> None:
-        """Gives a joining server its weights, unless it leaves again or waits for the next weight sync."""
+    async def bring_in(self, server: Server, weights: Weights) -> None:
+        """Waits until a joining server has its weights, unless it leaves again."""
         try:
-            await caller.call(lambda: self.restarts.give_weights(server.url))
-        except LacksWeights:
-            self._waiting = True
+            await weights(server.url)
         except Exception:
             if not await self.is_soon_left_by(server):
                 raise

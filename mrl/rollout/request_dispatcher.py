@@ -1,10 +1,11 @@
 """Dispatch of generation requests: one HTTP request per sample, to the engine with the fewest in flight.
 
-* The event loop has a thread of its own and never waits for the trainer. The caller's thread runs weight syncs of
-  restarted engines and receives the samples.
+* The event loop has a thread of its own and never waits for the trainer. The main thread gives restarted engines their
+  weights, in `serve`; until then they take no requests.
 * A request's time-out starts when it is sent to its engine, and leaves out weight syncs of all engines.
 * A failure restarts the engine at which it happened, and no other. Its unfinished requests go to engines that are up,
   with the same seeds.
+* No engine is restarted while all engines receive weights: the sync itself does that (`Engine.revive`).
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import aiohttp
@@ -26,10 +27,9 @@ import orjson
 from mrl.core import Request, Sample, SamplingParams
 from mrl.rollout.access import tls
 from mrl.rollout.answers import error_message
-from mrl.rollout.caller_thread import CallerThread
 from mrl.rollout.client import CONNECT_TIMEOUT_S
 from mrl.rollout.engine_pool import EnginePool
-from mrl.rollout.errors import BadAnswer, EngineError, Refused, RolloutError, ServerLost
+from mrl.rollout.errors import BadAnswer, EngineError, Refused, RolloutError
 from mrl.rollout.incoming import PLAIN, Incoming
 from mrl.rollout.protocol import GENERATE, GenerateBody
 from mrl.rollout.samples import Expected, generate_body, most_bytes, prefill_body, read_answer
@@ -38,96 +38,172 @@ from mrl.stopping import run_coroutine
 
 WATCH_S = 0.25  # between checks of the engine processes
 ABORT_TIMEOUT_S = 5.0
+CLOSE_S = 15.0  # until the event loop has ended, once it is told to
 ABORTS_AT_ONCE = 64
 KEEP_ALIVE_S = 3600.0  # of an idle connection; engines may close it earlier
 RETRY_PAUSES_S = (0.1, 0.3, 1.0)  # before a request is sent again whose connection failed at an engine that is up
 PREFIX_SLACK = 4  # more requests in flight that an engine may have whose prefix cache holds the prompt
 
-OnSamples = Callable[[list[Sample]], None]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Generation:
+    """How to sample, what to expect of every answer, and the name of the LoRA adapter to sample with."""
+
+    sampling: SamplingParams
+    expected: Expected
+    adapter: str | None = None
 
 
 @dataclass(eq=False)
-class _PromptGroup:
-    """Requests of one prompt that arrived together. prefills: of its prompt, by engine and restart"""
+class PromptGroup:
+    """Requests of one prompt that are sent together. prefills: of its prompt, by engine and restart"""
 
     requests: Sequence[Request]
     prefills: dict[tuple[Server, int], asyncio.Future[bytes]] = field(default_factory=dict)
 
 
 class RequestDispatcher:
-    """Requests in flight over the engines of a pool, for one `run`.
+    """Requests in flight over the engines of a pool. The event loop starts with the first `submit`.
 
     concurrent_requests: maximum number in flight
-    adapter: name of the LoRA adapter to sample with
-    restarts_engines: False: another thread restarts engines, and a lost one is raised as ServerLost
     """
 
-    def __init__(
-        self,
-        pool: EnginePool,
-        sampling: SamplingParams,
-        expected: Expected,
-        concurrent_requests: int,
-        request_timeout_s: float,
-        adapter: str | None = None,
-        *,
-        restarts_engines: bool = True,
-    ) -> None:
-        self._pool, self._sampling, self._expected, self._adapter = pool, sampling, expected, adapter
-        self._concurrent_requests, self._request_timeout_s = concurrent_requests, request_timeout_s
-        self._restarts_engines = restarts_engines
-        self._pending: deque[tuple[Request, _PromptGroup]] = deque()
-        self._running = 0
-        self._posts: dict[Server, set[asyncio.Task[Sample]]] = defaultdict(set)
-        self._restarting: set[asyncio.Task[None]] = set()
-        self._finished: deque[Sample] = deque()
-        self._caller = CallerThread()
+    def __init__(self, pool: EnginePool, concurrent_requests: int, request_timeout_s: float) -> None:
+        self._pool, self._request_timeout_s = pool, request_timeout_s
+        self._concurrent_requests = concurrent_requests
+        self._changed = threading.Condition()  # guards what both threads use: the next three
+        self._for_main: deque[Callable[[], object]] = deque()
+        self._awaiting: dict[str, asyncio.Future[None]] = {}  # weights, by address of an engine that is ready for them
         self._failure: BaseException | None = None
-        self._task: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
-        self._is_cancelled = False
+        self._restarting: set[asyncio.Task[None]] = set()
+        self._posts: dict[Server, set[asyncio.Task[Sample]]] = defaultdict(set)
+        self._thread: threading.Thread | None = None
+        self._started: Future[None] = Future()
 
-    def run(self, batches: AsyncIterator[Sequence[Request]], on_samples: OnSamples) -> None:
-        """Blocks until there are no more batches and all requests have finished. Calls `on_samples` in this thread with
-        the samples that finished since its last call. Raises RolloutError, or what `on_samples` raises; no request is
-        left running then."""
+    # ---- the main thread
 
-        def deliver() -> None:
-            if samples := [self._finished.popleft() for _ in range(len(self._finished))]:
-                on_samples(samples)
+    def submit(self, program: Coroutine[Any, Any, T]) -> Future[T]:
+        """Runs a coroutine in the event loop."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run_loop, name="requests", daemon=True)
+            self._thread.start()
+            self._started.result()
+        future = asyncio.run_coroutine_threadsafe(program, self._loop)
+        future.add_done_callback(lambda done: self._notify())
+        return future
 
-        thread = threading.Thread(target=self._run_loop, args=(batches, deliver), name="requests", daemon=True)
-        thread.start()
-        try:
-            self._caller.serve()
-        finally:
-            self.cancel()
-            thread.join()
-        if self._failure is not None:
-            raise self._failure
+    def post(self, work: Callable[[], object]) -> None:
+        """Has `work` done in the main thread, in order, once that calls `serve`. Any thread may call this."""
+        with self._changed:
+            self._for_main.append(work)
+            self._changed.notify_all()
 
-    def cancel(self) -> None:
-        """Ends `run`, which then raises CancelledError. Any thread may call it."""
-        self._is_cancelled = True
-        if self._task is not None:
-            loop, task = self._task
+    async def in_main(self, work: Callable[[], T]) -> T:
+        """Returns what `work` returns in the main thread, or raises what it raises there."""
+        done: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(work())
+            except Exception as error:
+                done.set_exception(error)
+
+        self.post(run)
+        return await asyncio.wrap_future(done)
+
+    def serve(
+        self,
+        until: Callable[[], bool],
+        give_weights: Callable[[str], None] | None = None,
+        left_s: Callable[[], float] = lambda: 3600.0,
+        late: Callable[[], str] = lambda: "",
+    ) -> None:
+        """Does what the event loop has for this thread, until `until()`.
+
+        Args:
+            give_weights: brings the engine at an address to the weights of the others, meanwhile; None: nobody can now.
+            left_s: seconds that this may still wait without any progress; then raises RolloutError of `late()`.
+
+        Raises the failure of the event loop.
+        """
+        while True:
+            with self._changed:
+                work = self._for_main.popleft() if self._for_main else None
+                url = next(iter(self._awaiting), None) if give_weights is not None else None
+                if work is None and url is None:
+                    if self._failure is not None:
+                        raise self._failure
+                    if until():
+                        return
+                    if (left := left_s()) <= 0:
+                        raise RolloutError(late())
+                    self._changed.wait(left)
+            if work is not None:
+                work()
+            elif url is not None:
+                assert give_weights is not None
+                try:
+                    give_weights(url)
+                except Exception as error:
+                    self._given([url], error)
+                else:
+                    self._given([url])
+
+    @property
+    def awaiting_weights(self) -> tuple[str, ...]:
+        """Addresses of restarted and joining engines that take no requests until they get weights."""
+        with self._changed:
+            return tuple(self._awaiting)
+
+    @property
+    def is_restarting(self) -> bool:
+        """Whether an engine is being started that does not wait for weights yet."""
+        return len(self._restarting) > len(self.awaiting_weights)
+
+    def have_weights(self) -> None:
+        """Says that all engines have received weights."""
+        self._given(self.awaiting_weights)
+
+    def close(self) -> None:
+        """Cancels everything; no request is left running. The dispatcher cannot be used afterwards."""
+        if self._thread is not None:
             with suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(task.cancel)
+                self._loop.call_soon_threadsafe(self._main.cancel)
+            self._thread.join(CLOSE_S)
+
+    def _given(self, urls: Sequence[str], error: Exception | None = None) -> None:
+        with self._changed:
+            given = [self._awaiting.pop(url) for url in urls if url in self._awaiting]
+        for future in given:
+            self._loop.call_soon_threadsafe(_settle, future, error)
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     # ---- the event loop
 
-    def _run_loop(self, batches: AsyncIterator[Sequence[Request]], deliver: Callable[[], None]) -> None:
+    def _run_loop(self) -> None:
         try:
-            run_coroutine(self._dispatch(batches, deliver))
+            run_coroutine(self._until_closed())
+        except asyncio.CancelledError:
+            self._fail(RolloutError("sampling was interrupted"))
         except BaseException as error:
-            self._failure = error
-        self._caller.close()
+            self._fail(error)
 
-    async def _dispatch(self, batches: AsyncIterator[Sequence[Request]], deliver: Callable[[], None]) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._task, self._deliver = (asyncio.get_running_loop(), task), deliver
-        if self._is_cancelled:
-            raise asyncio.CancelledError
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()
+
+    async def _until_closed(self) -> None:
+        """Runs until it is cancelled, or a restart fails for good."""
+        self._loop, main = asyncio.get_running_loop(), asyncio.current_task()
+        assert main is not None
+        self._main = main
+        self._slots = asyncio.Semaphore(self._concurrent_requests)
         session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, ssl=tls(), keepalive_timeout=KEEP_ALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),  # `_wait_for` bounds the rest
@@ -138,45 +214,38 @@ class RequestDispatcher:
         )
         try:
             async with session as self._http, asyncio.TaskGroup() as self._background:
-                watcher = self._background.create_task(self._watch())
-                async with asyncio.TaskGroup() as self._requests:
-                    async for batch in batches:
-                        self._pool.waiting.begin(len(batch))
-                        self._pending += [(request, group) for group in by_prompt(batch) for request in group.requests]
-                        self._start_pending()
-                watcher.cancel()
-        except BaseException as failed:
-            self._abort_running()
-            error = failed
-            while isinstance(error, BaseExceptionGroup):
-                error = error.exceptions[0]
-            raise error from error.__cause__
+                self._started.set_result(None)
+                await self._watch()
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from failed.exceptions[0].__cause__
         finally:
-            self._pool.waiting.end(len(self._pending))
-
-    def _start_pending(self) -> None:
-        while self._pending and self._running < self._concurrent_requests:
-            self._running += 1
-            self._pool.waiting.end(1)
-            self._requests.create_task(self._finish(*self._pending.popleft()))
-
-    async def _finish(self, request: Request, group: _PromptGroup) -> None:
-        while (sample := await self._attempt(request, group)) is None:
-            pass
-        self._finished.append(sample)
-        self._caller.put(self._deliver)
-        self._running -= 1
-        self._start_pending()
+            runs = any(self._posts.values())
+            for task in asyncio.all_tasks() - {main}:
+                task.cancel()
+            if runs:
+                self._abort_running()
 
     # ---- one request
 
-    async def _attempt(self, request: Request, group: _PromptGroup) -> Sample | None:
+    async def generate(self, request: Request, how: Generation, group: PromptGroup | None = None) -> Sample:
+        """Returns the sample of a request, whichever engine it comes from. Raises RolloutError."""
+        self._pool.waiting.begin(1)
+        try:
+            await self._slots.acquire()
+        finally:
+            self._pool.waiting.end(1)
+        try:
+            while (sample := await self._attempt(request, how, group)) is None:
+                pass
+            return sample
+        finally:
+            self._slots.release()
+
+    async def _attempt(self, request: Request, how: Generation, group: PromptGroup | None) -> Sample | None:
         """Returns None if its engine was lost."""
         server = await self._choose(group)
         life = server.life
-        if not self._restarts_engines and not server.has_weights:  # it was restarted meanwhile
-            raise ServerLost(server.url, life - 1, server.asleep() or "")
-        post = asyncio.create_task(self._generate(server, request, group))
+        post = asyncio.create_task(self._generate(server, request, how, group))
         post.add_done_callback(lambda done: done.cancelled() or done.exception())  # also where nobody waits any more
         self._posts[server].add(post)
         server.meter.begin(1)
@@ -193,14 +262,11 @@ class RequestDispatcher:
             self._posts[server].discard(post)
             server.meter.end(1, () if sample is None else (sample,))
 
-    async def _choose(self, group: _PromptGroup) -> Server:
+    async def _choose(self, group: PromptGroup | None) -> Server:
         """Waits until an engine is up."""
         while (least := self._pool.least_loaded()) is None:
-            if self._restarting:
-                await asyncio.wait(self._restarting, return_when=asyncio.FIRST_COMPLETED)
-            else:
-                await asyncio.sleep(WATCH_S)  # for one to join, as long as `_watch` allows
-        for server, life in group.prefills:
+            await asyncio.sleep(WATCH_S)  # for one to be restarted or to join
+        for server, life in group.prefills if group is not None else ():
             if server.up and server.life == life and server.meter.running < least.meter.running + PREFIX_SLACK:
                 return server
         return least
@@ -216,22 +282,22 @@ class RequestDispatcher:
             left = stalled - before
         raise TimeoutError(f"no whole answer in {self._request_timeout_s:g} s")
 
-    async def _generate(self, server: Server, request: Request, group: _PromptGroup) -> Sample:
-        asks = self._expected.routed is not None
-        if server.url in self._pool.prefix_caches and not asks:
-            await self._prefill(server, group)
-        body = generate_body(request, self._sampling, self._adapter, experts=asks)
-        content = await self._post(server, body, most_bytes(request, self._expected))
-        return read_answer(request, content, self._expected, body["rid"])
+    async def _generate(self, server: Server, request: Request, how: Generation, group: PromptGroup | None) -> Sample:
+        asks = how.expected.routed is not None
+        if group is not None and server.url in self._pool.prefix_caches and not asks:
+            await self._prefill(server, how, group)
+        body = generate_body(request, how.sampling, how.adapter, experts=asks)
+        content = await self._post(server, body, most_bytes(request, how.expected))
+        return read_answer(request, content, how.expected, body["rid"])
 
-    async def _prefill(self, server: Server, group: _PromptGroup) -> None:
+    async def _prefill(self, server: Server, how: Generation, group: PromptGroup) -> None:
         """Has the engine prefill a prompt of several requests once, before the first of them is sent there."""
-        body = prefill_body(group.requests, self._sampling, self._adapter)
+        body = prefill_body(group.requests, how.sampling, how.adapter)
         if body is None:
             return
         key = server, server.life
         if key not in group.prefills:
-            most = most_bytes(group.requests[0], self._expected)
+            most = most_bytes(group.requests[0], how.expected)
             group.prefills[key] = asyncio.ensure_future(self._post(server, body, most))
             group.prefills[key].add_done_callback(lambda done: done.cancelled() or done.exception())
         await asyncio.shield(group.prefills[key])  # others wait for it too
@@ -266,13 +332,11 @@ class RequestDispatcher:
         """Returns if the request is to be sent again; raises RolloutError if it failed for good."""
         if not isinstance(error, (TimeoutError, Refused)):
             await server.ends_soon()
-        if not server.up or server.life != life:
-            if not self._restarts_engines:
-                raise ServerLost(server.url, life, str(error)) from error
-        elif server.has_ended or not isinstance(error, BadAnswer):
-            await self._lose(server, lambda: self._explain(server, request, error))
-        else:
-            raise await asyncio.to_thread(self._explain, server, request, error) from error
+        if server.up and server.life == life:
+            if server.has_ended or not isinstance(error, BadAnswer):
+                await self._lose(server, life, lambda: self._explain(server, request, error))
+            else:
+                raise await asyncio.to_thread(self._explain, server, request, error) from error
 
     def _explain(self, server: Server, request: Request, error: Exception) -> RolloutError:
         name = f"sample {request.sample_id} (data row {request.prompt.index})"
@@ -286,37 +350,52 @@ class RequestDispatcher:
             error = RuntimeError(f"connection lost ({type(error).__name__}: {error})")
         return RolloutError(f"engine {server.url}: {GENERATE.path} failed for {name}: {error}{tail}")
 
-    async def _lose(self, server: Server, explain: Callable[[], RolloutError]) -> None:
-        """Begins the restart of a lost engine, unless it has left with its node. Raises RolloutError if it cannot be
-        restarted."""
-        if not self._restarts_engines:
-            error = await asyncio.to_thread(explain)
-            raise ServerLost(server.url, server.life, str(error)) from error
+    async def _lose(self, server: Server, life: int, explain: Callable[[], RolloutError]) -> None:
+        """Begins the restart of a lost engine, unless it has left with its node or a weight sync restarts it. Raises
+        RolloutError if it cannot be restarted."""
+        while self._pool.stall.is_on:
+            await asyncio.sleep(WATCH_S)
+        if not server.up or server.life != life:
+            return
         server.up = False
         for post in self._posts[server]:
             post.cancel()
         error = await asyncio.to_thread(explain)
         if not self._pool.is_left_by(server):
-            await self._caller.call(lambda: self._pool.lose(server, error))
-            self._bring(self._pool.bring_back(server, self._caller))
+            self._pool.lose(server, error)
+            self._bring(self._pool.bring_back(server, self._weights))
 
     def _bring(self, coming: Coroutine[Any, Any, None]) -> None:
         """Runs a coroutine after which an engine is up."""
         task = self._background.create_task(coming)
         self._restarting.add(task)
         task.add_done_callback(self._restarting.discard)
+        task.add_done_callback(lambda done: self._notify())
+
+    async def _weights(self, url: str) -> None:
+        """Waits until the engine at `url` has received weights."""
+        future = self._loop.create_future()
+        with self._changed:
+            self._awaiting[url] = future
+            self._changed.notify_all()
+        try:
+            await future
+        finally:
+            with self._changed:
+                self._awaiting.pop(url, None)
 
     async def _watch(self) -> None:
         """Looks for engines that ended, whose connections need not break, and for those that join."""
         while True:
-            if self._restarts_engines:
-                self._pool.check_alone()
-                for server in await asyncio.to_thread(self._pool.admit):
-                    self._bring(self._pool.bring_in(server, self._caller))
             await asyncio.sleep(WATCH_S)
+            if not any(self._posts.values()) and not self._pool.waiting.running:
+                continue
+            self._pool.check_alone()
+            for server in await asyncio.to_thread(self._pool.admit):
+                self._bring(self._pool.bring_in(server, self._weights))
             for server in self._pool.servers:
                 if server.up and server.has_ended:
-                    await self._lose(server, lambda: _death(server))  # noqa: B023
+                    await self._lose(server, server.life, lambda: _death(server))  # noqa: B023
 
     def _abort_running(self) -> None:
         urls = [server.url for server in self._pool.servers if not server.has_ended]
@@ -329,10 +408,19 @@ class RequestDispatcher:
                 client.abort_all()
 
 
-def by_prompt(requests: Sequence[Request]) -> Iterator[_PromptGroup]:
+def by_prompt(requests: Sequence[Request]) -> Iterator[PromptGroup]:
     """Yields consecutive requests of one prompt."""
     for _, group in groupby(requests, key=lambda request: id(request.prompt)):
-        yield _PromptGroup(list(group))
+        yield PromptGroup(list(group))
+
+
+def _settle(future: asyncio.Future[None], error: Exception | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)
 
 
 def _death(server: Server) -> RolloutError:

@@ -14,11 +14,12 @@ log = logging.getLogger(__name__)
 class Restarts:
     """None are allowed before `allow`: an engine that nobody gives its weights would sample from the wrong ones.
 
-    made: restarts so far
+    made: restarts so far; post: has a function called in the main thread
     """
 
     def __init__(self, limit: int) -> None:
         self.limit, self.made = limit, 0
+        self.post: Callable[[Callable[[], object]], object] = lambda work: work()
         self._note: Callable[[str], None] | None = None
         self._give_weights: Callable[[str], None] | None = None
 
@@ -28,8 +29,9 @@ class Restarts:
         self._note, self._give_weights = note, give_weights
 
     def say(self, line: str) -> None:
-        """To the user; to the log as long as nobody listens."""
-        (self._note or log.warning)(line)
+        """Tells the user; writes to the log as long as nobody listens."""
+        tell = self._note or log.warning
+        self.post(lambda: tell(line))
 
     def is_left(self) -> bool:
         """Whether one more is allowed."""
@@ -37,7 +39,7 @@ class Restarts:
 
     def take(self, process: Started, error: Exception) -> None:
         """Counts one and tells the user. Raises `error`, what the engine was lost by, if none is left."""
-        if not self.is_left() or self._note is None:
+        if not self.is_left():
             if self.made == 0:
                 raise error
             used_up = f"rollout.max_restarts = {self.limit} restarts are used up"
@@ -45,7 +47,7 @@ class Restarts:
         self.made += 1
         code = process.exit_code()
         why = "does not answer" if code is None else f"ended with {describe_exit(code)}"
-        self._note(f"{process.name} {why}: starting it again (restart {self.made} of {self.limit}; {process.log})")
+        self.say(f"{process.name} {why}: starting it again (restart {self.made} of {self.limit}; {process.log})")
 
     def give_weights(self, url: str) -> None:
         """Brings a server that was started again to the weights of the others, as `allow` was told."""

@@ -27,7 +27,7 @@ def lower_case(prompt, response, row):
 
 
 # metrics that say how fast something was, or what memory it had; they differ from run to run
-MEASURED = ("time/", "perf/", "plan/", "memory/", "engines/", "unix_time")
+MEASURED = ("queue/", "time/", "perf/", "plan/", "memory/", "engines/", "unix_time")
 MEASURED += ("checkpoint/copy_s", "checkpoint/write_s")
 MADE_UP = dict.fromkeys(("warn", "stop", "warn_sample", "stop_sample"))  # rollout.mismatch, for a fake engine's samples
 

@@ -24,7 +24,6 @@ def play_all(
         return generate([request], params)[0]
 
     async def play() -> list[Sample]:
-        await agents.attach()
         return await asyncio.gather(*(agents.play(request, params, turn) for request in requests))
 
     return asyncio.run(play())

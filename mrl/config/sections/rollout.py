@@ -99,6 +99,11 @@ class RolloutConfig(Section):
     server_args: tuple[str, ...] = ()  # further arguments for SGLang's command line
 
     @property
+    def steps_ahead(self) -> int:
+        """How many steps before their training samples may be generated."""
+        return {"none": 0, "one_step": 1, "bounded": self.max_staleness or 0}[self.overlap]
+
+    @property
     def is_behind(self) -> bool:
         """True if samples may come from older weights than those being trained (off-policy)."""
         return self.overlap != "none" or self.segment_tokens is not None

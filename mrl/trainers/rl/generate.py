@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,19 @@ from torch import Tensor
 from mrl.agents.runner import AgentRunner
 from mrl.config.schema import RLConfig
 from mrl.config.trainers.rl import prompts_per_round
-from mrl.core import Prompt, Request, Sample, SamplingParams
+from mrl.core import Prompt, Request, Rollout, Sample, SamplingParams
 from mrl.data import PromptDataset, Tokenizer, collate, data_notes
 from mrl.observe import ENGINES, LEFT_OUT, append_jsonl, sample_row, save_pictures, save_samples, write_guarded
 from mrl.resilience.sections import section
 from mrl.reward.errors import RewardError
 from mrl.reward.manager import RewardManager
-from mrl.rollout import Engine, RequestQueue, sample_seed
-from mrl.trainers.rl.groups import Group, GroupFilter, SamplingError, in_order, sample_groups, value_of
+from mrl.rollout import Engine, sample_seed
+from mrl.rollout.request_dispatcher import PromptGroup, by_prompt
+from mrl.sampling.dynamic_sampling import DynamicSampling, GroupFilter, SamplingError, in_order, value_of
+from mrl.sampling.partial_rollouts import PartialRollouts
+from mrl.sampling.scheduler import Activity, Group, GroupNumber, Policy, Scheduler, StepSamples, WholeSteps
 from mrl.trainers.rl.sample_metrics import load_metrics, sample_metrics, validation_metrics
-from mrl.trainers.rl.sampler import Drawn, Sampled
-from mrl.trainers.rl.segments import Segments
-from mrl.trainers.rl.under_way import OnSamples, UnderWay
+from mrl.trainers.shared.checkpoints import Stateful
 
 VALIDATION_STREAM = 1 << 40  # keeps validation seeds apart from every training step's
 ROUND_STREAM = 1 << 41  # of the orders of the data in further rounds of dynamic sampling
@@ -36,7 +38,11 @@ OnSample = Callable[[Sample], None]
 
 @dataclass
 class Generator:
-    """Rank 0's side: draws prompts, samples, scores while the engine still works, and writes the samples down."""
+    """Rank 0's side: generates, scores while engines still work, and writes the samples down.
+
+    scheduler: of the samples that steps train on, after `open_scheduler`
+    on_sample: called in the main thread with each of them, as soon as that waits; is_active: with each, in any thread
+    """
 
     cfg: RLConfig
     run_dir: Path
@@ -47,16 +53,40 @@ class Generator:
     train: PromptDataset
     validation: PromptDataset | None
     agents: AgentRunner | None = None
-    segments: Segments | None = None
-    under_way: UnderWay | None = None
-    is_active: Callable[[object], None] = lambda what: None  # called when something has come, in any thread
+    on_sample: OnSample = lambda sample: None
+    is_active: Callable[[object], None] = lambda what: None
     _is_truncation_told: bool = field(default=False, init=False)
 
-    def __post_init__(self) -> None:
-        groups = self.cfg.algorithm.filter_groups
-        self._filter = GroupFilter(groups) if groups.is_on else None
-        self._left_out: list[Sample] = []  # of the step
-        self._looked_at = 0  # samples of the step, those that are left out included
+    def open_scheduler(self, activity: Activity) -> None:
+        cfg, rollout = self.cfg, self.cfg.rollout
+        self._policy = self._make_policy()
+        self.scheduler = Scheduler(
+            self.engine.dispatcher,
+            self._policy,
+            self._requests,
+            self._sample,
+            has_greedy=cfg.algorithm.needs_greedy,
+            steps=cfg.run.last_step,
+            max_staleness=rollout.steps_ahead,
+            give_weights=self.engine.restarts.give_weights,
+            activity=activity,
+        )
+
+    @property
+    def kept(self) -> list[Stateful]:
+        """What checkpoints keep of the samples in flight."""
+        return [self.scheduler, *([self._policy] if isinstance(self._policy, PartialRollouts) else [])]
+
+    def _make_policy(self) -> Policy:
+        cfg, groups = self.cfg, self.cfg.algorithm.filter_groups
+        wanted, members = cfg.batch.prompts_per_step, cfg.batch.samples_per_prompt
+        if cfg.rollout.segment_tokens is not None:
+            most, in_flight = cfg.rollout.sampling.max_new_tokens, math.ceil(wanted * cfg.rollout.oversample)
+            own = cfg.rollout.segment_tokens, most, wanted, in_flight, members
+            return PartialRollouts(*own, lambda group, member: self._requests(0, group)[member], self._segment)
+        if groups.is_on:
+            return DynamicSampling(wanted, prompts_per_round(cfg), groups, GroupFilter(groups), self._scored)
+        return WholeSteps(wanted)
 
     def notes(self) -> list[str]:
         """What was corrected or left out of the data, for the user to see before the first step."""
@@ -76,23 +106,20 @@ class Generator:
         """The prompts of a validation."""
         return self.validation.first(self.cfg.validation.prompts) if self.validation is not None else []
 
-    def draw(self, step: int, on_sample: OnSample) -> Drawn:
-        """The step's samples, with their scores. Raises SamplingError."""
-        algorithm = self.cfg.algorithm
-        if self.under_way is None:
+    def step(self, step: int) -> tuple[Rollout, dict[str, float]]:
+        """Waits for the step's samples, scores them and writes them down. Raises SamplingError."""
+        algorithm, is_async = self.cfg.algorithm, self.cfg.rollout.steps_ahead > 0
+        if not is_async:
             self.engine.take_loads()  # a validation's
-        self._looked_at = 0
-        groups, metrics = self._groups(step, on_sample)
-        left_out = self._left_out
-        if self.agents is not None or self.cfg.reward.on_error == "leave_out" or left_out:
-            groups, counts = self._without(groups, step)
-            metrics |= counts
-        unscored = [sample for sample in left_out if sample.reward_error]
-        samples = in_order(groups)
+        self.scheduler.wait(step)
+        taken = self.scheduler.take(step)
+        self._collect(taken)
+        groups, metrics = self._present(taken, step)
+        samples = in_order([*groups.values()])
         rollout = collate(step, samples)
         if algorithm.score_parts:
             rollout = replace(rollout, score_parts=_parts(samples, algorithm.score_parts))
-        greedy = self._greedy(groups, step, on_sample) if algorithm.needs_greedy else []
+        greedy = [taken.greedy[number] for number in groups] if taken.greedy else []
         if missing := next((sample.left_out for sample in greedy if sample.left_out), ""):
             raise RewardError(f"algorithm.adv_estimator: remax needs the score of every greedy response: {missing}")
         if greedy:
@@ -100,67 +127,59 @@ class Generator:
             rollout = replace(rollout, greedy_scores=by_group[rollout.group])
             metrics["sampling/greedy_reward_mean"] = float(by_group.mean())
         loads, waiting = self.engine.take_loads()
-        of_each = {url: asdict(each) for url, each in loads.items()}
-        metrics |= load_metrics(list(loads.values()), waiting)
-        if self.under_way is not None and loads:  # since the step before took its samples
+        metrics = sample_metrics(samples) | metrics | load_metrics(list(loads.values()), waiting)
+        if is_async and loads:  # since the step before took its samples
             metrics["perf/generate_s"] = max(load.seconds for load in loads.values())
-        return Drawn(
-            rollout,
-            sample_metrics(samples) | metrics,
-            [sample_row(sample) for sample in (*samples, *greedy, *unscored)],
-            {"step": step + 1, "waiting": asdict(waiting), "engines": of_each},
-        )
+        mixed = [{*versions.tolist()} for each in samples if (versions := each.token_weight_versions) is not None]
+        if mixed:
+            metrics["staleness/mixed"] = sum(len(each) > 1 for each in mixed) / len(mixed)
+        unscored = [sample for group in taken.all for sample in group if sample.reward_error and sample.left_out]
+        self._write_down([sample_row(sample) for sample in (*samples, *greedy, *unscored)], f"step_{step + 1}")
+        self._warn_of_truncation(step, metrics["response/truncated"])
+        of_each = {url: asdict(each) for url, each in loads.items()}
+        row = {"step": step + 1, "waiting": asdict(waiting), "engines": of_each}
+        file, on_error = self.run_dir / ENGINES, self.cfg.checkpoint.on_error
+        write_guarded("the engines' loads", lambda: append_jsonl(file, row), on_error, self.note)
+        return rollout, metrics
 
-    def write(self, drawn: Drawn) -> Sampled:
-        """Writes the samples of a step down, and what the engines had to do for them; gives its rollout and metrics."""
-        self._write_down(drawn.rows, f"step_{drawn.rollout.step + 1}")
-        cut = drawn.metrics["response/truncated"]
-        if cut > MOST_TRUNCATED and not self._is_truncation_told:
+    def _collect(self, taken: StepSamples) -> None:
+        """Waits for the scores, unless the policy has."""
+        sampled = [] if taken.is_scored else [sample for group in taken.all for sample in group]
+        if self.cfg.rollout.segment_tokens is not None:
+            for sample, text in zip(sampled, self.tokenizer.decode_all([sample.response_ids for sample in sampled])):
+                sample.response_text = text
+        with section("reward"):
+            self.rewards.collect([sample for sample in (*sampled, *taken.greedy.values()) if not sample.left_out])
+
+    def _warn_of_truncation(self, step: int, share: float) -> None:
+        if share > MOST_TRUNCATED and not self._is_truncation_told:
             self._is_truncation_told = True
             self.note(
-                f"step {drawn.rollout.step + 1}: {cut:.0%} of the responses were cut at rollout.sampling."
+                f"step {step + 1}: {share:.0%} of the responses were cut at rollout.sampling."
                 f"max_new_tokens = {self.cfg.rollout.sampling.max_new_tokens}. Raise it, or teach the model to end by "
                 "reward.truncated_score"
             )
-        file, on_error = self.run_dir / ENGINES, self.cfg.checkpoint.on_error
-        write_guarded("the engines' loads", lambda: append_jsonl(file, drawn.loads), on_error, self.note)
-        return drawn.rollout, drawn.metrics
 
-    def _groups(self, step: int, on_sample: OnSample) -> tuple[list[Group], dict[str, float]]:
-        """The responses to each prompt of the step, and metrics of how they were found."""
-        cfg, n = self.cfg, self.cfg.batch.samples_per_prompt
-
-        def sample_round(number: int) -> list[Group]:
-            """A further round takes the step's prompts of another order of the data."""
-            seed = cfg.run.seed if number == 0 else sample_seed(cfg.run.seed, ROUND_STREAM, number)
-            prompts = self.train.prompts_for_step(step, prompts_per_round(cfg), seed)
-            before = number * len(prompts) * n
-            samples = self._samples(prompts, n, step, self.sampling_params(), on_sample, before)
-            return [self._present(samples[i : i + n]) for i in range(0, len(samples), n)]
-
-        if self.segments is not None:
-            return self._segmented(step, self.segments, on_sample)
-        if self.under_way is not None:
-            return self._taken(self.under_way, on_sample)
-        if self._filter is None:
-            return sample_round(0), {}
-        return sample_groups(cfg.batch.prompts_per_step, cfg.algorithm.filter_groups, self._filter, sample_round)
-
-    def _present(self, samples: list[Sample]) -> list[Sample]:
-        """Those whose environment and reward have not failed."""
-        self._left_out += [sample for sample in samples if sample.left_out]
-        self._looked_at += len(samples)
-        return [sample for sample in samples if not sample.left_out]
-
-    def _without(self, groups: list[Group], step: int) -> tuple[list[Group], dict[str, float]]:
-        """The groups that can be learnt from, and metrics: of what is left of a group, one alone compares with nothing.
-        Raises SamplingError if there is none."""
-        cfg, found = self.cfg, self._left_out
-        self._left_out = []
-        least = 2 if cfg.algorithm.compares_group and cfg.batch.samples_per_prompt > 1 else 1
-        kept = [group for group in groups if len(group) >= least]
+    def _present(self, taken: StepSamples, step: int) -> tuple[dict[GroupNumber, Group], dict[str, float]]:
+        """Returns the groups that can be trained on, without samples whose environment or reward failed, and metrics.
+        The only sample left of a group has nothing to be compared with. Raises SamplingError if no group is left."""
+        cfg, every = self.cfg, [sample for group in taken.all for sample in group]
+        found = [sample for sample in every if sample.left_out]
+        present = {
+            number: [sample for sample in group if not sample.left_out] for number, group in taken.groups.items()
+        }
         unscored = [sample for sample in found if sample.reward_error]
         lost = [sample for sample in found if not sample.reward_error]
+        metrics = dict(taken.metrics)
+        if self.agents is not None:
+            metrics["agent/left_out"] = float(len(lost))
+        if cfg.reward.on_error == "leave_out" or unscored:
+            metrics["reward/left_out"] = float(len(unscored))
+            metrics["reward/failed"] = len(unscored) / max(1, len(every) - len(lost))
+        if not (self.agents is not None or cfg.reward.on_error == "leave_out" or found):
+            return present, metrics
+        least = 2 if cfg.algorithm.compares_group and cfg.batch.samples_per_prompt > 1 else 1
+        kept = {number: group for number, group in present.items() if len(group) >= least}
         if lost:
             file, on_error = self.run_dir / LEFT_OUT, cfg.checkpoint.on_error
             row = {"step": step + 1, "left_out": [sample.left_out for sample in lost]}
@@ -171,81 +190,73 @@ class Generator:
             keys = [key for key, some in (("agent", lost), ("reward", unscored)) if some]
             why = f"{' and '.join(f'{key}.on_error' for key in keys)}: leave_out); the first: {found[0].left_out}"
             raise SamplingError(f"no group of the step is left to learn from ({why}")
-        metrics = {} if self.agents is None else {"agent/left_out": float(len(lost))}
-        if cfg.reward.on_error == "leave_out" or unscored:
-            metrics["reward/left_out"] = float(len(unscored))
-            metrics["reward/failed"] = len(unscored) / (self._looked_at - len(lost))
         return kept, metrics
 
-    def request(self, group: int, member: int) -> Request:
-        """Of a group of the run, whatever step it is learnt in."""
-        cfg = self.cfg
-        [prompt] = self.train.prompts_for_step(group, 1, cfg.run.seed)
-        step, place = divmod(group, cfg.batch.prompts_per_step)
-        number = place * cfg.batch.samples_per_prompt + member
-        return Request(number, place, prompt, sample_seed(cfg.run.seed, step, number))
+    # ---- the dispatcher's event loop
 
-    def _segmented(self, step: int, segments: Segments, on_sample: OnSample) -> tuple[list[Group], dict[str, float]]:
-        params = self.sampling_params()
+    def _requests(self, step: int, index: int) -> list[Request]:
+        """Returns the requests of group `index` of a step; for -1 - index, the one of its greedy response. Dynamic
+        sampling continues with the prompts that the step has in another order of the data."""
+        cfg, n, first = self.cfg, self.cfg.batch.samples_per_prompt, prompts_per_round(self.cfg)
+        if index < 0:
+            [sampled, *_] = self._requests(step, -1 - index)
+            number = cfg.batch.prompts_per_step * n - 1 - index
+            return [replace(sampled, sample_id=number, seed=sample_seed(cfg.run.seed, step, number))]
+        if not cfg.algorithm.filter_groups.is_on:  # groups are numbered over the whole run
+            more, index = divmod(index, first)
+            step += more
+        number, place = divmod(index, first)
+        seed = cfg.run.seed if number == 0 else sample_seed(cfg.run.seed, ROUND_STREAM, number)
+        [prompt] = self.train.prompts_for_step(step * first + place, 1, seed)
+        return [
+            Request(i, index, prompt, sample_seed(cfg.run.seed, step, i)) for i in range(index * n, (index + 1) * n)
+        ]
 
-        def generate(requests: list[Request], tokens: int) -> list[Sample]:
-            return self.engine.generate(requests, replace(params, max_new_tokens=tokens), self.is_active)
+    async def _sample(self, request: Request, group: PromptGroup, is_greedy: bool) -> Sample:
+        params = self._unfiltered(0.0) if is_greedy else self.sampling_params()
+        sample = await self._generated(request, group, params, is_async=self.cfg.rollout.steps_ahead > 0)
+        if not is_greedy:
+            self.engine.dispatcher.post(lambda: self.on_sample(sample))
+        return sample
 
-        groups, metrics = segments.draw(step, generate)
-        self._score(in_order(groups), on_sample)
-        return [self._present(group) for group in groups], metrics
+    async def _generated(
+        self, request: Request, group: PromptGroup, params: SamplingParams, *, is_async: bool = False
+    ) -> Sample:
+        """Returns a sample whose scoring has begun."""
+        spans = is_async and self.cfg.rollout.overlap == "bounded"
 
-    def draw_under_way(self, queue: RequestQueue, on_samples: OnSamples) -> None:
-        """Samples the requests of the queue, as they finish, each sample's scoring begun; in a thread."""
-
-        def scored(some: list[Sample]) -> None:
-            self.is_active(some)
-            for sample in some:
-                if not sample.left_out:
-                    self.rewards.submit(sample)
-            on_samples(some)
-
-        def finished(some: list[Sample]) -> None:
-            self._decode(some)
-            scored(some)
+        async def generate(request: Request, params: SamplingParams) -> Sample:
+            how = self.engine.generation(params, is_async=is_async, has_spans=spans)
+            sample = await self.engine.dispatcher.generate(request, how, None if self.agents else group)
+            self.is_active(sample)
+            return sample
 
         if self.agents is not None:
-            generate = partial(self.engine.generate, on_samples=self.is_active, over_pushes=True)
-            return self.agents.play(queue.take, self.sampling_params(), generate, scored)
-        self.engine.follow(queue, self.sampling_params(), finished)
-
-    def numbered(self, group: int, member: int) -> Request:
-        """As `request`, by its numbers in the run."""
-        return replace(
-            self.request(group, member), sample_id=group * self.cfg.batch.samples_per_prompt + member, group=group
-        )
-
-    def _taken(self, under_way: UnderWay, on_sample: OnSample) -> tuple[list[Group], dict[str, float]]:
-        taken, metrics = under_way.take()
-        samples = [sample for group in taken for sample in group if not sample.left_out]
-        for sample in samples:
-            on_sample(sample)
-        with section("reward"):
-            self.rewards.collect(samples)
-        return [self._present(group) for group in taken], metrics
-
-    def _decode(self, samples: list[Sample]) -> None:
-        for sample, text in zip(samples, self.tokenizer.decode_all([sample.response_ids for sample in samples])):
-            sample.response_text = text
-
-    def _score(self, samples: list[Sample], on_sample: OnSample) -> None:
-        self._decode(samples)
-        for sample in samples:
+            sample = await self.agents.play(request, params, generate)
+            self.is_active(sample)
+        else:
+            sample = await generate(request, params)
+            [sample.response_text] = self.tokenizer.decode_all([sample.response_ids])
+        if not sample.left_out:
             self.rewards.submit(sample)
-            on_sample(sample)
-        with section("reward"):
-            self.rewards.collect(samples)
+        return sample
 
-    def _greedy(self, groups: list[Group], step: int, on_sample: OnSample) -> list[Sample]:
-        """One greedy response to each group's prompt. In a call of its own: a greedy row among others makes SGLang draw
-        those in another way, so that their tokens would depend on what is in the batch."""
-        prompts, before = [group[0].request.prompt for group in groups], sum(map(len, groups))
-        return self._samples(prompts, 1, step, self._unfiltered(0.0), on_sample, before)
+    async def _segment(self, request: Request, tokens: int) -> Sample:
+        params = replace(self.sampling_params(), max_new_tokens=tokens)
+        how = self.engine.generation(params, is_async=self.cfg.rollout.steps_ahead > 0)
+        sample = await self.engine.dispatcher.generate(request, how)
+        self.is_active(sample)
+        return sample
+
+    async def _scored(self, group: Group) -> Group:
+        """Waits for the scores of a group of dynamic sampling. A reward model is run by all ranks, from the main
+        thread."""
+        samples = [sample for sample in group if not sample.left_out]
+        if self.cfg.reward.model is not None:
+            await self.engine.dispatcher.in_main(lambda: self.rewards.collect(samples))
+        else:
+            await asyncio.to_thread(self.rewards.collect, samples)
+        return [sample for sample in samples if not sample.left_out]
 
     def validate(self, step: int, on_sample: OnSample, name: str) -> dict[str, float]:
         """Mean scores of held-out prompts, named NAME/..., and of how many responses they are. Raises SamplingError if
@@ -281,35 +292,23 @@ class Generator:
         )
 
     def _samples(
-        self,
-        prompts: list[Prompt],
-        per_prompt: int,
-        stream: int,
-        params: SamplingParams,
-        on_sample: OnSample,
-        before: int = 0,
+        self, prompts: list[Prompt], per_prompt: int, stream: int, params: SamplingParams, on_sample: OnSample
     ) -> list[Sample]:
-        """before: how many samples of this stream there are already; numbers and seeds go on from there."""
-        asked = [(before + i, prompts[i // per_prompt]) for i in range(len(prompts) * per_prompt)]
+        """Returns scored samples with nothing else in flight. stream: of their seeds"""
         seed = self.cfg.run.seed
+        asked = [(i, prompts[i // per_prompt]) for i in range(len(prompts) * per_prompt)]
         requests = [Request(i, i // per_prompt, prompt, sample_seed(seed, stream, i)) for i, prompt in asked]
 
-        def scored(some: list[Sample]) -> None:
-            self.is_active(some)
-            for sample in some:
-                if not sample.left_out:
-                    self.rewards.submit(sample)
-                on_sample(sample)
+        async def one(request: Request, group: PromptGroup) -> Sample:
+            sample = await self._generated(request, group, params)
+            self.engine.dispatcher.post(lambda: on_sample(sample))
+            return sample
 
-        def finished(some: list[Sample]) -> None:
-            self._decode(some)
-            scored(some)
+        async def every() -> list[Sample]:
+            groups = [(request, group) for group in by_prompt(requests) for request in group.requests]
+            return await asyncio.gather(*(one(request, group) for request, group in groups))
 
-        if self.agents is not None:
-            generate = partial(self.engine.generate, on_samples=self.is_active)
-            samples = self.agents.sample(requests, params, generate, scored)
-        else:
-            samples = self.engine.generate(requests, params, finished)
+        samples = self.engine.run(every())
         with section("reward"):
             self.rewards.collect([sample for sample in samples if not sample.left_out])
         return samples

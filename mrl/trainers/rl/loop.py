@@ -56,15 +56,21 @@ def learn(run: RLRun, step: int, rollout: Rollout, stats: StepStats) -> Experien
     return experience
 
 
-def publish(run: RLRun, step: int, stats: StepStats, again: bool = False) -> None:
-    """Gives the engines the weights that the step has made; `again`: proved, as one of them has lost its own."""
+def publish(run: RLRun, step: int, stats: StepStats) -> None:
+    """Gives the engines the weights that the step has made; with `one_step`, when nothing is generated any more."""
+    if run.cfg.rollout.overlap == "one_step":
+        trained, began = stats.seconds.get("experience", 0.0) + stats.seconds.get("update", 0.0), time.monotonic()
+        with run.phase("rollout", stats):
+            run.rest()
+        waited = stats.metrics.get("perf/wait_s", 0.0) + time.monotonic() - began
+        stats.metrics |= {"perf/train_s": trained, "perf/wait_s": waited}
     if run.trains_actor(step):
         with run.phase("sync", stats):
-            stats.metrics |= run.push_weights(step + 1, verify=again).metrics()
+            stats.metrics |= run.push_weights(step + 1).metrics()
             stats.metrics |= run.actor.adapters.metrics() if run.actor.adapters is not None else {}
-    elif run.memory.needs_weight_sync or again:
+    elif run.memory.needs_weight_sync:
         with run.phase("sync", stats):
-            run.push_again(verify=again)
+            run.push_again()
 
 
 def log(

@@ -6,16 +6,14 @@ import contextlib
 import time
 
 from mrl.core import Rollout, StepStats
-from mrl.trainers.rl import loop, overlapped
+from mrl.trainers.rl import loop
 from mrl.trainers.rl.run import RLRun, open_rl_run
-from mrl.trainers.rl.sampler import Pending
 from mrl.trainers.shared.loop import Loop
 
 
 class RLLoop(Loop[RLRun]):
     """`step` is a whole step. `generate`, `learn` and `sync_weight` are its parts, for loops of a user's own."""
 
-    _pending: Pending | None = None  # the samples of the next step, with rollout.overlap: one_step
     _generated: tuple[Rollout, StepStats, float] | None = None  # by `generate`, with the time when it began
 
     def open(self) -> contextlib.AbstractContextManager[RLRun]:
@@ -25,19 +23,12 @@ class RLLoop(Loop[RLRun]):
         run = self.run
         if run.start_step == 0 and run.cfg.validation.at_start:
             loop.validate(run, 0)
-        if run.cfg.rollout.overlap == "one_step" and run.start_step < run.cfg.run.last_step:
-            self._pending = overlapped.begin(run, run.start_step)
 
     def step(self, step: int) -> StepStats:
-        if self._pending is None:
-            return loop.train_step(self.run, step)
-        stats, self._pending = overlapped.train_step(self.run, step, self._pending)
-        return stats
+        return loop.train_step(self.run, step)
 
     def generate(self) -> Rollout:
         """Returns the scored samples of the next step, by the weights that the engines have."""
-        if self.run.cfg.rollout.overlap == "one_step":
-            raise ValueError("rollout.overlap: one_step generates while it trains: call fit(), or set it to none")
         began, stats = time.monotonic(), self.run.checkpointer.new_stats(self.num_steps + 1)
         rollout = loop.generate(self.run, self.num_steps, stats)
         self._generated = rollout, stats, began

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,14 +21,10 @@ from mrl.reward.manager import RewardManager
 from mrl.rollout import Access, Engine, Others, join_engines, start_engine
 from mrl.rollout.adapters import started_with
 from mrl.rollout.launch import cpu_threads
-from mrl.trainers.rl.ahead import Ahead
 from mrl.trainers.rl.generate import Generator
 from mrl.trainers.rl.longest_wait import longest_turn
 from mrl.trainers.rl.models import notes as model_notes
 from mrl.trainers.rl.nodes import NodeEngines, start_engines_elsewhere
-from mrl.trainers.rl.segments import Segments
-from mrl.trainers.rl.under_way import UnderWay
-from mrl.trainers.shared.heartbeat import Activity
 from mrl.trainers.shared.run import RunSetup
 from mrl.weights.sync.transports import begin_early
 
@@ -109,17 +104,10 @@ class MainParts:
             engine.check_experts()
         self.generator = make_generator(self.cfg, self.setup.run_dir, engine, self.rewards, recorder)
         self.generator.is_active = self.rewards.on_scored = self.setup.world.activity.note
-        if self.cfg.rollout.segment_tokens is not None:
-            self.generator.segments = make_segments(self.cfg, self.cfg.rollout.segment_tokens, self.generator)
         if self.cfg.agent is not None:
             agents = make_agents(self.cfg, self.cfg.agent, self.generator.tokenizer)
             self.generator.agents = self.setup.stack.enter_context(contextlib.closing(agents))
-        if self.cfg.rollout.max_staleness is not None:
-            activity = self.setup.world.activity
-            under_way = make_under_way(self.cfg, self.cfg.rollout.max_staleness, engine, self.generator, activity)
-            self.generator.under_way = under_way
-            self.setup.stack.callback(under_way.close)
-            self.setup.stack.callback(engine.interrupt)
+        self.generator.open_scheduler(self.setup.world.activity)
         for note in (*engine.notes, *self.generator.notes(), *model_notes(self.cfg)):
             recorder.note(note)
         is_as_exact = is_exact(self.cfg) and engine.computes_in == {("cpu", "float32")}
@@ -152,28 +140,6 @@ def make_agents(cfg: RLConfig, agent: AgentConfig, tokenizer: Tokenizer) -> Agen
         ),
         longest_turn(cfg),
     )
-
-
-def make_segments(cfg: RLConfig, tokens: int, generator: Generator) -> Segments:
-    wanted, most = cfg.batch.prompts_per_step, cfg.rollout.sampling.max_new_tokens
-    under_way = math.ceil(wanted * cfg.rollout.oversample)
-    return Segments(tokens, most, wanted, under_way, cfg.batch.samples_per_prompt, generator.request)
-
-
-def make_under_way(cfg: RLConfig, ahead: int, engine: Engine, generator: Generator, activity: Activity) -> UnderWay:
-    wanted, members = cfg.batch.prompts_per_step, cfg.batch.samples_per_prompt
-    groups = cfg.run.steps * wanted
-    draw, replace = generator.draw_under_way, engine.replace
-    return UnderWay(wanted, ahead, groups, members, generator.numbered, draw, replace, activity)
-
-
-def make_ahead(main: MainParts) -> Ahead:
-    """Closed before the engine is."""
-    interrupt = main.engine.interrupt if main.engine is not None else lambda: None
-    world = main.setup.world
-    ahead = Ahead(main.setup.recorder.note, world.together, interrupt, world.activity)
-    main.setup.stack.callback(ahead.close)
-    return ahead
 
 
 def this_machine() -> Machine:

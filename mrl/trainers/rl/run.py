@@ -19,11 +19,10 @@ from mrl.core import Rollout, Sample
 from mrl.learner import Learner
 from mrl.learner.policy_copy import PolicyCopy
 from mrl.rollout import RELEASED_PARTS, sample_seed
-from mrl.trainers.rl.ahead import Ahead
 from mrl.trainers.rl.demonstrations import Demonstrations
 from mrl.trainers.rl.generate import Generator
 from mrl.trainers.rl.longest_wait import longest_wait
-from mrl.trainers.rl.main_parts import MainParts, make_ahead, this_machine
+from mrl.trainers.rl.main_parts import MainParts, this_machine
 from mrl.trainers.rl.memory_order import ORDER, Engines
 from mrl.trainers.rl.mismatch import MismatchLimits
 from mrl.trainers.rl.models import Models, MovingAverage, build_models
@@ -31,9 +30,7 @@ from mrl.trainers.rl.passes import StepPasses, ToCompute
 from mrl.trainers.rl.pushes import make_sync
 from mrl.trainers.rl.replay import Replay
 from mrl.trainers.rl.reward_scores import ToScore, score, to_score
-from mrl.trainers.rl.sampler import Drawn, Sampled, Sampler, when_asked
 from mrl.trainers.rl.scores import ScoreControl
-from mrl.trainers.rl.under_way import UnderWay
 from mrl.trainers.shared.checkpoints import CombinedState, Stateful
 from mrl.trainers.shared.memory import OffloadError, PhaseMemoryManager
 from mrl.trainers.shared.references import ActorWithoutAdapters
@@ -59,7 +56,6 @@ class RLRun(Run):
     demonstrations: Demonstrations | None
     sync: EngineSync
     mismatch: MismatchLimits
-    ahead: Ahead | None  # where samples are drawn ahead
     passes: StepPasses
     pushed: int | str | None = None  # the name of the weights that the engines have
 
@@ -76,51 +72,25 @@ class RLRun(Run):
         count = math.ceil(samples / (cfg.samples_per_minibatch or samples))
         return [order[samples * i // count : samples * (i + 1) // count] for i in range(count)]
 
-    def generate(self, step: int) -> Sampled:
-        """The step's samples with their controlled scores, the same on every rank."""
+    def generate(self, step: int) -> tuple[Rollout, dict[str, float]]:
+        """Returns the step's samples with their controlled scores, and metrics, the same on every rank."""
         self._give_lost_weights()
         self.passes.begin()
-        if self.cfg.rollout.overlap == "bounded":
-            while self._lost(lambda under_way: under_way.wait(step)):
-                self.push_again(verify=True)
-        return self.sampler.start(step).result()
 
-    @property
-    def sampler(self) -> Sampler:
-        begin = self.ahead.begin if self.ahead is not None else when_asked
-        return Sampler(self.world, self._draw, self._write, self._together, self.scores, begin)
+        def make() -> tuple[Rollout, dict[str, float]]:
+            generator = self._generator
+            if self.cfg.rollout.steps_ahead == 0:
+                generator.on_sample = self.passes.seeing(step, self._ticker(samples_per_step(self.cfg)))
+            return generator.step(step)
 
-    def _draw(self, step: int) -> Drawn:
-        if self.ahead is not None:
-            return self._generator.draw(step, lambda sample: None)
-        tick = self._ticker(samples_per_step(self.cfg))
-        return self._generator.draw(step, self.passes.seeing(step, tick))
-
-    def _write(self, drawn: Drawn) -> Sampled:
-        return self._generator.write(drawn)
-
-    def wait_ahead(self) -> bool:
-        """Until the samples that are drawn ahead are there. Whether they are not, as an engine was lost: it waits for
-        weights. Collective."""
-        lost = self.world.from_main("sampling ahead", lambda: self.ahead.wait() if self.ahead is not None else [])
-        self.sync.mark_restarted(lost)
-        return bool(lost)
-
-    def _lost(self, look: Callable[[UnderWay], list[str]]) -> bool:
-        """Whether engines were started again that what is under way has lost; a push may follow. Collective."""
-
-        def ask() -> list[str]:
-            under_way = self._generator.under_way
-            return look(under_way) if under_way is not None else []
-
-        lost = self.world.from_main("waiting for samples", ask)
-        self.sync.mark_restarted(lost)
-        return bool(lost)
+        rollout, metrics = self.world.from_main("rollout", make, self._together)
+        rollout, controlled = self.scores(rollout)
+        return rollout, metrics | controlled
 
     def rest(self) -> None:
-        """Until nothing is under way. Collective."""
-        while self.cfg.rollout.overlap == "bounded" and self._lost(UnderWay.rest):
-            self.push_again(verify=True)
+        """Waits until no response is being generated. Collective."""
+        if self.cfg.rollout.steps_ahead:
+            self.world.from_main("waiting for samples", lambda: self._generator.scheduler.rest())
 
     def trains_actor(self, step: int) -> bool:
         """Whether step `step` (from 0) does; the first ones may be the critic's alone."""
@@ -187,13 +157,12 @@ class RLRun(Run):
         return report
 
     def _look_for_engines(self) -> bool:
-        """The next push is for the engines that are there; whether one of them is new. Collective."""
-        lost = self.cfg.rollout.overlap == "bounded" and self._lost(UnderWay.lost)
-        if not self.cfg.placement.is_apart:
-            return lost
+        """Looks which engines the next weight sync is for; returns whether one of them is new. Collective."""
+        if not (self.cfg.rollout.steps_ahead or self.cfg.placement.is_apart):
+            return False
         urls, new = self.world.from_main("looking for engines", lambda: self._generator.engine.present())
         self.sync.set_engines(urls, new)
-        return lost or bool(new)
+        return bool(new)
 
     def push_again(self, *, verify: bool = False) -> SyncReport:
         """The weights that the engines were given last, by the same name: for engines that lack them."""
@@ -268,13 +237,12 @@ def open_rl_run(cfg: RLConfig) -> Iterator[RLRun]:
         run = build_run(main, models, demonstrations, sync, mismatch)
         setup.stack.callback(sync.close)
         if main.engine is not None:
-            say, give = (note, world.together) if run.ahead is None else (run.ahead.say, run.ahead.give_weights)
 
             def tell(line: str) -> None:
                 world.activity.note()
-                say(line)
+                note(line)
 
-            main.engine.restarts.allow(tell, give)
+            main.engine.restarts.allow(tell, world.together)
         if main.rewards is not None:
             sees = models.reward is not None and models.reward.arch.vision is not None
             main.rewards.use_model(lambda samples: world.together(to_score(samples, sees)))
@@ -305,11 +273,10 @@ def build_run(
     )
     scores = ScoreControl(cfg.algorithm)
     replay = Replay(cfg.replay, cfg.run.seed, setup.world) if cfg.replay is not None else None
-    ahead = make_ahead(main) if cfg.rollout.overlap == "one_step" else None
     states: dict[str, Stateful] = {"kl_controller": controller, "score_moments": scores.moments}
-    own = [main.generator.segments, main.generator.under_way] if main.generator is not None else []
-    kept = [replay.buffer if replay is not None else None, ahead, *own]
-    keeps = CombinedState(*(each for each in kept if each is not None))
+    keeps = CombinedState(
+        *([replay.buffer] if replay is not None else []), *(main.generator.kept if main.generator is not None else [])
+    )
     is_kept = cfg.replay is not None or cfg.rollout.is_behind
     engines = Engines(setup.world, RELEASED_PARTS[cfg.rollout.release], main.engine)
     order = PhaseMemoryManager(ORDER, models.learners, engines)
@@ -327,7 +294,6 @@ def build_run(
         scores=scores,
         generator=main.generator,
         replay=replay,
-        ahead=ahead,
         passes=StepPasses.make(cfg, models, setup.world.together),
         demonstrations=demonstrations,
         sync=sync,

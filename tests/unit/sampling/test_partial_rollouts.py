@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from mrl.trainers.rl.groups import Group, in_order
+from mrl.trainers.rl.segments import Segments
 
 from mrl.config.schema import MismatchConfig
 from mrl.core import Prompt, Request, Sample
 from mrl.data import collate
 from mrl.rollout import sample_seed
-from mrl.trainers.rl.groups import Group, in_order
 from mrl.trainers.rl.mismatch import MismatchLimits
-from mrl.trainers.rl.segments import Segments
 
 WANTED, MEMBERS, MOST = 3, 2, 24
 

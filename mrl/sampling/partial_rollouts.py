@@ -1,14 +1,16 @@
-"""Responses drawn in segments: a long one does not hold up its step, it goes on in the next, by the next weights.
+"""Partial rollouts: a long response does not hold up its step; it continues in the next one, with the next weights.
 
-A request draws so many tokens at a time and goes on as prompt + what it has, with the seed that it had: an engine's
-noise is of (seed, position), so that under the same weights it draws what it would have drawn at once. More groups are
-under way than a step learns from; a step draws segment after segment until enough groups have ended, takes those that
-were begun first, and carries the others over. Nothing is dropped, and nothing depends on the clock.
+A response is generated in segments of a fixed number of tokens. Each continues as prompt + what it has, with the same
+seed: an engine's noise follows from (seed, position), so that under the same weights the tokens are those of one
+request. More groups are in flight than a step trains on. A step generates segment after segment until enough groups
+have ended, takes those that were started first, and carries the others over. Nothing is dropped, and nothing depends on
+the clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,9 +19,9 @@ import torch
 
 from mrl.core import Prompt, Request, Sample
 from mrl.rollout.routed import joined, whole
-from mrl.trainers.rl.groups import Group
+from mrl.sampling.scheduler import GenerateGroup, StepSamples
 
-Generate = Callable[[list[Request], int], list[Sample]]  # with so many new tokens at most
+Generate = Callable[[Request, int], Awaitable[Sample]]  # with so many new tokens at most
 
 
 @dataclass(frozen=True)
@@ -63,47 +65,52 @@ class _Group:
         return all(part.finish for part in self.parts)
 
 
-class Segments:
-    """Groups that are under way, which a checkpoint keeps.
+class PartialRollouts:
+    """Policy by which groups continue over steps, which a checkpoint keeps.
 
     tokens: of a segment; most: of a response, a multiple of it
-    wanted: groups that a step learns from; under_way: at least as many, at the beginning of a step
+    wanted: groups that a step trains on; in_flight: at least as many, at the beginning of a step
     request: of member m of group g of the run
     """
 
+    is_sequential = True
+
     def __init__(
-        self, tokens: int, most: int, wanted: int, under_way: int, members: int, request: Callable[[int, int], Request]
+        self,
+        tokens: int,
+        most: int,
+        wanted: int,
+        in_flight: int,
+        members: int,
+        request: Callable[[int, int], Request],
+        generate: Generate,
     ) -> None:
-        self._tokens, self._most, self._members = tokens, most, members
-        self._wanted, self._under_way, self._request = wanted, under_way, request
+        self._tokens, self._most, self._members, self._generate = tokens, most, members, generate
+        self._wanted, self._in_flight, self._request = wanted, in_flight, request
         self._carried: tuple[_Group, ...] = ()
 
-    def draw(self, step: int, generate: Generate) -> tuple[list[Group], dict[str, float]]:
-        """The groups that step `step` (from 0) learns from, in the order in which they were begun, and metrics. What is
-        under way does not change if `generate` raises."""
+    async def draw(self, step: int, group: GenerateGroup | None = None) -> StepSamples:
+        """Returns the groups that step `step` (from 0) trains on, in the order of their start."""
         first = step * self._wanted + len(self._carried)
-        new = range(first, first + self._under_way - len(self._carried))
+        new = range(first, first + self._in_flight - len(self._carried))
         groups = [*self._carried, *(_Group(number, (Part.empty(),) * self._members) for number in new)]
         rounds = 0
-        while rounds == 0 or sum(group.has_ended for group in groups) < self._wanted:
-            groups = self._longer(groups, generate)
+        while rounds == 0 or sum(each.has_ended for each in groups) < self._wanted:
+            groups = await self._longer(groups)
             rounds += 1
-        taken = [group for group in groups if group.has_ended][: self._wanted]
-        left = {group.number for group in groups} - {group.number for group in taken}
-        self._carried = tuple(group for group in groups if group.number in left)
-        found = [[self._sample(group, member) for member in range(self._members)] for group in taken]
-        mixed = [len({*part.versions.tolist()}) > 1 for group in taken for part in group.parts]
-        carried = sum(len(part.ids) for group in self._carried for part in group.parts)
-        metrics = {"segments/rounds": float(rounds), "segments/carried_tokens": float(carried)}
-        return found, metrics | {"staleness/mixed": sum(mixed) / len(mixed)}
+        taken = [each for each in groups if each.has_ended][: self._wanted]
+        left = {each.number for each in groups} - {each.number for each in taken}
+        self._carried = tuple(each for each in groups if each.number in left)
+        tokens = sum(len(part.ids) for each in self._carried for part in each.parts)
+        metrics = {"segments/rounds": float(rounds), "segments/carried_tokens": float(tokens)}
+        found = {divmod(each.number, self._wanted): self._samples(each) for each in taken}
+        return StepSamples(found, metrics)
 
-    def _longer(self, groups: Sequence[_Group], generate: Generate) -> list[_Group]:
-        """One more segment of all that have not ended."""
+    async def _longer(self, groups: Sequence[_Group]) -> list[_Group]:
+        """Generates one more segment of all responses that have not ended."""
         running = [(group, m) for group in groups for m, part in enumerate(group.parts) if not part.finish]
-        if not running:
-            return list(groups)
         requests = [self._going_on(place, group, member) for place, (group, member) in enumerate(running)]
-        drawn = generate(requests, self._tokens)
+        drawn = await asyncio.gather(*(self._generate(request, self._tokens) for request in requests))
         parts = {group.number: list(group.parts) for group in groups}
         for (group, member), sample in zip(running, drawn, strict=True):
             parts[group.number][member] = group.parts[member].longer(sample, self._most)
@@ -116,8 +123,11 @@ class Segments:
         known = 0 if part.experts is None else len(part.experts)
         return replace(request, sample_id=place, prompt=prompt, routed_experts_start=known)
 
-    def _sample(self, group: _Group, member: int) -> Sample:
-        part, request = group.parts[member], self._request(group.number, member)
+    def _samples(self, group: _Group) -> list[Sample]:
+        return [self._sample(part, self._request(group.number, m)) for m, part in enumerate(group.parts)]
+
+    @staticmethod
+    def _sample(part: Part, request: Request) -> Sample:
         version, experts = str(part.versions[-1]), None if part.experts is None else whole(part.experts)
         drawn = request, part.ids, part.log_probs, part.finish, version
         return Sample(*drawn, token_weight_versions=part.versions, routed_experts=experts)
@@ -130,7 +140,7 @@ class Segments:
         return {"segments": groups}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """A checkpoint of a run without segments has none under way."""
+        """A checkpoint of a run without partial rollouts has none in flight."""
         groups = state.get("segments") or []
         self._carried = tuple(_Group(each["number"], tuple(map(_restored, each["parts"]))) for each in groups)
 

@@ -1,0 +1,237 @@
+"""Scheduler of the samples of a run.
+
+* A step trains on the groups that its policy draws. Meanwhile those of the `max_staleness` steps after it may be
+  generated: no token is older than that when it is trained on.
+* A group has a number, (step, index), from which prompt and seeds follow: the samples of a step do not depend on which
+  engine was faster.
+* Nothing is dropped and nothing overtakes: a group that takes long is waited for, so that training is not biased
+  towards short responses.
+* Everything runs in the dispatcher's event loop. The main thread starts steps, waits for them, and gives restarted
+  engines their weights meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from mrl.core import Request, Sample
+from mrl.rollout.request_dispatcher import PromptGroup, RequestDispatcher
+from mrl.sampling.saved_samples import plain, restored
+
+Group = list[Sample]
+GroupNumber = tuple[int, int]  # the step that it is numbered for, and its index there
+GenerateGroup = Callable[[int], Awaitable[Group]]  # by its index in the step
+
+
+@dataclass(frozen=True)
+class StepSamples:
+    """What a step trains on.
+
+    groups: in order; others: those that were generated and are not trained on
+    greedy: by the number of the group, a response of the likeliest tokens to its prompt, if the run needs them
+    is_scored: the samples of all groups have their scores
+    """
+
+    groups: dict[GroupNumber, Group]
+    metrics: dict[str, float] = field(default_factory=dict)
+    others: dict[GroupNumber, Group] = field(default_factory=dict)
+    greedy: dict[GroupNumber, Sample] = field(default_factory=dict)
+    is_scored: bool = False
+
+    @property
+    def all(self) -> list[Group]:
+        """All groups that were generated for the step."""
+        return [*self.groups.values(), *self.others.values()]
+
+
+class Policy(Protocol):
+    """Decides which groups a step trains on. is_sequential: a step is drawn after the one before it"""
+
+    is_sequential: bool
+
+    async def draw(self, step: int, group: GenerateGroup) -> StepSamples: ...
+
+
+class WholeSteps:
+    """Every step trains on the `wanted` groups that are numbered for it."""
+
+    is_sequential = False
+
+    def __init__(self, wanted: int) -> None:
+        self._wanted = wanted
+
+    async def draw(self, step: int, group: GenerateGroup) -> StepSamples:
+        found = await asyncio.gather(*map(group, range(self._wanted)))
+        return StepSamples({(step, index): made for index, made in enumerate(found)})
+
+
+class Activity(Protocol):
+    """Progress of anything that samples wait for; most_s: maximum seconds without any."""
+
+    most_s: float
+
+    def left_s(self, since: float) -> float: ...
+
+
+class Scheduler:
+    """Samples of the steps of a run.
+
+    Args:
+        policy: which groups a step trains on.
+        requests: of group `index` of a step; for -1 - index, the one of its greedy response.
+        sample: generates the sample of a request; True: a greedy one.
+        has_greedy: whether each group needs a greedy response, with nothing else in flight: beside a greedy request
+            SGLang samples others in another way, so that their tokens would depend on the batch.
+        steps: of the whole run; nothing is generated for later ones.
+        max_staleness: how many steps ahead of training groups are generated.
+        give_weights: brings the engine at an address to the weights of the others, in the main thread.
+        activity: whether anything still happens.
+    """
+
+    def __init__(
+        self,
+        dispatcher: RequestDispatcher,
+        policy: Policy,
+        requests: Callable[[int, int], list[Request]],
+        sample: Callable[[Request, PromptGroup, bool], Awaitable[Sample]],
+        *,
+        has_greedy: bool,
+        steps: int,
+        max_staleness: int,
+        give_weights: Callable[[str], None],
+        activity: Activity,
+    ) -> None:
+        self._dispatcher, self._policy, self._requests, self._sample = dispatcher, policy, requests, sample
+        self._has_greedy, self._steps, self._max_staleness = has_greedy, steps, max_staleness
+        self._give_weights, self._activity = give_weights, activity
+        self._draws: dict[int, Future[StepSamples]] = {}
+        self._finished: dict[GroupNumber, Group] = {}  # groups of steps that were not taken
+        self._restored: dict[int, StepSamples] = {}
+        self._running = 0
+        self._waited_s = 0.0
+        self._in_order = asyncio.Lock()
+
+    # ---- the main thread
+
+    def wait(self, step: int) -> None:
+        """Starts what may be generated in step `step` (from 0), and waits until its samples are there. Raises what
+        failed, and RolloutError if nothing makes progress for longer than any part takes."""
+        for number in range(step, min(step + self._max_staleness + 1, self._steps)):
+            if number not in self._draws:
+                self._draws[number] = self._dispatcher.submit(self._draw(number))
+        is_synchronous = self._max_staleness == 0
+
+        def is_there() -> bool:
+            restarts = self._dispatcher.is_restarting or bool(self._dispatcher.awaiting_weights)
+            return self._draws[step].done() and not (is_synchronous and restarts)
+
+        began = time.monotonic()
+        self._serve([step], is_there, self._give_weights)
+        self._waited_s = time.monotonic() - began
+        self._draws[step].result()
+
+    def rest(self) -> None:
+        """Waits until nothing is generated any more, or only at engines that wait for the next weight sync. Raises as
+        `wait`."""
+        draws = self._draws.values()
+        self._serve(
+            [*self._draws],
+            lambda: all(draw.done() for draw in draws) or bool(self._dispatcher.awaiting_weights),
+            None,
+        )
+
+    def take(self, step: int) -> StepSamples:
+        """Returns the samples of the step that was waited for, with metrics if others are generated meanwhile."""
+        found = self._draws.pop(step).result()
+        self._finished = {number: group for number, group in self._finished.items() if number[0] != step}
+        self._restored.pop(step, None)
+        if self._max_staleness == 0:
+            return found
+        ready, running = len(self._finished), self._running
+        more = {"perf/wait_s": self._waited_s, "queue/groups": float(ready), "queue/running": float(running)}
+        return replace(found, metrics=found.metrics | more)
+
+    def _serve(
+        self, steps: Sequence[int], until: Callable[[], bool], give_weights: Callable[[str], None] | None
+    ) -> None:
+        began = time.monotonic()
+        late = (
+            f"the samples of step {', '.join(str(step + 1) for step in steps)} are not there, and no response, score "
+            f"or engine has come for {self._activity.most_s:g} s, which is more than any of them may take"
+        )
+        self._dispatcher.serve(until, give_weights, lambda: self._activity.left_s(began), lambda: late)
+
+    # ---- the event loop
+
+    async def _draw(self, step: int) -> StepSamples:
+        def group(index: int) -> Awaitable[Group]:
+            return self._group(step, index)
+
+        if step in self._restored:
+            return self._restored[step]
+        if not (self._policy.is_sequential or self._has_greedy):
+            return await self._policy.draw(step, group)
+        async with self._in_order:
+            found = await self._policy.draw(step, group)
+            if not self._has_greedy:
+                return found
+            greedy = await asyncio.gather(*(group(-1 - index) for _, index in found.groups))
+            return replace(found, greedy=dict(zip(found.groups, (one for [one] in greedy), strict=True)))
+
+    async def _group(self, step: int, index: int) -> Group:
+        """Generates a group, unless a checkpoint has it."""
+        number = step, index
+        if number not in self._finished:
+            requests = self._requests(step, index)
+            together = PromptGroup(requests)
+            self._running += 1
+            try:
+                samples = await asyncio.gather(*(self._sample(request, together, index < 0) for request in requests))
+            finally:
+                self._running -= 1
+            self._finished[number] = [*samples]
+        return self._finished[number]
+
+    # ---- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what was generated and not trained on, without scores: the samples of whole steps, and the finished
+        groups of others. Unfinished groups are generated anew. Tensors and plain values."""
+        whole = {step: draw.result() for step, draw in self._draws.items() if draw.done()}
+        finished = {number: group for number, group in self._finished.copy().items() if number[0] not in whole}
+        steps = [
+            {
+                "step": step,
+                "metrics": found.metrics,
+                "groups": [_kept(number, group) for number, group in found.groups.items()],
+                "others": [_kept(number, group) for number, group in found.others.items()],
+                "greedy": [_kept((s, -1 - i), [sample]) for (s, i), sample in found.greedy.items()],
+            }
+            for step, found in sorted(whole.items())
+        ]
+        return {"steps": steps, "groups": [_kept(number, group) for number, group in sorted(finished.items())]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for kept in state.get("groups") or []:
+            self._finished |= self._loaded([kept])
+        for kept in state.get("steps") or []:
+            groups, others, greedy = (self._loaded(kept[name]) for name in ("groups", "others", "greedy"))
+            likeliest = {(step, -1 - index): sample for (step, index), [sample] in greedy.items()}
+            self._restored[kept["step"]] = StepSamples(groups, kept["metrics"], others, likeliest)
+
+    def _loaded(self, groups: list[dict[str, Any]]) -> dict[GroupNumber, Group]:
+        found: dict[GroupNumber, Group] = {}
+        for kept in groups:
+            step, index = kept["step"], kept["index"]
+            requests = self._requests(step, index)
+            found[step, index] = [restored(r, sample) for r, sample in zip(requests, kept["samples"], strict=True)]
+        return found
+
+
+def _kept(number: GroupNumber, group: Group) -> dict[str, Any]:
+    return {"step": number[0], "index": number[1], "samples": [plain(sample) for sample in group]}

@@ -1,0 +1,94 @@
+"""A dispatcher on a simulated clock, in one thread: what takes seconds takes none, and the order of events is known."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from itertools import count
+from typing import Any
+
+
+class SimulatedDispatcher:
+    """now: seconds; capacity: requests that run at once; busy_s: seconds of all that ran"""
+
+    is_restarting = False
+
+    def __init__(self, capacity: int = 1 << 20) -> None:
+        self.loop, self.now, self.busy_s = asyncio.new_event_loop(), 0.0, 0.0
+        self.awaiting_weights: tuple[str, ...] = ()
+        self._sleeping: list[tuple[float, int, asyncio.Future[None]]] = []
+        self._numbers, self._slots = count(), asyncio.Semaphore(capacity)
+
+    def submit(self, program: Coroutine[Any, Any, Any]) -> Future[Any]:
+        done: Future[Any] = Future()
+
+        def tell(task: asyncio.Task[Any]) -> None:
+            if task.cancelled():
+                done.cancel()
+            elif (error := task.exception()) is not None:
+                done.set_exception(error)
+            else:
+                done.set_result(task.result())
+
+        self.loop.create_task(program).add_done_callback(tell)
+        return done
+
+    async def run_for(self, seconds: float) -> None:
+        """A request of so many seconds, once there is room for it."""
+        async with self._slots:
+            woken = self.loop.create_future()
+            heapq.heappush(self._sleeping, (self.now + seconds, next(self._numbers), woken))
+            await woken
+            self.busy_s += seconds
+
+    def serve(
+        self,
+        until: Callable[[], bool],
+        give_weights: Callable[[str], None] | None = None,
+        left_s: Callable[[], float] = lambda: 1.0,
+        late: Callable[[], str] = lambda: "",
+    ) -> None:
+        self._settle()
+        while not until():
+            if not self.step() and not self._has_other_threads(until):
+                raise RuntimeError(late())
+
+    def _has_other_threads(self, until: Callable[[], bool]) -> bool:
+        """Waits a moment for work in other threads; whether anything came of it."""
+        for _ in range(100):
+            self.loop.run_until_complete(asyncio.sleep(0.001))
+            if self._sleeping or until():
+                return True
+        return False
+
+    def step(self) -> bool:
+        """Goes on to the next end of a request; False if none runs."""
+        while self._sleeping:
+            at, _, woken = heapq.heappop(self._sleeping)
+            if not woken.done():
+                self.now = max(self.now, at)
+                woken.set_result(None)
+                self._settle()
+                return True
+        return False
+
+    def pass_s(self, seconds: float) -> None:
+        """Lets so much time pass, as a training step does."""
+        end = self.now + seconds
+        self._settle()
+        while self._sleeping and self._sleeping[0][0] <= end:
+            self.step()
+        self.now = end
+
+    def _settle(self) -> None:
+        """Runs what is ready."""
+        for _ in range(12):
+            self.loop.run_until_complete(asyncio.sleep(0))
+
+    def close(self) -> None:
+        for task in asyncio.all_tasks(self.loop):
+            task.cancel()
+        self._settle()
+        self.loop.close()
