@@ -158,8 +158,8 @@ class EnginePool:
     # ---- servers that are lost
 
     def least_loaded(self) -> Server | None:
-        """Of those that are up."""
-        up = (server for server in self.servers if server.up)
+        """Returns the one with the fewest requests, of those that are up and have weights."""
+        up = (server for server in self.servers if server.up and server.has_weights)
         return min(up, key=lambda server: server.meter.running, default=None)
 
     def forget_losses(self) -> None:

@@ -7,7 +7,11 @@ import heapq
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
+
+from mrl.core import Request, Sample, SamplingParams
+from mrl.rollout.load import Load, Meter
 
 
 class SimulatedDispatcher:
@@ -92,3 +96,33 @@ class SimulatedDispatcher:
             task.cancel()
         self._settle()
         self.loop.close()
+
+
+class SimulatedEngine:
+    """What `Generator` uses of an engine; `answer` gives the sample of a request. asked: in order"""
+
+    def __init__(self, answer: Callable[[Request, SamplingParams], Sample]) -> None:
+        self.asked: list[tuple[Request, SamplingParams]] = []
+        self.restarts = SimpleNamespace(give_weights=lambda url: None)
+        self.dispatcher = SimulatedDispatcher()
+
+        async def generate(request: Request, how: Any, group: object = None) -> Sample:
+            self.asked.append((request, how.sampling))
+            return answer(request, how.sampling)
+
+        async def in_main(work: Callable[[], Any]) -> Any:
+            return work()
+
+        for name, function in {"generate": generate, "in_main": in_main, "post": lambda work: work()}.items():
+            setattr(self.dispatcher, name, function)
+
+    def generation(self, sampling: SamplingParams, **more: bool) -> Any:
+        return SimpleNamespace(sampling=sampling)
+
+    def run(self, program: Coroutine[Any, Any, Any]) -> Any:
+        done = self.dispatcher.submit(program)
+        self.dispatcher.serve(done.done)
+        return done.result()
+
+    def take_loads(self) -> tuple[dict[str, Load], Load]:
+        return {}, Meter().take()

@@ -23,11 +23,11 @@ from mrl.config.schema import AgentConfig, BatchConfig, RLConfig
 from mrl.core import Prompt, Request, Rollout, Sample
 from mrl.data import collate
 from mrl.observe.files import read_jsonl
-from mrl.rollout import Load
+from mrl.sampling.dynamic_sampling import SamplingError
+from mrl.sampling.saved_samples import plain, restored
 from mrl.trainers.rl.generate import Generator
-from mrl.trainers.rl.groups import SamplingError
-from mrl.trainers.rl.kept_samples import plain, restored
 from mrl.trainers.rl.run import RLRun
+from tests.helpers.simulated import SimulatedEngine
 from tests.helpers.tiny import EOS
 from tests.helpers.trajectories import play_all
 from tests.system.agents.test_agent_endpoint import END, Model, parts
@@ -279,37 +279,28 @@ def test_a_sample_of_an_environment_that_fails_is_left_out(programs: Path) -> No
     assert restored(asked[1], json_like(plain(found[1]))).left_out == found[1].left_out
 
 
-class Parts:
+class Parts(SimulatedEngine):
     """Data, engine, rewards and agents of a generator, in one; `failing` samples are left out."""
 
     def __init__(self, *failing: int) -> None:
+        super().__init__(lambda request, params: pytest.fail("the agents generate"))
         self.failing, self.scored = failing, list[int]()
 
     def prompts_for_step(self, step: int, n: int, seed: int) -> list[Prompt]:
-        return [Prompt(i, (3, 4), {}, "p") for i in range(n)]
+        return [Prompt((step + i) % 3, (3, 4), {}, "p") for i in range(n)]
 
-    def sample(self, asked: list[Request], params: object, generate: object, on_samples: Any) -> list[Sample]:
-        none = np.zeros(0)
-        samples = [
-            Sample(r, none, none, "abort", "0", left_out="it fails (begun 2 times)\nTraceback\n\n")
-            if r.sample_id in self.failing
-            else Sample(r, np.array([5, 6]), np.array([-1.0, -1.0]), "stop", "0", action_mask=np.array([True, True]))
-            for r in asked
-        ]
-        on_samples(samples)
-        return samples
+    async def play(self, request: Request, params: object, generate: object) -> Sample:
+        if request.sample_id in self.failing:
+            none = np.zeros(0)
+            return Sample(request, none, none, "abort", "0", left_out="it fails (begun 2 times)\nTraceback\n\n")
+        made = np.array([5, 6]), np.array([-1.0, -1.0])
+        return Sample(request, *made, "stop", "0", action_mask=np.array([True, True]))
 
     def submit(self, sample: Sample) -> None:
         self.scored.append(sample.request.sample_id)
 
     def collect(self, samples: list[Sample]) -> None:
         assert {sample.request.sample_id for sample in samples} == {*self.scored}
-
-    def take_loads(self) -> tuple[dict[str, Load], Load]:
-        return {}, Load(0, 0, 0, 0.0, 0.0, 0)
-
-    def generate(self) -> None:
-        raise AssertionError("the agents draw")
 
 
 def generator(parts: Any, folder: Path, notes: list[str], **algorithm: Any) -> Generator:
@@ -321,27 +312,29 @@ def generator(parts: Any, folder: Path, notes: list[str], **algorithm: Any) -> G
             "algorithm": {"adv_estimator": "grpo", **algorithm},
         }
     )
-    tokenizer = Model().tokenizer
-    return Generator(cfg, folder, parts, parts, notes.append, tokenizer, parts, None, agents=parts)
+    (folder / "rollouts").mkdir(exist_ok=True)
+    made = Generator(cfg, folder, parts, parts, notes.append, Model().tokenizer, parts, None, agents=parts)
+    made.open_scheduler(SimpleNamespace(most_s=1.0, left_s=lambda since: 1.0))
+    return made
 
 
 def test_a_step_learns_from_what_is_left(tmp_path: Path) -> None:
     notes = list[str]()
-    whole = generator(Parts(), tmp_path, notes).draw(0, lambda sample: None)
-    assert whole.rollout.num_samples == 6 and whole.metrics["agent/left_out"] == 0 and not notes
-    drawn = generator(Parts(3), tmp_path, notes).draw(0, lambda sample: None)
-    assert drawn.rollout.group.tolist() == [0, 0, 1, 1], "one that is left alone compares with nothing"
-    assert drawn.rollout.rows is not None and drawn.rollout.rows.tolist() == [0, 0, 2, 2]
-    assert drawn.metrics["agent/left_out"] == 1
+    rollout, metrics = generator(Parts(), tmp_path, notes).step(0)
+    assert rollout.num_samples == 6 and metrics["agent/left_out"] == 0 and not notes
+    rollout, metrics = generator(Parts(3), tmp_path, notes).step(0)
+    assert rollout.group.tolist() == [0, 0, 1, 1], "one that is left alone compares with nothing"
+    assert rollout.rows is not None and rollout.rows.tolist() == [0, 0, 2, 2]
+    assert metrics["agent/left_out"] == 1
     assert notes[0].startswith("1 samples are left out") and notes[0].endswith(
         "left_out.jsonl): it fails (begun 2 times)"
     )
     [row] = read_jsonl(tmp_path / "left_out.jsonl")
     assert row == {"step": 1, "left_out": ["it fails (begun 2 times)\nTraceback\n\n"]}, "the reason is not kept whole"
     alone = {"adv_estimator": "reinforce_plus_plus"}
-    assert generator(Parts(3), tmp_path, [], **alone).draw(0, lambda sample: None).rollout.num_samples == 5
+    assert generator(Parts(3), tmp_path, [], **alone).step(0)[0].num_samples == 5
     with pytest.raises(SamplingError, match="no group of the step is left to learn from .*it fails"):
-        generator(Parts(0, 3, 4), tmp_path, []).draw(0, lambda sample: None)
+        generator(Parts(0, 3, 4), tmp_path, []).step(0)
 
 
 @pytest.mark.parametrize(

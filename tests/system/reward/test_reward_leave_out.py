@@ -17,9 +17,9 @@ from mrl.evaluation.answers import summary
 from mrl.reward.errors import RewardError
 from mrl.reward.manager import RewardManager
 from mrl.rollout import Load
+from mrl.sampling.dynamic_sampling import SamplingError
 from mrl.trainers.rl.experience import Passes, make_experience
 from mrl.trainers.rl.generate import Generator
-from mrl.trainers.rl.groups import SamplingError
 from tests.system.agents.test_agent_endpoint import Model
 
 FUNCTION = """

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import wait
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from mrl.config.engines import ENGINES, EngineKind
 from mrl.config.schema import RolloutConfig
 from mrl.core import Prompt, Request, Sample, SamplingParams
-from mrl.rollout import Engine, RequestQueue, ServerLost, sample_seed, start_engine
+from mrl.rollout import Engine, sample_seed, start_engine
 from mrl.rollout.check import check_server
 from mrl.rollout.errors import EngineError
 from tests.conftest import TinyModels
@@ -46,26 +49,21 @@ def test_each_span_has_the_log_probs_of_the_weights_that_it_names(
 ) -> None:
     """All weights are exchanged in the middle of long responses, again and again."""
     weights = [tiny_models("llama"), tiny_models("llama", seed=1)]
-    found: list[Sample] = []
-    queue = RequestQueue()
     sampling = SamplingParams(max_new_tokens=160)
-    drawing = threading.Thread(target=lambda: sglang_engine.follow(queue, sampling, found.extend))
     sglang_engine.versions |= {str(number) for number in range(1000)}
     with closing(sglang_engine.client(sglang_engine.urls[0])) as client:
         client.update_weights_from_disk(str(weights[0]), weight_version="0")
-        drawing.start()
-        for group in range(2):
-            queue.put([request(group, member) for member in range(MEMBERS)])
-        queue.end()
+        asked = [request(group, member) for group in range(2) for member in range(MEMBERS)]
+        drawing = sglang_engine.dispatcher.submit(generated(sglang_engine, asked, sampling))
         version, end = 0, time.monotonic() + WAIT_S
-        while drawing.is_alive() and time.monotonic() < end:
+        while not drawing.done() and time.monotonic() < end:
             version += 1
             client.pause()
             client.update_weights_from_disk(str(weights[version % 2]), weight_version=str(version))
             client.flush_cache()
             client.go_on()
-            drawing.join(0.3)
-        drawing.join(WAIT_S)
+            wait([drawing], 0.3)
+        found = drawing.result(WAIT_S)
         client.update_weights_from_disk(str(weights[0]), weight_version="default")
     assert len(found) == 2 * MEMBERS
     models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for path in weights]
@@ -78,6 +76,12 @@ def test_each_span_has_the_log_probs_of_the_weights_that_it_names(
         assert max(float(gaps[1 - n][own == n].max()) for n in {*own.tolist()}) > 1e-2
         mixed += len({*own.tolist()}) > 1
     assert mixed, "no response has gone on over a change of weights"
+
+
+async def generated(engine: Engine, asked: list[Request], sampling: SamplingParams) -> list[Sample]:
+    """Samples of an asynchronous run."""
+    how = engine.generation(sampling, is_async=True, has_spans=True)
+    return await asyncio.gather(*(engine.dispatcher.generate(one, how) for one in asked))
 
 
 def gap(model: Any, sample: Sample) -> np.ndarray:
@@ -221,52 +225,56 @@ def test_engines_that_are_killed_while_they_are_paused_and_in_a_push_cost_no_pro
     assert sum(row.get("rollout/engine_restarts", 0) for row in results(tmp_path / "runs/run").values()) == 2
 
 
-def test_an_engine_that_dies_is_for_the_main_thread_to_begin_anew(
-    tiny_models: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def light_engine(tiny_models: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     monkeypatch.setitem(ENGINES, "light", EngineKind("tests.helpers.light_engine:light_launch"))
-    notes, given_to = list[str](), list[str]()
     cfg = RolloutConfig.model_validate({"engine": "light"})
     with start_engine(cfg, str(tiny_models("llama")), "float32", tmp_path) as engine:
         engine.wait_ready()
-        engine.restarts.allow(notes.append, given_to.append)
         engine.is_pushing("0")
-        [process] = engine.pool.processes
-        os.killpg(os.getpgid(process.pid), signal.SIGKILL)
-        with pytest.raises(ServerLost, match="engine died") as lost:
-            engine.follow(RequestQueue(), SamplingParams(), nothing)
-        assert notes == [], "the thread has looked after it"
-        assert engine.replace(lost.value) == [*engine.urls] and engine.lacks_weights and given_to == []
-        assert engine.replace(lost.value) == [], "it was begun anew twice"
         engine.has_pushed("0")
-        queue, found = RequestQueue(), list[Sample]()
-        queue.put([request(0, member) for member in range(MEMBERS)])
-        queue.end()
-        engine.follow(queue, SamplingParams(), found.extend)
-    assert [sample.token_weight_versions.tolist() for sample in found if sample.token_weight_versions is not None] == [
-        [0, 0]
-    ] * MEMBERS
-    assert len(notes) == 1 and "starting it again (restart 1 of 3" in notes[0]
+        yield engine
 
 
-def test_an_engine_that_was_begun_anew_in_a_push_is_asked_nothing_before_it_has_weights(
-    tiny_models: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(ENGINES, "light", EngineKind("tests.helpers.light_engine:light_launch"))
-    cfg, asked = RolloutConfig.model_validate({"engine": "light"}), [request(0, 0)]
-    sampling = SamplingParams(max_new_tokens=4)
-    with start_engine(cfg, str(tiny_models("llama")), "float32", tmp_path) as engine:
-        engine.wait_ready()
-        engine.restarts.allow(nothing, nothing)
-        engine.is_pushing("0")
-        [process] = engine.pool.processes
-        os.killpg(os.getpgid(process.pid), signal.SIGKILL)
-        assert engine.revive(EngineError(engine.urls[0], "begin_weight_update", None, "gone"))
-        with pytest.raises(ServerLost, match="lacks its weights") as lost:
-            engine.generate(asked, sampling, over_pushes=True)
-        assert engine.replace(lost.value) == [] and engine.restarts.made == 1, "it was begun anew twice"
-        engine.has_pushed("0")
-        assert len(engine.generate(asked, sampling, over_pushes=True)) == 1
+def kill(engine: Engine) -> None:
+    [process] = engine.pool.processes
+    os.killpg(os.getpgid(process.pid), signal.SIGKILL)
+
+
+def test_a_lost_engine_is_started_again_and_gets_its_weights_from_the_main_thread(light_engine: Engine) -> None:
+    """At once, or with the next sync of all; until then it is asked nothing."""
+    notes, given_to, main = list[str](), list[str](), threading.current_thread()
+    light_engine.restarts.allow(
+        lambda line: notes.append(f"{line} {threading.current_thread() is main}"), given_to.append
+    )
+    dispatcher, asked = light_engine.dispatcher, [request(0, member) for member in range(MEMBERS)]
+    for is_given in (True, False):
+        kill(light_engine)
+        drawn = dispatcher.submit(generated(light_engine, asked, SamplingParams(max_new_tokens=4)))
+        dispatcher.serve(lambda: bool(dispatcher.awaiting_weights))
+        assert not drawn.done() and light_engine.present() == (light_engine.urls, light_engine.urls)
+        if is_given:
+            dispatcher.serve(drawn.done, light_engine.restarts.give_weights)
+        else:
+            light_engine.is_pushing("1")
+            light_engine.has_pushed("1")
+        assert [s.token_weight_versions.tolist() for s in drawn.result(WAIT_S)] == [[0, 0]] * MEMBERS  # type: ignore[union-attr]
+    assert given_to == [*light_engine.urls]
+    dispatcher.serve(lambda: len(notes) == 2)
+    assert all("starting it again (restart" in note and note.endswith("True") for note in notes)
+
+
+def test_an_engine_that_a_weight_sync_starts_again_is_asked_nothing_before_it_has_weights(light_engine: Engine) -> None:
+    light_engine.restarts.allow(print, print)
+    light_engine.is_pushing("1")
+    kill(light_engine)
+    drawn = light_engine.dispatcher.submit(
+        generated(light_engine, [request(0, 0)], SamplingParams(max_new_tokens=4))
+    )
+    assert light_engine.revive(EngineError(light_engine.urls[0], "begin_weight_update", None, "gone"))
+    assert not wait([drawn], 1.0).done, "it was asked for tokens of the weights of its directory"
+    light_engine.has_pushed("1")
+    assert len(drawn.result(WAIT_S)) == 1 and light_engine.restarts.made == 1, "it was started twice"
 
 
 def nothing(samples: list[Sample]) -> None:

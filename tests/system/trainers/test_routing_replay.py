@@ -28,7 +28,7 @@ from mrl.rollout.errors import BadAnswer
 from mrl.rollout.routed import ASK, RoutedShape, joined, whole
 from mrl.rollout.samples import Expected, generate_body, read_answer
 from mrl.rollout.server_info import ServerInfo
-from mrl.trainers.rl.kept_samples import plain, restored
+from mrl.sampling.saved_samples import plain, restored
 from mrl.weights.sync.payload import plan_buckets
 from mrl.weights.sync.weight_sync import WeightSync
 from tests.conftest import TinyModels

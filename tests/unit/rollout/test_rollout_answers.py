@@ -22,7 +22,7 @@ from mrl.rollout.server_info import read_server_info
 from mrl.trainers.rl.mismatch import MismatchError, MismatchLimits
 
 ASKED = Request(5, 0, Prompt(9, (1, 2), {}), 3)
-EXPECTED = Expected(vocab_size=100, max_new_tokens=3, weight_version="7")
+EXPECTED = Expected(vocab_size=100, max_new_tokens=3, versions={"7"})
 DEEP = "[" * 100_000
 
 

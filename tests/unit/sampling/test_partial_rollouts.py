@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
 from typing import Any
@@ -9,13 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from mrl.trainers.rl.groups import Group, in_order
-from mrl.trainers.rl.segments import Segments
 
 from mrl.config.schema import MismatchConfig
 from mrl.core import Prompt, Request, Sample
 from mrl.data import collate
 from mrl.rollout import sample_seed
+from mrl.sampling.dynamic_sampling import in_order
+from mrl.sampling.partial_rollouts import PartialRollouts
+from mrl.sampling.scheduler import Group
 from mrl.trainers.rl.mismatch import MismatchLimits
 
 WANTED, MEMBERS, MOST = 3, 2, 24
@@ -31,12 +33,11 @@ class Engine:
     def __init__(self, version: int = 0, has_experts: bool = False) -> None:
         self.version, self.calls, self.has_experts = version, 0, has_experts
 
-    def __call__(self, requests: list[Request], tokens: int) -> list[Sample]:
+    async def generate(self, request: Request, tokens: int) -> Sample:
         self.calls += 1
-        assert [r.sample_id for r in requests] == list(range(len(requests)))
-        return [self._draw(request, tokens) for request in requests]
+        return self.draw(request, tokens)
 
-    def _draw(self, request: Request, tokens: int) -> Sample:
+    def draw(self, request: Request, tokens: int) -> Sample:
         ids: list[int] = []
         while len(ids) < tokens and (not ids or ids[-1]):
             at = len(request.prompt.token_ids) + len(ids)
@@ -55,13 +56,20 @@ class Engine:
         return found
 
 
-def segments(tokens: int = 4, oversample: float = 2.0) -> Segments:
-    return Segments(tokens, MOST, WANTED, math.ceil(WANTED * oversample), MEMBERS, request)
+def segments(tokens: int = 4, oversample: float = 2.0) -> PartialRollouts:
+    in_flight = math.ceil(WANTED * oversample)
+    return PartialRollouts(tokens, MOST, WANTED, in_flight, MEMBERS, request, Engine().generate)
 
 
-def run(made: Segments, steps: range, moving: bool = True) -> list[list[Group]]:
+def draw(made: PartialRollouts, step: int, engine: Any) -> tuple[list[Group], dict[str, float]]:
+    made._generate = engine.generate
+    found = asyncio.run(made.draw(step))
+    return [*found.groups.values()], found.metrics
+
+
+def run(made: PartialRollouts, steps: range, moving: bool = True) -> list[list[Group]]:
     """What each step learns from; the weights are new in every step if they are `moving`."""
-    return [made.draw(step, Engine(step if moving else 0))[0] for step in steps]
+    return [draw(made, step, Engine(step if moving else 0))[0] for step in steps]
 
 
 def numbers(steps: list[list[Group]]) -> list[int]:
@@ -76,7 +84,7 @@ def texts(groups: list[Group]) -> dict[tuple[int, int], list[int]]:
 def test_under_the_same_weights_segments_of_any_length_give_the_tokens_drawn_at_once(tokens: int) -> None:
     found = run(segments(tokens), range(8), moving=False)
     for (group, member), ids in texts([g for groups in found for g in groups]).items():
-        assert ids == Engine()([request(group, member)], MOST)[0].response_ids.tolist()
+        assert ids == Engine().draw(request(group, member), MOST).response_ids.tolist()
 
 
 def test_every_group_is_learnt_once_and_those_begun_first_go_first() -> None:
@@ -110,7 +118,7 @@ def test_no_token_is_older_than_a_response_takes() -> None:
             span = np.flatnonzero(sample.token_weight_versions == version)
             prompt = (*sample.request.prompt.token_ids, *sample.response_ids[: span[0]].tolist())
             again = Request(0, 0, Prompt(0, prompt, {}), sample.request.seed)
-            drawn = Engine(version)([again], len(span))[0].response_ids.tolist()
+            drawn = Engine(version).draw(again, len(span)).response_ids.tolist()
             assert drawn == sample.response_ids[span].tolist()
     assert mixed
 
@@ -138,7 +146,7 @@ def test_a_token_keeps_the_experts_that_it_first_went_to() -> None:
         again = segments()
         again.load_state_dict(made.state_dict())
         made = again
-        for group in made.draw(step, Engine(step, has_experts=True))[0]:
+        for group in draw(made, step, Engine(step, has_experts=True))[0]:
             for one in group:
                 assert one.routed_experts is not None and one.token_weight_versions is not None
                 prompt, drawn = len(one.request.prompt.token_ids), len(one.response_ids)
@@ -153,28 +161,26 @@ def test_a_token_keeps_the_experts_that_it_first_went_to() -> None:
 
 
 def test_a_failure_leaves_what_is_under_way_as_it_was() -> None:
-    made, calls = segments(), 0
+    class Fails(Engine):
+        async def generate(self, request: Request, tokens: int) -> Sample:
+            if self.calls == 20:
+                raise RuntimeError("the engine is gone")
+            return await super().generate(request, tokens)
 
-    def fails(requests: list[Request], tokens: int) -> list[Sample]:
-        nonlocal calls
-        calls += 1
-        if calls == 2:
-            raise RuntimeError("the engine is gone")
-        return Engine(1)(requests, tokens)
-
+    made = segments()
     [_] = run(made, range(1))
     with pytest.raises(RuntimeError, match="gone"):
-        made.draw(1, fails)
+        draw(made, 1, Fails(1))
     clean = segments()
-    assert texts(made.draw(1, Engine(1))[0]) == texts(run(clean, range(2))[1])
+    assert texts(draw(made, 1, Engine(1))[0]) == texts(run(clean, range(2))[1])
 
 
 def test_a_step_draws_no_more_than_it_needs() -> None:
     engine, made = Engine(), segments(MOST)
-    _, metrics = made.draw(0, engine)
-    assert engine.calls == metrics["segments/rounds"] == 1
+    _, metrics = draw(made, 0, engine)
+    assert engine.calls == 2 * WANTED * MEMBERS and metrics["segments/rounds"] == 1
     short = segments(4)
-    found, metrics = short.draw(0, Engine())
+    found, metrics = draw(short, 0, Engine())
     assert metrics["segments/carried_tokens"] > 0 and len(found) == WANTED
 
 

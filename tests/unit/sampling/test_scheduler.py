@@ -66,7 +66,8 @@ class Run:
         await self.dispatcher.run_for(self.random.lognormvariate(1, 1))
         versions = np.array([first, self.version], np.int32)
         ids, score = np.array([request.seed % 99, 5]), float(request.seed % 2)
-        return Sample(request, ids, np.array([-1.0, -2.0]), "stop", str(first), "", score, token_weight_versions=versions)
+        own = request, ids, np.array([-1.0, -2.0]), "stop", str(first), "", score
+        return Sample(*own, token_weight_versions=versions)
 
     def train(self, steps: range) -> list[list[Group]]:
         """Returns the groups of each step."""

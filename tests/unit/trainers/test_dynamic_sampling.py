@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from mrl.config.schema import FilterGroupsConfig, RLConfig
-from mrl.core import Prompt, Request, Sample, SamplingParams
+from mrl.core import Prompt, Request, Rollout, Sample
 from mrl.observe.files import read_jsonl
 from mrl.reward.errors import RewardError
-from mrl.rollout.load import Load, Meter
+from mrl.sampling.dynamic_sampling import GroupFilter, SamplingError, in_order
 from mrl.trainers.rl.generate import Generator
-from mrl.trainers.rl.groups import GroupFilter, SamplingError, in_order, sample_groups
-from mrl.trainers.rl.sampler import Sampled
+from tests.helpers.simulated import SimulatedEngine
 
 FILTER = """
 def at_least_one_right(group):
@@ -40,10 +40,6 @@ def groups_of(*scores: tuple[float, ...]) -> list[list[Sample]]:
     return [[sample(row, score, k) for k, score in enumerate(group)] for row, group in enumerate(scores)]
 
 
-def rounds_of(*rounds: list[list[Sample]]) -> Callable[[int], list[list[Sample]]]:
-    return lambda number: rounds[number]
-
-
 def filtered(**settings: Any) -> tuple[FilterGroupsConfig, GroupFilter]:
     cfg = FilterGroupsConfig(**{"enable": True, **settings})
     return cfg, GroupFilter(cfg)
@@ -53,38 +49,6 @@ def filtered(**settings: Any) -> tuple[FilterGroupsConfig, GroupFilter]:
 def functions(tmp_path: Path) -> str:
     (tmp_path / "filters.py").write_text(FILTER)
     return str(tmp_path / "filters.py")
-
-
-def test_groups_of_equal_scores_are_replaced_by_those_of_further_rounds() -> None:
-    first, second = groups_of((0, 0), (0, 1), (1, 1)), groups_of((1, 0), (0.5, 0.5), (0, 1))
-    found, metrics = sample_groups(3, *filtered(), rounds_of(first, second))
-    assert found == [first[1], second[0], second[2]]
-    assert metrics == {
-        "sampling/rounds": 2, "sampling/prompts": 6, "sampling/dropped_equal": 3, "sampling/dropped_refused": 0,
-        "sampling/surplus": 0, "sampling/filled": 0, "sampling/reward_mean": 6 / 12,
-    }  # fmt: skip
-
-
-def test_one_round_is_enough_where_it_gives_enough_and_the_surplus_is_counted() -> None:
-    only = groups_of((0, 1), (1, 1), (0, 2), (3, 4))
-    found, metrics = sample_groups(2, *filtered(), rounds_of(only))
-    assert found == [only[0], only[2]]
-    assert (metrics["sampling/rounds"], metrics["sampling/surplus"]) == (1, 1)
-
-
-def test_too_few_groups_end_the_run_with_the_numbers() -> None:
-    rounds = rounds_of(groups_of((0, 0), (0, 1)), groups_of((1, 1), (1, 1)))
-    says = r"2 rounds .*gave 1 of the 2 groups of a step: of 4, 3 had the same score .*on_shortage: fill"
-    with pytest.raises(SamplingError, match=says):
-        sample_groups(2, *filtered(max_num_gen_batches=2), rounds)
-
-
-def test_or_dropped_groups_fill_the_step() -> None:
-    first, second = groups_of((0, 0), (0, 1)), groups_of((1, 1), (1, 1))
-    settings = filtered(max_num_gen_batches=2, on_shortage="fill")
-    found, metrics = sample_groups(3, *settings, rounds_of(first, second))
-    assert found == [first[1], first[0], second[0]]
-    assert metrics["sampling/filled"] == 2
 
 
 def test_a_component_of_the_reward_may_decide() -> None:
@@ -120,24 +84,14 @@ def test_samples_are_numbered_anew() -> None:
     ]  # fmt: skip
 
 
-@dataclass
-class MadeUp:
+class MadeUp(SimulatedEngine):
     """Engine, rewards, tokenizer and data in one. The score of a response is its seed's lowest bit; half of the prompts
     give equal ones."""
 
-    asked: list[tuple[Sequence[Request], SamplingParams]] = field(default_factory=list)
-    eos_id: int = 2
+    eos_id = 2
 
-    def generate(
-        self, requests: Sequence[Request], params: SamplingParams, on_samples: Callable[[list[Sample]], None]
-    ) -> list[Sample]:
-        self.asked.append((requests, params))
-        samples = [Sample(r, [5, 2], [-1.0, -2.0], "stop", "0") for r in requests]
-        on_samples(samples[::-1])
-        return samples
-
-    def take_loads(self) -> tuple[dict[str, Load], Load]:
-        return {}, Meter().take()
+    def __init__(self) -> None:
+        super().__init__(lambda request, params: Sample(request, np.array([5, 2]), np.array([-1.0, -2.0]), "stop", "0"))
 
     def decode_all(self, responses: Sequence[Sequence[int]]) -> list[str]:
         return [str(ids) for ids in responses]
@@ -164,12 +118,14 @@ def make(folder: Path, algorithm: dict[str, Any], **batch: int) -> tuple[Generat
     (folder / "rollouts").mkdir(exist_ok=True)
     all_in_one = MadeUp()
     parts: Any = all_in_one
-    return Generator(cfg, folder, parts, parts, print, parts, parts, None), all_in_one
+    generator = Generator(cfg, folder, parts, parts, print, parts, parts, None)
+    generator.open_scheduler(SimpleNamespace(most_s=1.0, left_s=lambda since: 1.0))
+    return generator, all_in_one
 
 
-def drawn(generator: Generator, step: int) -> Sampled:
+def drawn(generator: Generator, step: int) -> tuple[Rollout, dict[str, float]]:
     """What the step learns from, written down."""
-    return generator.write(generator.draw(step, lambda sample: None))
+    return generator.step(step)
 
 
 DAPO: dict[str, Any] = {"adv_estimator": "grpo", "filter_groups": {"enable": True, "max_num_gen_batches": 50}}
@@ -178,43 +134,42 @@ DAPO: dict[str, Any] = {"adv_estimator": "grpo", "filter_groups": {"enable": Tru
 def test_a_step_of_dynamic_sampling_depends_on_seed_and_step_alone(tmp_path: Path) -> None:
     generator, made_up = make(tmp_path, DAPO)
     rollout, metrics = drawn(generator, 3)
-    assert metrics["sampling/rounds"] == len(made_up.asked) > 1
+    assert len(made_up.asked) >= 3 * metrics["sampling/prompts"] > 18
     assert rollout.group.tolist() == [g for g in range(6) for _ in range(3)]
     spread = rollout.scores.view(6, 3)
     assert bool((spread.amax(1) > spread.amin(1)).all())
     assert rollout.rows is not None and not bool((rollout.rows % 2).any())
 
-    seeds = [request.seed for requests, _ in made_up.asked for request in requests]
+    seeds = [request.seed for request, _ in made_up.asked]
     assert len(set(seeds)) == len(seeds), "two samples of a step draw the same random numbers"
-    rounds = [[request.prompt.index for request in requests] for requests, _ in made_up.asked]
-    assert len(set(map(tuple, rounds))) == len(rounds), "a further round asks for the same prompts"
+    prompts = [request.prompt.index for request, _ in made_up.asked][::3]
+    assert prompts[:6] != prompts[6:12], "groups in place of dropped ones have the same prompts"
     drawn(generator, 4)
     again, _ = drawn(make(tmp_path, DAPO)[0], 3)
     assert torch.equal(again.scores, rollout.scores) and torch.equal(again.rows, rollout.rows)  # type: ignore[arg-type]
 
 
-def test_without_filters_a_step_is_one_round(tmp_path: Path) -> None:
+def test_without_filters_no_group_is_replaced(tmp_path: Path) -> None:
     generator, made_up = make(tmp_path, {"adv_estimator": "grpo"})
     rollout, metrics = drawn(generator, 0)
-    assert len(made_up.asked) == 1 and rollout.num_samples == 18
+    assert len(made_up.asked) == rollout.num_samples == 18
     assert not any(name.startswith("sampling/") for name in metrics)
 
 
-def test_rounds_may_be_larger_than_a_step(tmp_path: Path) -> None:
+def test_more_groups_may_begin_than_a_step_needs(tmp_path: Path) -> None:
     groups = DAPO["filter_groups"] | {"prompts_per_round": 40}
     generator, made_up = make(tmp_path, DAPO | {"filter_groups": groups})
-    _, metrics = drawn(generator, 0)
-    assert [len(requests) for requests, _ in made_up.asked] == [120]
-    assert metrics["sampling/surplus"] > 0
+    rollout, metrics = drawn(generator, 0)
+    assert len(made_up.asked) >= 120 and rollout.num_samples == 18 and metrics["sampling/prompts"] <= 40
 
 
 def test_remax_samples_one_greedy_response_a_prompt_that_is_kept(tmp_path: Path) -> None:
     generator, made_up = make(tmp_path, {"adv_estimator": "remax"}, samples_per_prompt=2)
     rollout, metrics = drawn(generator, 0)
-    (sampled, usual), (greedy, params) = made_up.asked
-    assert (params.temperature, params.top_k, params.top_p) == (0, -1, 1)
-    assert usual.temperature == 1
-    assert [request.prompt for request in greedy] == [request.prompt for request in sampled[::2]]
+    sampled, greedy = made_up.asked[:12], made_up.asked[12:]
+    assert {(params.temperature, params.top_k, params.top_p) for _, params in greedy} == {(0, -1, 1)}
+    assert {params.temperature for _, params in sampled} == {1}
+    assert [request.prompt for request, _ in greedy] == [request.prompt for request, _ in sampled[::2]]
     by_id = {row["sample_id"]: row for row in read_jsonl(tmp_path / "rollouts/step_1.jsonl")}
     wanted = [by_id[12 + group]["score"] for group in rollout.group.tolist()]
     assert rollout.greedy_scores is not None and rollout.greedy_scores.tolist() == wanted

@@ -21,9 +21,10 @@ from mrl.observe import before_after_table
 from mrl.observe.progress import headlines
 from mrl.observe.report import write_report
 from mrl.reward.errors import RewardError
+from mrl.sampling.dynamic_sampling import SamplingError
 from mrl.trainers.rl.generate import Generator
-from mrl.trainers.rl.groups import SamplingError
 from tests.conftest import TinyModels
+from tests.helpers.simulated import SimulatedEngine
 
 ROWS = [("sums", "1 + 1 ="), ("sums", "1 + 2 ="), ("words", "a b c d e f g h i j k l m n o p q r s t u v w x y z"),
         ("words", "b"), (None, "c")]  # fmt: skip
@@ -35,21 +36,20 @@ def tokenizer(tiny_models: TinyModels) -> Tokenizer:
     return load_tokenizer(tiny_models("llama", weights=False))
 
 
-class Parts:
+class Parts(SimulatedEngine):
     """Engine, environments and reward at once. Some prompts are left out, or their reward fails."""
 
     def __init__(self, left_out: tuple[str, ...] = (), failed: tuple[str, ...] = ()) -> None:
+        super().__init__(lambda request, params: pytest.fail("the agents generate"))
         self.left_out, self.failed = left_out, failed
-        self.asked: list[Request] = []
         self.params: SamplingParams | None = None
 
-    def sample(self, asked: list[Request], params: SamplingParams, generate: object, on_samples: Any) -> list[Sample]:
-        self.asked, self.params = asked, params
-        samples = [Sample(r, np.array([5]), np.array([-1.0]), "stop", "0", response_text="x") for r in asked]
-        for sample in samples:
-            sample.left_out = "the tool is gone\nfor ever" if sample.request.prompt.text in self.left_out else ""
-        on_samples(samples)
-        return samples
+    async def play(self, request: Request, params: SamplingParams, generate: object) -> Sample:
+        self.asked.append((request, params))
+        self.params = params
+        sample = Sample(request, np.array([5]), np.array([-1.0]), "stop", "0", response_text="x")
+        sample.left_out = "the tool is gone\nfor ever" if request.prompt.text in self.left_out else ""
+        return sample
 
     def submit(self, sample: Sample) -> None:
         assert not sample.left_out
@@ -59,9 +59,6 @@ class Parts:
             sample.score = SCORES[sample.request.prompt.text]
             if sample.request.prompt.text in self.failed:
                 sample.score, sample.reward_error = 0.0, "the server is down"
-
-    def generate(self) -> None:
-        raise AssertionError("the agents draw")
 
 
 def made(folder: Path, tokenizer: Tokenizer, parts: Any, **validation: Any) -> tuple[Generator, list[str]]:
@@ -106,7 +103,7 @@ def test_all_rows_are_validated_unless_fewer_are_wanted_and_the_number_is_said(
     assert dict(headlines(metrics))["validation"] == "0.438"
     fewer, _ = made(tmp_path, tokenizer, parts, prompts=2, samples_per_prompt=3, temperature=0.7, top_p=0.9, top_k=5)
     assert fewer.notes()[-1] == "validation: 2 of 5 prompts, 3 responses to each"
-    assert validated(fewer)["validation/of"] == 6 and len({request.seed for request in parts.asked}) == 6
+    assert validated(fewer)["validation/of"] == 6 and len({request.seed for request, _ in parts.asked[4:]}) == 6
     assert parts.params is not None
     assert (parts.params.temperature, parts.params.top_p, parts.params.top_k) == (0.7, 0.9, 5)
 
