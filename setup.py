@@ -23,6 +23,8 @@ REQUIRED = [
     "datasets>=3.0",
     "rich>=13.9",
     "httpx>=0.27",
+    "aiohttp>=3.10",
+    "orjson>=3.9",
     "pillow>=10.0",  # pictures of rows
     "cloudpickle>=3.0",  # callbacks and rewards of scripts
     "psutil>=6.0",  # dist_checkpointing hangs without it
@@ -39,14 +41,12 @@ EXTRAS = {
     "sglang": ["sglang==0.5.23"],
     # What the engine imports on a CPU machine, where sglang itself is installed with --no-deps.
     "cpu": [
-        "aiohttp",
         "apache-tvm-ffi",
         "dill",
         "einops",
         "fastapi",
         "msgspec",
         "openai",
-        "orjson",
         "pillow",
         "pybase64",
         "python-multipart",

@@ -7,10 +7,10 @@ from mrl.rollout.agent import Agent, Home, Offered
 from mrl.rollout.client import EngineClient
 from mrl.rollout.engine import Engine
 from mrl.rollout.errors import EngineError, EngineStartError, LacksWeights, RolloutError, ServerLost
-from mrl.rollout.feed import Feed
 from mrl.rollout.launch import Part
 from mrl.rollout.load import Load
 from mrl.rollout.protocol import RELEASED_PARTS, MemoryPart
+from mrl.rollout.request_queue import RequestQueue
 from mrl.rollout.seeds import sample_seed
 from mrl.rollout.start import Others, join_engines, start_agent, start_engine
 
@@ -22,7 +22,6 @@ __all__ = [
     "EngineClient",
     "EngineError",
     "EngineStartError",
-    "Feed",
     "Home",
     "LacksWeights",
     "Load",
@@ -30,6 +29,7 @@ __all__ = [
     "Others",
     "MemoryPart",
     "Part",
+    "RequestQueue",
     "RolloutError",
     "ServerLost",
     "join_engines",

@@ -7,6 +7,8 @@ import re
 import reprlib
 from typing import Any, TypeVar
 
+import orjson
+
 from mrl.rollout.errors import BadAnswer
 
 T = TypeVar("T")
@@ -27,6 +29,10 @@ _SHORT.maxstring = _SHORT.maxother = 80
 
 def from_json(content: bytes) -> Any:
     """The value that `content` is JSON of. Raises BadAnswer if it is none."""
+    try:
+        return orjson.loads(content)
+    except ValueError:
+        pass  # NaN and Infinity are no JSON: who reads the field says so
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:

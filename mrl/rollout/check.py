@@ -12,8 +12,8 @@ from mrl.config.schema import RolloutConfig
 from mrl.core import SamplingParams
 from mrl.rollout.access import Access
 from mrl.rollout.client import CONNECT_TIMEOUT_S, DENIED, EngineClient
+from mrl.rollout.engine_pool import Checked
 from mrl.rollout.errors import EngineError, EngineStartError
-from mrl.rollout.fleet import Checked
 from mrl.rollout.protocol import MODEL_INFO, ModelInfo, SamplingBody
 from mrl.rollout.samples import sampling_body
 from mrl.rollout.server_info import ServerInfo

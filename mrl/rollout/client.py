@@ -56,7 +56,7 @@ class EngineClient:
     # ---- generation
 
     def generate(self, body: GenerateBody) -> Any:
-        """The raw answer, not yet looked at: a dict, or a list of dicts when `body["input_ids"]` is a list of lists."""
+        """Returns the raw answer, not yet checked."""
         return self._call(protocol.GENERATE, body)
 
     def abort_all(self) -> None:
@@ -261,7 +261,7 @@ class EngineClient:
         try:
             reply = self._http.send(request, stream=True)
             with contextlib.closing(reply):
-                incoming = Incoming(reply, MOST_BYTES)
+                incoming = Incoming(reply.headers, MOST_BYTES)
                 for part in reply.iter_bytes():
                     incoming.take(part)
                     if time.monotonic() > end:
@@ -272,7 +272,8 @@ class EngineClient:
             raise EngineError(self.url, endpoint.name, None, f"{type(error).__name__}: {error}") from error
         except BadAnswer as error:
             raise EngineError(self.url, endpoint.name, reply.status_code, str(error)) from error
-        return incoming.whole()
+        kind = {"Content-Type": reply.headers.get("content-type", "")}
+        return httpx.Response(reply.status_code, headers=kind, content=incoming.content)
 
     @staticmethod
     def _timeout(limit: float) -> httpx.Timeout:

@@ -5,8 +5,8 @@ as `Authorization: Bearer KEY`. What changes weights is answered `{"success": tr
 400 to 499, or with 200 and `{"success": false}`; either way `message` holds its reason. An endpoint that it does not
 have is 404.
 
-`EngineClient` asks these endpoints one by one, a flight asks GENERATE for many samples at once, and an engine of mrl's
-own answers them. Their URLs are written nowhere else.
+`EngineClient` asks these endpoints one by one, a `RequestDispatcher` asks GENERATE once for each sample, and an engine
+of mrl's own answers them. Their URLs are written nowhere else.
 """
 
 from __future__ import annotations
@@ -75,15 +75,15 @@ class SamplingBody(TypedDict):
 
 
 class GenerateBody(TypedDict):
-    """One prompt and its parameters, or a list of each."""
+    """One prompt and its sampling parameters."""
 
-    input_ids: list[int] | list[list[int]]
-    rid: NotRequired[list[str]]  # a new name for each request, which its answer has as `id`
-    sampling_params: SamplingBody | list[SamplingBody]
-    image_data: NotRequired[list[list[str]]]  # of each prompt its pictures, one image token each: data:image/png;base64
+    input_ids: list[int]
+    rid: NotRequired[str]  # a new name for each request, which its answer has as `id`
+    sampling_params: SamplingBody
+    image_data: NotRequired[list[str]]  # the prompt's pictures, one image token each: data:image/png;base64
     return_logprob: NotRequired[bool]
     return_routed_experts: NotRequired[bool]
-    routed_experts_start_len: NotRequired[int]  # tokens of each prompt that are left out of that
+    routed_experts_start_len: NotRequired[int]  # leading tokens of the prompt that are left out of that
     lora_path: NotRequired[str]  # the name of a loaded adapter; left out: the model without any
 
 
@@ -221,7 +221,7 @@ class MetaInfo(TypedDict):
 
 
 class Generated(TypedDict):
-    """One sample, as `mrl.rollout.samples.read_samples` wants it. The token that ended it is there."""
+    """One sample, as `mrl.rollout.samples.read_answer` wants it. The token that ended it is there."""
 
     output_ids: list[int]
     meta_info: MetaInfo
@@ -290,7 +290,7 @@ def read_checksums(answer: Any) -> list[RankChecksums]:
 
 MODEL_INFO = Endpoint[None, ModelInfo]("model_info", read_model_info, "GET")
 SERVER_INFO = Endpoint[None, ServerInfo]("server_info", read_server_info, "GET")
-GENERATE = Endpoint[GenerateBody, Any]("generate", lambda answer: answer)  # a Generated, or a list of them
+GENERATE = Endpoint[GenerateBody, Any]("generate", lambda answer: answer)  # a Generated
 ABORT = Endpoint[AbortBody, None]("abort_request", read_nothing)
 FLUSH_CACHE = Endpoint[None, None]("flush_cache", read_nothing)
 # nothing is drawn between the two; pausing twice and continuing unasked are harmless

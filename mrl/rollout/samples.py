@@ -1,9 +1,8 @@
-"""From a step's requests to what an engine is asked, and from its answers to samples."""
+"""Conversion of requests to bodies of HTTP requests, and of answers to samples."""
 
 from __future__ import annotations
 
 import base64
-from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +11,6 @@ from uuid import uuid4
 import numpy as np
 
 from mrl.core import Prompt, Request, Sample, SamplingParams
-from mrl.rollout import columns
 from mrl.rollout.answers import field, from_json, shown
 from mrl.rollout.errors import BadAnswer
 from mrl.rollout.protocol import GenerateBody, SamplingBody
@@ -21,8 +19,7 @@ from mrl.rollout.routed import RoutedShape
 ABOVE_ZERO = 1e-3  # what rounding may make of a log-prob of 0
 LARGEST = float(np.finfo(np.float32).max)  # as which samples keep them
 FINISH_REASONS = ("stop", "length")
-MANY_BYTES = 1 << 20  # of an answer that is worth reading by columns
-SHARED_TOKENS = 32  # tokens of a shared prompt from which on a prefill call of its own pays
+SHARED_TOKENS = 32  # tokens of a shared prompt from which on a prefill request of its own pays
 CALL_BYTES, TOKEN_BYTES = 1 << 20, 512  # of an answer at most; of a token: id, log-prob, text
 
 
@@ -49,24 +46,23 @@ def sampling_body(sampling: SamplingParams, seed: int) -> SamplingBody:
 
 
 def generate_body(
-    requests: Sequence[Request], sampling: SamplingParams, adapter: str | None = None, *, experts: bool = False
+    request: Request, sampling: SamplingParams, adapter: str | None = None, *, experts: bool = False
 ) -> GenerateBody:
-    """One call for several requests: lists of token ids and of sampling parameters, in order. adapter: the name of the
-    one to draw with; experts: ask which ones each token went to."""
-    prompts = [request.prompt for request in requests]
+    """Returns the body of one request. adapter: name of the LoRA adapter to sample with; experts: ask for routed
+    experts."""
+    prompt = request.prompt
     body: GenerateBody = {
-        "input_ids": [list(prompt.unexpanded_token_ids or prompt.token_ids) for prompt in prompts],
-        "sampling_params": [sampling_body(sampling, request.seed) for request in requests],
-        "rid": [uuid4().hex for _ in requests],
+        "input_ids": list(prompt.unexpanded_token_ids or prompt.token_ids),
+        "sampling_params": sampling_body(sampling, request.seed),
+        "rid": uuid4().hex,
         "return_logprob": True,
     }
-    if any(prompt.pictures for prompt in prompts):  # only what mrl has encoded itself: servers open paths and URLs
-        urls = {id(prompt): [_url(picture) for picture in prompt.pictures] for prompt in prompts}
-        body["image_data"] = [urls[id(prompt)] for prompt in prompts]
+    if prompt.pictures:  # only what mrl has encoded itself: servers open paths and URLs
+        body["image_data"] = [_url(picture) for picture in prompt.pictures]
     if experts:
         body["return_routed_experts"] = True
-        if start := _experts_from(requests):
-            body["routed_experts_start_len"] = start
+        if request.routed_experts_start:
+            body["routed_experts_start_len"] = request.routed_experts_start
     if adapter is not None:
         body["lora_path"] = adapter
     return body
@@ -75,17 +71,12 @@ def generate_body(
 def prefill_body(
     requests: Sequence[Request], sampling: SamplingParams, adapter: str | None = None
 ) -> GenerateBody | None:
-    """Returns the call that prefills prompts of several requests into the prefix cache and generates no token, or None
-    if no prompt is shared. Requests that arrive in one batch do not find each other's prompts in the cache."""
-    found = {id(request.prompt): request for request in requests if len(request.prompt.token_ids) >= SHARED_TOKENS}
-    counts = Counter(id(request.prompt) for request in requests)
-    shared = [request for key, request in found.items() if counts[key] > 1 and not request.prompt.pictures]
-    return generate_body(shared, replace(sampling, max_new_tokens=0), adapter) if shared else None
-
-
-def _experts_from(requests: Sequence[Request]) -> int:
-    """What a call asks for its requests together: tokens of their prompts whose experts are known of all."""
-    return min(request.routed_experts_start for request in requests)
+    """Returns the request that prefills the prompt of these into the prefix cache and generates no token, or None if
+    that does not pay. Requests that arrive in one batch do not find each other's prompt in the cache."""
+    prompt = requests[0].prompt
+    if len(requests) == 1 or len(prompt.token_ids) < SHARED_TOKENS or prompt.pictures:
+        return None
+    return generate_body(requests[0], replace(sampling, max_new_tokens=0), adapter)
 
 
 def _url(png: bytes) -> str:
@@ -104,56 +95,19 @@ class Expected:
     routed: RoutedShape | None = None
 
 
-def most_bytes(requests: Sequence[Request], expected: Expected) -> int:
-    """Of an answer to these."""
-    drawn = len(requests) * expected.max_new_tokens
-    tokens = drawn + sum(len(request.prompt.token_ids) for request in requests)
+def most_bytes(request: Request, expected: Expected) -> int:
+    """Returns the size of the longest valid answer to the request."""
+    drawn = expected.max_new_tokens
+    tokens = drawn + len(request.prompt.token_ids)
     return CALL_BYTES + TOKEN_BYTES * drawn + (tokens * expected.routed.token_bytes if expected.routed else 0)
 
 
-def read_answer(
-    requests: Sequence[Request], content: bytes, expected: Expected, names: Sequence[str] = ()
-) -> list[Sample]:
-    """One Sample a request, from an answer as it came. Raises BadAnswer as `read_samples`, or for what is no JSON."""
-    if len(content) >= MANY_BYTES and (found := columns.cut(content)) is not None:
-        rest, tokens = found
-        if len(tokens) == len(requests) and all(_fit(each, expected) for each in tokens):
-            return read_samples(requests, from_json(rest), expected, tokens, names)
-    return read_samples(requests, from_json(content), expected, (), names)
-
-
-def read_samples(
-    requests: Sequence[Request],
-    answer: Any,
-    expected: Expected,
-    tokens: Sequence[columns.Tokens] = (),
-    names: Sequence[str] = (),
-) -> list[Sample]:
-    """One Sample a request. Raises BadAnswer, which names sample and field, if anything is not as `expected`.
-
-    tokens: of each, where they have been read already; names: under which they were sent
-    """
-    answers = answer if isinstance(answer, list) else [answer]
-    if len(answers) != len(requests):
-        raise BadAnswer(f"{len(requests)} requests, {len(answers)} answers")
-    known: Sequence[columns.Tokens | None] = tokens or [None] * len(answers)
-    start = _experts_from(requests)
-    for request, one, name in zip(requests, answers, names):
-        _check_name(request, one, name)
-    return [_read(request, one, expected, each, start) for request, one, each in zip(requests, answers, known)]
-
-
-def _fit(tokens: columns.Tokens, expected: Expected) -> bool:
-    """Whether `_check_ids` and `_log_probs` would find nothing to say."""
-    ids, values = tokens.ids, tokens.log_probs
-    return (
-        0 < len(ids) <= expected.max_new_tokens
-        and bool(0 <= ids.min() <= ids.max() < expected.vocab_size)
-        and bool(((values >= -LARGEST) & (values <= ABOVE_ZERO)).all())
-    )
-
-
-def _read(request: Request, answer: Any, expected: Expected, tokens: columns.Tokens | None, start: int) -> Sample:
+def read_answer(request: Request, content: bytes, expected: Expected, name: str | None = None) -> Sample:
+    """Returns the sample of an answer's JSON. name: the `rid` that the request was sent with. Raises BadAnswer, which
+    names sample and field, if anything is not as `expected`."""
+    answer = from_json(content)
+    if name is not None:
+        _check_name(request, answer, name)
     try:
         meta = field(answer, "meta_info", dict)
         reason = _finish_reason(meta)
@@ -164,18 +118,17 @@ def _read(request: Request, answer: Any, expected: Expected, tokens: columns.Tok
                 f"weight_version is {shown(version)}, but the run gave the engine {expected.weight_version!r}: "
                 "somebody else changes its weights"
             )
-        if tokens is None:
-            tokens = _tokens(meta, field(answer, "output_ids", list), expected)
-        count = len(tokens.ids)
+        ids = field(answer, "output_ids", list)
+        _check_ids(ids, expected)
+        log_probs = _log_probs(meta, ids)
+        count = len(ids)
         _check_count(count, reason, expected)
         versions = None if expected.versions is None else _versions(meta, count, expected.versions)
         every = None
         if expected.routed is not None:
-            every = expected.routed.read(meta, len(request.prompt.token_ids) + count, start)
-            every = every[request.routed_experts_start - start :]
-        return Sample(
-            request, tokens.ids, tokens.log_probs, reason, version, token_weight_versions=versions, routed_experts=every
-        )
+            every = expected.routed.read(meta, len(request.prompt.token_ids) + count, request.routed_experts_start)
+        drawn = request, np.array(ids), log_probs, reason, version
+        return Sample(*drawn, token_weight_versions=versions, routed_experts=every)
     except BadAnswer as error:
         raise BadAnswer(f"sample {request.sample_id}: {error}") from error
 
@@ -239,11 +192,6 @@ def _finish_reason(meta: dict[str, Any]) -> str:
     return kind
 
 
-def _tokens(meta: dict[str, Any], ids: list[Any], expected: Expected) -> columns.Tokens:
-    _check_ids(ids, expected)
-    return columns.Tokens(np.array(ids, dtype=np.int64), np.array(_log_probs(meta, ids), dtype=np.float64))
-
-
 def _check_ids(ids: list[Any], expected: Expected) -> None:
     if not set(map(type, ids)) <= {int}:
         raise BadAnswer(f"output_ids is {shown(ids)}, expected whole numbers")
@@ -254,7 +202,8 @@ def _check_ids(ids: list[Any], expected: Expected) -> None:
         raise BadAnswer(f"output_ids has token {shown(wrong)}, the vocabulary has {expected.vocab_size}")
 
 
-def _log_probs(meta: dict[str, Any], ids: list[int]) -> list[float]:
+def _log_probs(meta: dict[str, Any], ids: list[int]) -> np.ndarray:
+    """[tokens] float64."""
     pairs = meta.get("output_token_logprobs") or []  # SGLang leaves it out where there are no tokens
     if type(pairs) is not list or not set(map(type, pairs)) <= {list} or min(map(len, pairs), default=2) < 2:
         raise BadAnswer(f"output_token_logprobs is {shown(pairs)}, expected a list of [log-prob, token, ...]")
@@ -263,6 +212,12 @@ def _log_probs(meta: dict[str, Any], ids: list[int]) -> list[float]:
     values = [pair[0] for pair in pairs]
     if not set(map(type, values)) <= {float, int}:
         raise BadAnswer(f"output_token_logprobs has {shown(values)}, expected numbers")
-    if wrong := [value for value in values if not -LARGEST <= value <= ABOVE_ZERO]:
-        raise BadAnswer(f"output_token_logprobs has {shown(wrong[0])}, expected finite numbers of at most 0")
-    return list(map(float, values))
+    try:
+        found = np.array(values, dtype=np.float64)
+        is_good = bool(((found >= -LARGEST) & (found <= ABOVE_ZERO)).all())
+    except OverflowError:  # a whole number that no float is
+        is_good = False
+    if not is_good:
+        wrong = next(value for value in values if not -LARGEST <= value <= ABOVE_ZERO)
+        raise BadAnswer(f"output_token_logprobs has {shown(wrong)}, expected finite numbers of at most 0")
+    return found

@@ -23,7 +23,7 @@ from mrl.ports import HERE
 log = logging.getLogger(__name__)
 KEY_VARIABLE = "MRL_ENGINE_KEY"  # in the server's environment: the key that every request must carry
 STRANGER_S = 10.0  # how long one may take to show the key
-MAX_STRANGERS = 256  # connections that have not shown it; one more ends the oldest of them
+MAX_STRANGERS = 1024  # connections that have not shown it; one more ends the oldest of them
 MAX_HEAD_BYTES = 16 << 10  # of a request before its body: all that is read without the key
 
 Route = Callable[[dict[str, Any]], Any]  # of the JSON body, {} where there is none; gives the JSON answer

@@ -19,10 +19,10 @@ from mrl.rollout.agent import Agent, Home, Offered
 from mrl.rollout.check import check_server
 from mrl.rollout.elsewhere import OtherNode
 from mrl.rollout.engine import Engine
-from mrl.rollout.fleet import Fleet
+from mrl.rollout.engine_pool import EnginePool
 from mrl.rollout.launch import CPU, Launch, Part, ServerSpec, launcher
 from mrl.rollout.members import Members, served
-from mrl.rollout.open_fleet import OpenFleet
+from mrl.rollout.open_engine_pool import OpenEnginePool
 from mrl.rollout.process import EnginePart, EngineProcess
 from mrl.rollout.registry import Registry
 from mrl.rollout.routed import RoutedShape
@@ -80,7 +80,7 @@ def start_engine(
         parts: list[Member] = [*processes, *(engine for node in nodes for engine in node.engines)]
         servers = [Server(one.url, one) for one in joined(parts, part.nodes if part is not None else 1)]
     arch = engine_arch(model_path)
-    fleet = Fleet(
+    pool = EnginePool(
         servers,
         access,
         lambda url: check_server(url, access, cfg, model_path, arch.family, dtype, outlives=bool(cfg.urls)),
@@ -89,7 +89,7 @@ def start_engine(
         nodes=nodes,
         memory_timeout_s=cfg.request_timeout_s,
     )
-    return _engine(fleet, arch, cfg)
+    return _engine(pool, arch, cfg)
 
 
 def join_engines(cfg: RLConfig, run_dir: Path) -> Engine:
@@ -97,7 +97,7 @@ def join_engines(cfg: RLConfig, run_dir: Path) -> Engine:
     many nodes as were promised, and checks them. Raises ValueError for a key that others can read."""
     rollout, model, arch = cfg.rollout, cfg.model, engine_arch(cfg.model.path)
     access = Access(Registry(run_dir).key(), ours=True)
-    fleet = OpenFleet(
+    pool = OpenEnginePool(
         Members(run_dir, cfg.placement, served(cfg), access),
         access,
         lambda url: check_server(url, access, rollout, model.path, arch.family, model.dtype, outlives=True),
@@ -105,12 +105,12 @@ def join_engines(cfg: RLConfig, run_dir: Path) -> Engine:
         max_restarts=rollout.max_restarts,
         memory_timeout_s=rollout.request_timeout_s,
     )
-    return _engine(fleet, arch, rollout)
+    return _engine(pool, arch, rollout)
 
 
-def _engine(fleet: Fleet, arch: ModelArch, cfg: RolloutConfig) -> Engine:
+def _engine(pool: EnginePool, arch: ModelArch, cfg: RolloutConfig) -> Engine:
     return Engine(
-        fleet,
+        pool,
         vocab_size=arch.vocab_size,
         concurrent_requests=cfg.concurrent_requests,
         request_timeout_s=cfg.request_timeout_s,

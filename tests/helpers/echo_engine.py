@@ -42,14 +42,9 @@ class Echo:
         kind = read_hf_config(self.model_path)["model_type"]
         return {"model_path": self.model_path, "model_type": kind, "weight_version": self.version}
 
-    def generate(self, body: protocol.GenerateBody) -> Any:
-        prompts, params = body["input_ids"], body["sampling_params"]
-        if not isinstance(prompts[0], list):
-            return self.sample(prompts, params)
-        return [self.sample(prompt, its) for prompt, its in zip(prompts, params, strict=True)]
-
-    def sample(self, prompt: list[int], params: protocol.SamplingBody) -> protocol.Generated:
-        tokens = prompt[::-1][: params["max_new_tokens"]]
+    def generate(self, body: protocol.GenerateBody) -> protocol.Generated:
+        prompt = body["input_ids"]
+        tokens = prompt[::-1][: body["sampling_params"]["max_new_tokens"]]
         return {
             "output_ids": tokens,
             "meta_info": {

@@ -50,9 +50,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def answer(self, body: dict[str, Any]) -> Any:
         if self.path == "/generate":
-            prompts, params = body["input_ids"], body["sampling_params"]
-            many = isinstance(prompts[0], list)
-            return [*map(sample, prompts, params)] if many else sample(prompts, params)
+            return sample(body["input_ids"], body["sampling_params"])
         kind = json.loads(Path(sys.argv[1], "config.json").read_text())["model_type"]
         info = {"model_path": sys.argv[1], "model_type": kind, "weight_version": "0"}
         return {"success": True, "enable_deterministic_inference": True} | info

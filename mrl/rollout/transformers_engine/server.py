@@ -63,34 +63,23 @@ class Endpoints:
         return info | {"skip_tokenizer_init": False, "enable_return_routed_experts": self._worker.routed is not None}
 
     def generate(self, body: dict[str, Any]) -> Any:
-        many = isinstance(body["input_ids"][0], list) if body["input_ids"] else False
-        prompts = body["input_ids"] if many else [body["input_ids"]]
-        params = body.get("sampling_params") or {}
-        each = params if isinstance(params, list) else [params] * len(prompts)
-        if len(each) != len(prompts):
-            raise BadRequest(f"{len(prompts)} input_ids, {len(each)} sampling_params")
-        urls = body.get("image_data") or [[]] * len(prompts)
-        if len(urls) != len(prompts):
-            raise BadRequest(f"{len(prompts)} input_ids, image_data of {len(urls)}")
+        ids, urls = body["input_ids"], body.get("image_data") or []
         asks, start = bool(body.get("return_routed_experts")), body.get("routed_experts_start_len") or 0
         if asks and self._worker.routed is None:
             raise BadRequest("return_routed_experts: the model has no experts")
-        if type(start) is not int or not 0 <= start <= min(map(len, prompts), default=0):
-            raise BadRequest(f"routed_experts_start_len: {start!r} is not a number of tokens that every prompt has")
+        if type(start) is not int or not 0 <= start <= len(ids):
+            raise BadRequest(f"routed_experts_start_len: {start!r} is not a number of tokens that the prompt has")
         try:
-            read = [self._read(ids, own) for ids, own in zip(prompts, urls)]
-            jobs = [
-                parse_job(ids, p, self._worker.eos_ids, self._context, inputs, asks)
-                for (ids, inputs), p in zip(read, each)
-            ]
+            ids, inputs = self._read(ids, urls)
+            params = body.get("sampling_params") or {}
+            job = parse_job(ids, params, self._worker.eos_ids, self._context, inputs, asks)
         except ValueError as error:
             raise BadRequest(str(error)) from error
         version = self._worker.weight_version
-        tokens = self._worker.generate(jobs)
-        answers = [_answer(job, ids, version, self._worker.routed, start) for job, ids in zip(jobs, tokens)]
-        for answer, name in zip(answers, body.get("rid") or ()):
-            answer["meta_info"]["id"] = name
-        return answers if many else answers[0]
+        answer = _answer(job, self._worker.generate(job), version, self._worker.routed, start)
+        if "rid" in body:
+            answer["meta_info"]["id"] = body["rid"]
+        return answer
 
     def _read(self, ids: list[int], urls: list[str]) -> tuple[list[int], Inputs | None]:
         if self._worker.sight is not None:

@@ -76,11 +76,10 @@ class Worker:
 
     # ---- called by the HTTP threads
 
-    def generate(self, jobs: list[Job]) -> list[list[int]]:
-        waiting = [_Generation(job, Future()) for job in jobs]
-        for generation in waiting:
-            self._queue.put(generation)
-        return [generation.done.result() for generation in waiting]
+    def generate(self, job: Job) -> list[int]:
+        generation = _Generation(job, Future())
+        self._queue.put(generation)
+        return generation.done.result()
 
     def begin_update(self) -> None:
         self._do(self._begin)

@@ -89,8 +89,8 @@ class Ahead:
                 )
 
     def say(self, line: str) -> None:
-        """To the user, once the main thread waits."""
-        tell = self._notes.append if self._is_here else self._note
+        """Tells the user, once the main thread waits."""
+        tell = self._note if threading.current_thread() is threading.main_thread() else self._notes.append
         tell(line)
 
     def give_weights(self, url: str) -> None:

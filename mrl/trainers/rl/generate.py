@@ -20,7 +20,7 @@ from mrl.observe import ENGINES, LEFT_OUT, append_jsonl, sample_row, save_pictur
 from mrl.resilience.sections import section
 from mrl.reward.errors import RewardError
 from mrl.reward.manager import RewardManager
-from mrl.rollout import Engine, Feed, sample_seed
+from mrl.rollout import Engine, RequestQueue, sample_seed
 from mrl.trainers.rl.groups import Group, GroupFilter, SamplingError, in_order, sample_groups, value_of
 from mrl.trainers.rl.sample_metrics import load_metrics, sample_metrics, validation_metrics
 from mrl.trainers.rl.sampler import Drawn, Sampled
@@ -195,8 +195,8 @@ class Generator:
         self._score(in_order(groups), on_sample)
         return [self._present(group) for group in groups], metrics
 
-    def draw_under_way(self, feed: Feed, on_samples: OnSamples) -> None:
-        """What is fed, as it finishes, each sample's scoring begun; in a thread."""
+    def draw_under_way(self, queue: RequestQueue, on_samples: OnSamples) -> None:
+        """Samples the requests of the queue, as they finish, each sample's scoring begun; in a thread."""
 
         def scored(some: list[Sample]) -> None:
             self.is_active(some)
@@ -211,11 +211,8 @@ class Generator:
 
         if self.agents is not None:
             generate = partial(self.engine.generate, on_samples=self.is_active, over_pushes=True)
-            return self.agents.play(feed.take, self.sampling_params(), generate, scored)
-        size = self.cfg.batch
-        waits = self.cfg.rollout.max_staleness == 0  # a step for all of its groups, as without overlap
-        together = size.samples_per_prompt * (size.prompts_per_step if waits else 1)
-        self.engine.follow(feed, self.sampling_params(), finished, together)
+            return self.agents.play(queue.take, self.sampling_params(), generate, scored)
+        self.engine.follow(queue, self.sampling_params(), finished)
 
     def numbered(self, group: int, member: int) -> Request:
         """As `request`, by its numbers in the run."""

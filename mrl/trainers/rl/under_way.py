@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mrl.core import Request, Sample
-from mrl.rollout import Feed, RolloutError, ServerLost
+from mrl.rollout import RequestQueue, RolloutError, ServerLost
 from mrl.trainers.rl.groups import Group
 from mrl.trainers.rl.kept_samples import plain, restored
 from mrl.trainers.shared.heartbeat import Activity
@@ -41,7 +41,7 @@ class UnderWay:
         groups: int,
         members: int,
         request: Callable[[int, int], Request],
-        draw: Callable[[Feed, OnSamples], None],
+        draw: Callable[[RequestQueue, OnSamples], None],
         replace: Callable[[ServerLost], list[str]],
         activity: Activity,
     ) -> None:
@@ -52,7 +52,7 @@ class UnderWay:
         self._ended: dict[int, Group] = {}
         self._failure: BaseException | None = None
         self._is_drawing = False
-        self._feed = Feed()
+        self._queue = RequestQueue()
         self._admitted = range(0)
         self._waited_s = 0.0
 
@@ -122,7 +122,7 @@ class UnderWay:
 
     def close(self) -> None:
         """Ends the thread, once its requests have been cut off or have ended."""
-        self._feed.end()
+        self._queue.end()
         with self._changed:
             self._changed.wait_for(lambda: not self._is_drawing, CLOSE_S)
 
@@ -134,16 +134,16 @@ class UnderWay:
             if not new:
                 return
             if not self._is_drawing:
-                self._is_drawing, self._parts, self._feed = True, {}, Feed()
-                threading.Thread(target=self._run, args=(self._feed,), name="sampling under way", daemon=True).start()
-        self._feed.put([self._request(number, member) for number in new for member in range(self._members)])
+                self._is_drawing, self._parts, self._queue = True, {}, RequestQueue()
+                threading.Thread(target=self._run, args=(self._queue,), name="sampling under way", daemon=True).start()
+        self._queue.put([self._request(number, member) for number in new for member in range(self._members)])
 
     # ---- the other thread
 
-    def _run(self, feed: Feed) -> None:
+    def _run(self, queue: RequestQueue) -> None:
         failure: BaseException | None = None
         try:
-            self._draw(feed, self._finished)
+            self._draw(queue, self._finished)
         except BaseException as error:
             failure = error
         with self._changed:

@@ -182,7 +182,7 @@ def test_an_engine_that_dies_alone_is_started_again_by_its_node(place: Place) ->
     place.serve(0)
     engine = place.join(place.cfg())
     engine.wait_ready()
-    (server,) = engine.fleet.servers
+    (server,) = engine.pool.servers
     kill_engine_at(server.url)
     wait_for(lambda: server.has_ended)
     assert sample(engine) == 40 and engine.urls == (server.url,)

@@ -85,7 +85,7 @@ REWARD = "def reward(prompt, response, row):\n    return 1 / (response == row['a
 # test_rollout_failures.py.
 ENGINES = {
     "dies in an update": ("dies", "version 1: sending failed: .*update_weights_from_tensor: no answer"),
-    "answers nothing to a rollout": ("generate_hangs", "rollout failed: .*no answer for samples .* = 4 s"),
+    "answers nothing to a rollout": ("generate_hangs", "rollout failed: .*no answer for sample .* = 4 s"),
 }
 
 

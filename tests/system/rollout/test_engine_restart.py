@@ -48,7 +48,7 @@ class Trainer:
 
 def kill(engine: Engine, url: str, number: signal.Signals = signal.SIGKILL) -> None:
     """The engine itself; its supervisor stays."""
-    (process,) = (process for process in engine.fleet.processes if process.url == url)
+    (process,) = (process for process in engine.pool.processes if process.url == url)
     for pid in descendants(process.pid)[1:]:
         os.kill(pid, number)
 

@@ -52,7 +52,7 @@ def test_an_engine_of_one_s_own_samples_and_gets_weights(table: None, tiny_model
         assert {sample.weight_version for sample in engine.generate(asked, SamplingParams())} == {"7"}
         with pytest.raises(EngineError, match="update_weights_from_disk: HTTP 400: .* has no weights"):
             engine.client(engine.urls[0]).update_weights_from_disk(str(tmp_path), weight_version="8")
-        assert all(not process.log.read_text().count("Traceback") for process in engine.fleet.processes)
+        assert all(not process.log.read_text().count("Traceback") for process in engine.pool.processes)
 
 
 def test_its_name_and_what_it_ignores_are_known_to_the_configuration(

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from mrl.config.schema import RolloutConfig, SyncConfig
 from mrl.core import Prompt, Request, Sample, SamplingParams
-from mrl.rollout import RELEASED_PARTS, Engine, EngineError, RolloutError, flight, sample_seed, start_engine
+from mrl.rollout import RELEASED_PARTS, Engine, EngineError, RolloutError, request_dispatcher, sample_seed, start_engine
 from mrl.rollout.samples import read_answer
 from mrl.weights.errors import SyncError
 from mrl.weights.sync.weight_sync import WeightSync
@@ -134,8 +134,8 @@ def test_samples_of_one_prompt_share_its_keys_and_values(
 ) -> None:
     cached = list[int]()
 
-    def read(asked: Sequence[Request], content: bytes, *more: Any) -> list[Sample]:
-        cached.extend(each["meta_info"]["cached_tokens"] for each in json.loads(content))
+    def read(asked: Request, content: bytes, *more: Any) -> Sample:
+        cached.append(json.loads(content)["meta_info"]["cached_tokens"])
         return read_answer(asked, content, *more)
 
     prompt = Prompt(0, tuple(range(100, 140)), {})
@@ -144,7 +144,7 @@ def test_samples_of_one_prompt_share_its_keys_and_values(
     alone = [sglang_engine.generate([request], params)[0].response_ids.tolist() for request in group]
     with closing(sglang_engine.client(sglang_engine.urls[0])) as client:
         client.flush_cache()
-    monkeypatch.setattr(flight, "read_answer", read)
+    monkeypatch.setattr(request_dispatcher, "read_answer", read)
     together = sglang_engine.generate(group, params)
     assert cached == [39] * 6  # the last token is computed for its logits
     assert [sample.response_ids.tolist() for sample in together] == alone

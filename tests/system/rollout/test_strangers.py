@@ -128,7 +128,7 @@ def test_of_sglang_only_health_is_open_and_nothing_is_written(
     found = try_everything(sglang_engine, tiny_models("llama", seed=1), tmp_path / "written")
     assert found["key of no ascii"] in ("401", "500")
     assert found == {**found, **REFUSED, **{name: found[name] for name in ("health", "key of no ascii")}}
-    (process,) = sglang_engine.fleet.processes
+    (process,) = sglang_engine.pool.processes
     tree = psutil.Process(process.pid).children(recursive=True)
     ports = {(c.laddr.ip, c.status) for p in tree for c in p.net_connections("inet") if c.status == "LISTEN"}
     assert {ip for ip, _ in ports} == {"127.0.0.1"}, "reached from other machines"
@@ -150,9 +150,9 @@ def test_the_key_is_for_the_engine_s_account_alone(engine: Engine, tiny_models: 
     assert key is not None and len(key) == 64
     found = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]  # none of one that ends
     lines = [" ".join(line) for line in found]
-    (process,) = engine.fleet.processes
+    (process,) = engine.pool.processes
     assert not [line for line in lines if key in line] and key not in process.log.read_text()
-    assert key not in repr(engine.access) and key not in repr(vars(engine)) and key not in repr(vars(engine.fleet))
+    assert key not in repr(engine.access) and key not in repr(vars(engine)) and key not in repr(vars(engine.pool))
     with start_engine(RolloutConfig(engine="transformers"), str(tiny_models("llama")), "float32", tmp_path) as other:
         assert other.access.api_key != key
 
@@ -168,7 +168,7 @@ def test_an_engine_without_a_key_does_not_pass(tiny_models: TinyModels, tmp_path
     )
     cfg = RolloutConfig(engine="transformers")
     with start_engine(cfg, str(tiny_models("llama")), "float32", tmp_path) as engine:
-        (process,) = engine.fleet.processes
+        (process,) = engine.pool.processes
         process._launch = lambda folder: Launch([sys.executable, "-c", code, str(process._port)], dict(os.environ))
         process.restart()
         with pytest.raises(EngineStartError, match="answers without the run's key .*could change its weights"):

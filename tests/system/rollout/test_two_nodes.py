@@ -33,11 +33,11 @@ def test_engines_of_two_nodes_sample_and_one_is_brought_back_by_its_own(
         engine = stack.enter_context(start_engine(cfg, model, "float32", tmp_path, 1, machine=machine, others=others))
         engine.wait_ready()
         engine.restarts.allow(notes.append, given.append)
-        assert [server.url for server in engine.fleet.servers] == [*engine.urls]
+        assert [server.url for server in engine.pool.servers] == [*engine.urls]
         assert engine.urls[1:] == agent.offered.urls
         asked = requests([(3 + n, 4, 5) for n in range(80)])
         assert len(engine.generate(asked, SamplingParams(max_new_tokens=2))) == 80
-        (far,) = (server for server in engine.fleet.servers if server.url == engine.urls[1])
+        (far,) = (server for server in engine.pool.servers if server.url == engine.urls[1])
         port = far.url.rpartition(":")[2]
         for process in psutil.process_iter(["cmdline"]):
             if (process.info["cmdline"] or [])[-1:] == [port] and "-I" not in process.info["cmdline"]:

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from mrl.config.engines import ENGINES, EngineKind
 from mrl.config.schema import RolloutConfig
 from mrl.core import Prompt, Request, Sample, SamplingParams
-from mrl.rollout import Engine, Feed, ServerLost, sample_seed, start_engine
+from mrl.rollout import Engine, RequestQueue, ServerLost, sample_seed, start_engine
 from mrl.rollout.check import check_server
 from mrl.rollout.errors import EngineError
 from tests.conftest import TinyModels
@@ -47,16 +47,16 @@ def test_each_span_has_the_log_probs_of_the_weights_that_it_names(
     """All weights are exchanged in the middle of long responses, again and again."""
     weights = [tiny_models("llama"), tiny_models("llama", seed=1)]
     found: list[Sample] = []
-    feed = Feed()
+    queue = RequestQueue()
     sampling = SamplingParams(max_new_tokens=160)
-    drawing = threading.Thread(target=lambda: sglang_engine.follow(feed, sampling, found.extend, MEMBERS))
+    drawing = threading.Thread(target=lambda: sglang_engine.follow(queue, sampling, found.extend))
     sglang_engine.versions |= {str(number) for number in range(1000)}
     with closing(sglang_engine.client(sglang_engine.urls[0])) as client:
         client.update_weights_from_disk(str(weights[0]), weight_version="0")
         drawing.start()
         for group in range(2):
-            feed.put([request(group, member) for member in range(MEMBERS)])
-        feed.end()
+            queue.put([request(group, member) for member in range(MEMBERS)])
+        queue.end()
         version, end = 0, time.monotonic() + WAIT_S
         while drawing.is_alive() and time.monotonic() < end:
             version += 1
@@ -231,18 +231,18 @@ def test_an_engine_that_dies_is_for_the_main_thread_to_begin_anew(
         engine.wait_ready()
         engine.restarts.allow(notes.append, given_to.append)
         engine.is_pushing("0")
-        [process] = engine.fleet.processes
+        [process] = engine.pool.processes
         os.killpg(os.getpgid(process.pid), signal.SIGKILL)
         with pytest.raises(ServerLost, match="engine died") as lost:
-            engine.follow(Feed(), SamplingParams(), nothing, MEMBERS)
+            engine.follow(RequestQueue(), SamplingParams(), nothing)
         assert notes == [], "the thread has looked after it"
         assert engine.replace(lost.value) == [*engine.urls] and engine.lacks_weights and given_to == []
         assert engine.replace(lost.value) == [], "it was begun anew twice"
         engine.has_pushed("0")
-        feed, found = Feed(), list[Sample]()
-        feed.put([request(0, member) for member in range(MEMBERS)])
-        feed.end()
-        engine.follow(feed, SamplingParams(), found.extend, MEMBERS)
+        queue, found = RequestQueue(), list[Sample]()
+        queue.put([request(0, member) for member in range(MEMBERS)])
+        queue.end()
+        engine.follow(queue, SamplingParams(), found.extend)
     assert [sample.token_weight_versions.tolist() for sample in found if sample.token_weight_versions is not None] == [
         [0, 0]
     ] * MEMBERS
@@ -259,7 +259,7 @@ def test_an_engine_that_was_begun_anew_in_a_push_is_asked_nothing_before_it_has_
         engine.wait_ready()
         engine.restarts.allow(nothing, nothing)
         engine.is_pushing("0")
-        [process] = engine.fleet.processes
+        [process] = engine.pool.processes
         os.killpg(os.getpgid(process.pid), signal.SIGKILL)
         assert engine.revive(EngineError(engine.urls[0], "begin_weight_update", None, "gone"))
         with pytest.raises(ServerLost, match="lacks its weights") as lost:

@@ -23,11 +23,10 @@ from mrl.data.collate import collate
 from mrl.data.packing import pack
 from mrl.families import load_arch
 from mrl.rollout import Engine, EngineClient, EngineStartError, start_engine
-from mrl.rollout import samples as reading
 from mrl.rollout.adapters import started_with
 from mrl.rollout.errors import BadAnswer
 from mrl.rollout.routed import ASK, RoutedShape, joined, whole
-from mrl.rollout.samples import Expected, generate_body, read_answer, read_samples
+from mrl.rollout.samples import Expected, generate_body, read_answer
 from mrl.rollout.server_info import ServerInfo
 from mrl.trainers.rl.kept_samples import plain, restored
 from mrl.weights.sync.payload import plan_buckets
@@ -133,18 +132,15 @@ def test_an_engines_experts_are_read_without_its_dense_layers() -> None:
     assert RoutedShape((0,), 1, 8, 384).dtype == np.int16
 
 
-def test_a_call_asks_for_what_no_request_of_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine is told one number for all; what a request knows already is left out of its answer."""
+def test_a_request_asks_for_the_experts_that_it_does_not_know() -> None:
     experts = [[[1, 2], [3, 0]], [[0, 1], [2, 3]], [[2, 0], [1, 3]], [[3, 1], [0, 2]]]
     requests = [
         replace(request(0, (5, 6, 7, 8)), routed_experts_start=3),
         replace(request(1, (5, 6, 7)), routed_experts_start=1),
     ]
-    body = generate_body(requests, SamplingParams(), experts=True)
-    assert body["return_routed_experts"] is True and body["routed_experts_start_len"] == 1
-    assert "routed_experts_start_len" not in generate_body(
-        [request(0, (5,)), requests[0]], SamplingParams(), experts=True
-    )
+    bodies = [generate_body(each, SamplingParams(), experts=True) for each in (*requests, request(0, (5,)))]
+    assert all(body["return_routed_experts"] is True for body in bodies)
+    assert [body.get("routed_experts_start_len") for body in bodies] == [3, 1, None]
     answers = [
         {
             "output_ids": [7],
@@ -153,19 +149,15 @@ def test_a_call_asks_for_what_no_request_of_it_knows(monkeypatch: pytest.MonkeyP
                 "prompt_tokens": len(each.prompt.token_ids),
                 "weight_version": "0",
                 "output_token_logprobs": [[-0.5, 7, None]],
-                "routed_experts": SHAPE.written(np.array(experts[1 : len(each.prompt.token_ids)])),
+                "routed_experts": SHAPE.written(
+                    np.array(experts[each.routed_experts_start : len(each.prompt.token_ids)])
+                ),
             },
         }
         for each in requests
     ]
     expected = Expected(10, 4, routed=SHAPE)
-    first, second = read_samples(requests, answers, expected)
-    monkeypatch.setattr(reading, "MANY_BYTES", 0)
-    by_columns = read_answer(requests, json.dumps(answers).encode(), expected)
-    assert [np.array_equal(a.routed_experts, b.routed_experts) for a, b in zip(by_columns, (first, second))] == [
-        True,
-        True,
-    ]
+    first, second = (read_answer(r, json.dumps(a).encode(), expected) for r, a in zip(requests, answers))
     assert first.routed_experts is not None and first.routed_experts.tolist() == [experts[3], [[0, 0], [0, 0]]]
     assert second.routed_experts is not None and second.routed_experts.tolist() == [
         *experts[1:3],

@@ -23,7 +23,7 @@ from mrl.data.image_positions import image_positions
 from mrl.data.image_store import ImageStore
 from mrl.data.images import SizeBounds, read_image
 from mrl.rollout.errors import BadAnswer
-from mrl.rollout.samples import Expected, generate_body, read_samples
+from mrl.rollout.samples import Expected, generate_body, read_answer
 from tests.helpers.tiny_vl import IMAGE, make_tiny_vl
 
 RNG = np.random.default_rng(0)
@@ -153,16 +153,16 @@ def test_a_request_has_one_token_a_picture_and_an_answer_must_have_counted_all(f
     requests = [Request(i, i, prompt, 1) for i, prompt in enumerate(prompts)]
     from mrl.core import SamplingParams
 
-    body = generate_body(requests, SamplingParams())
-    assert [ids.count(IMAGE) for ids in body["input_ids"]] == [1, 0]  # type: ignore[union-attr]
-    assert [len(urls) for urls in body["image_data"]] == [1, 0]
-    assert body["image_data"][0][0].startswith("data:image/png;base64,")
+    bodies = [generate_body(request, SamplingParams()) for request in requests]
+    assert [body["input_ids"].count(IMAGE) for body in bodies] == [1, 0]
+    [url] = bodies[0]["image_data"]
+    assert url.startswith("data:image/png;base64,") and "image_data" not in bodies[1]
     meta = {
         "finish_reason": {"type": "stop"}, "weight_version": "0", "output_token_logprobs": [[-1.0, 5, None]],
         "prompt_tokens": len(prompts[0].token_ids) - 1,
     }  # fmt: skip
     with pytest.raises(BadAnswer, match="sample 0: the engine made .* tokens of the prompt and its pictures"):
-        read_samples(requests[:1], {"meta_info": meta, "output_ids": [5]}, Expected(320, 8))
+        read_answer(requests[0], json.dumps({"meta_info": meta, "output_ids": [5]}).encode(), Expected(320, 8))
 
 
 def test_sizes_are_those_of_transformers_and_fit_at_once() -> None:

@@ -12,8 +12,8 @@ from mrl.core import SamplingParams
 from mrl.rollout import check, protocol
 from mrl.rollout.access import OPEN
 from mrl.rollout.engine import Engine
+from mrl.rollout.engine_pool import Checked, EnginePool
 from mrl.rollout.errors import EngineError, EngineStartError, RolloutError
-from mrl.rollout.fleet import Checked, Fleet
 from mrl.rollout.server import Server
 
 ALL, CACHE = protocol.RELEASED_PARTS["all"], protocol.RELEASED_PARTS["cache"]
@@ -103,7 +103,7 @@ class Trainer:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, ours: bool = True, restarts: int = 3) -> None:
         self.processes = [Process(f"http://{i}") for i in range(2)]
         servers = [Server(p.url, p if ours else None) for p in self.processes]  # type: ignore[arg-type]
-        fleet = Fleet(
+        pool = EnginePool(
             servers,
             OPEN,
             lambda url: Checked((), True),
@@ -112,9 +112,9 @@ class Trainer:
             memory_timeout_s=9.0,
         )
         monkeypatch.setattr("mrl.rollout.server.DEATH_WAIT_S", 0.0)
-        monkeypatch.setattr("mrl.rollout.fleet.DEATH_WAIT_S", 0.0)
-        monkeypatch.setattr(fleet, "client", lambda url, s: Client(self.processes[int(url[-1])], s))
-        self.engine = Engine(fleet, vocab_size=9, concurrent_requests=1, request_timeout_s=9.0)
+        monkeypatch.setattr("mrl.rollout.engine_pool.DEATH_WAIT_S", 0.0)
+        monkeypatch.setattr(pool, "client", lambda url, s: Client(self.processes[int(url[-1])], s))
+        self.engine = Engine(pool, vocab_size=9, concurrent_requests=1, request_timeout_s=9.0)
         self.weights_to: list[str] = []
         self.engine.restarts.allow(lambda note: None, self.weights_to.append)
 

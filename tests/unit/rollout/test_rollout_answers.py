@@ -17,11 +17,11 @@ from mrl.rollout import EngineClient, EngineError
 from mrl.rollout.answers import error_message, from_json
 from mrl.rollout.errors import BadAnswer
 from mrl.rollout.protocol import SamplingBody
-from mrl.rollout.samples import Expected, generate_body, read_answer, read_samples
+from mrl.rollout.samples import Expected, generate_body, read_answer
 from mrl.rollout.server_info import read_server_info
 from mrl.trainers.rl.mismatch import MismatchError, MismatchLimits
 
-ASKED = [Request(5, 0, Prompt(9, (1, 2), {}), 3)]
+ASKED = Request(5, 0, Prompt(9, (1, 2), {}), 3)
 EXPECTED = Expected(vocab_size=100, max_new_tokens=3, weight_version="7")
 DEEP = "[" * 100_000
 
@@ -49,8 +49,7 @@ LOG_PROBS = "meta_info.output_token_logprobs"
 BAD: dict[str, tuple[Any, str]] = {
     "a list": ([[]], "the answer is .*expected an object"),
     "a text": ("hello", "the answer is 'hello', expected an object"),
-    "null": ([None], "the answer is None"),
-    "two": ([good(), good()], "1 requests, 2 answers"),
+    "null": (None, "the answer is None"),
     "no meta": (changed("meta_info", None), "meta_info is missing"),
     "meta a list": (changed("meta_info", []), "meta_info is .*expected an object"),
     "no ids": (changed("output_ids", None), "output_ids is missing"),
@@ -96,7 +95,7 @@ BAD: dict[str, tuple[Any, str]] = {
 
 
 def test_a_good_answer_is_a_sample() -> None:
-    (sample,) = read_samples(ASKED, [good()], EXPECTED)
+    sample = read_answer(ASKED, json.dumps(good()).encode(), EXPECTED)
     assert (sample.response_ids.tolist(), sample.finish_reason) == ([4, 99], "stop")
     assert sample.log_probs.tolist() == torch.tensor([-0.5, 1e-7]).tolist()
 
@@ -105,20 +104,18 @@ def test_a_good_answer_is_a_sample() -> None:
 def test_a_bad_answer_is_refused_by_sample_and_field(name: str) -> None:
     answer, message = BAD[name]
     with pytest.raises(BadAnswer, match=message) as caught:
-        read_samples(ASKED, answer, EXPECTED)
+        read_answer(ASKED, json.dumps(answer).encode(), EXPECTED)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
-    assert name == "two" or str(caught.value).startswith("sample 5: ")
+    assert str(caught.value).startswith("sample 5: ")
 
 
 def test_an_answer_to_another_request_is_not_taken_for_its_own() -> None:
     """As of a server in between that mixes them up."""
-    asked = [ASKED[0], replace(ASKED[0], sample_id=6)]
-    names = generate_body(asked, SamplingParams())["rid"]
-    assert len({*names, *generate_body(asked, SamplingParams())["rid"]}) == 4
-    answers = [good() | {"meta_info": good()["meta_info"] | {"id": name}} for name in names]
-    assert len(read_samples(asked, answers, EXPECTED, names=names)) == 2
-    with pytest.raises(BadAnswer, match=f"sample 5: the answer is to another request .'{names[1]}'"):
-        read_answer(asked, json.dumps(answers[::-1]).encode(), EXPECTED, names)
+    name, other = (generate_body(ASKED, SamplingParams())["rid"] for _ in range(2))
+    content = json.dumps(good() | {"meta_info": good()["meta_info"] | {"id": other}}).encode()
+    assert read_answer(ASKED, content, EXPECTED, other).request is ASKED
+    with pytest.raises(BadAnswer, match=f"sample 5: the answer is to another request .'{other}'"):
+        read_answer(ASKED, content, EXPECTED, name)
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xff", DEEP.encode(), b"<html>", b'{"a": ' + b"9" * 5000 + b"}"])
@@ -227,7 +224,7 @@ def test_a_server_that_would_not_survive_pushes_or_tells_no_true_log_probs_is_kn
 
 def test_every_parameter_of_sampling_is_named_in_every_request() -> None:
     """What is left out a server may have its own values for."""
-    (params,) = generate_body(ASKED, SamplingParams())["sampling_params"]
+    params = generate_body(ASKED, SamplingParams())["sampling_params"]
     assert set(params) == set(SamplingBody.__annotations__)
     bends = {"min_p", "frequency_penalty", "presence_penalty", "min_new_tokens", "ignore_eos", "stop", "stop_token_ids"}
     assert not any(params[name] for name in bends) and params["repetition_penalty"] == params["n"] == 1

@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from mrl.core import Request, Sample
-from mrl.rollout import Feed, RolloutError, ServerLost
-from mrl.rollout import samples as reading
+from mrl.rollout import RequestQueue, RolloutError, ServerLost
 from mrl.rollout.samples import Expected, read_answer
 from mrl.trainers.rl.groups import Group
 from mrl.trainers.rl.under_way import UnderWay
@@ -33,14 +32,14 @@ class Engines:
         self.fails_at: list[int] = []
         self.begun: list[tuple[int, int]] = []
 
-    def draw(self, feed: Feed, on_samples: Callable[[list[Sample]], None]) -> None:
+    def draw(self, queue: RequestQueue, on_samples: Callable[[list[Sample]], None]) -> None:
         under_way: list[tuple[Request, int]] = []
         while True:
-            while feed._fed:
-                for one in feed._fed.popleft():
+            while queue._batches:
+                for one in queue._batches.popleft():
                     under_way.append((one, self.version))
                     self.begun.append((one.group, self.version))
-            if not under_way and feed._has_ended:
+            if not under_way and queue._has_ended:
                 return
             if self.fails_at and len(self.begun) >= self.fails_at[0]:
                 del self.fails_at[0]
@@ -134,7 +133,7 @@ def test_three_lives_learn_each_group_once() -> None:
 
 
 def test_what_the_thread_raises_is_raised_where_groups_are_waited_for() -> None:
-    def fails(feed: Feed, on_samples: object) -> None:
+    def fails(queue: RequestQueue, on_samples: object) -> None:
         raise ZeroDivisionError
 
     made = UnderWay(WANTED, 1, 9, MEMBERS, request, fails, Engines().replace, Activity(WAIT_S))
@@ -143,8 +142,8 @@ def test_what_the_thread_raises_is_raised_where_groups_are_waited_for() -> None:
 
 
 def test_groups_that_do_not_end_are_waited_for_in_vain_no_longer_than_they_may_take() -> None:
-    def waits(feed: Feed, on_samples: object) -> None:
-        while feed.take(waits=True):
+    def waits(queue: RequestQueue, on_samples: object) -> None:
+        while queue.take(waits=True):
             pass
 
     with closing(UnderWay(WANTED, 1, 9, MEMBERS, request, waits, Engines().replace, Activity(0.1))) as made:
@@ -153,15 +152,15 @@ def test_groups_that_do_not_end_are_waited_for_in_vain_no_longer_than_they_may_t
 
 
 def test_who_is_fed_ends_with_who_feeds() -> None:
-    made: list[Feed] = []
-    owner = threading.Thread(target=lambda: made.append(Feed()))
+    made: list[RequestQueue] = []
+    owner = threading.Thread(target=lambda: made.append(RequestQueue()))
     owner.start()
     owner.join()
     made[0].put([request(0, 0)])
     assert made[0].take(waits=True) == [request(0, 0)] and made[0].take(waits=True) == []
 
     async def taken() -> list[Any]:
-        return [each async for each in made[0].taken()]
+        return [each async for each in made[0].batches()]
 
     assert asyncio.run(taken()) == []
 
@@ -176,10 +175,7 @@ def test_a_rest_waits_for_what_is_admitted_and_begins_nothing() -> None:
     assert len(engines.begun) == 3 * WANTED * MEMBERS
 
 
-@pytest.mark.parametrize("is_long", [False, True])
-def test_spans_of_an_answer_are_looked_at(is_long: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "MANY_BYTES", 0 if is_long else 1 << 20)
-
+def test_spans_of_an_answer_are_looked_at() -> None:
     def answer(*spans: tuple[str, int, int]) -> dict[str, Any]:
         named = [dict(zip(("version", "start", "end"), span)) for span in spans]
         meta = {"finish_reason": {"type": "stop"}, "prompt_tokens": 2, "completion_tokens": 3}
@@ -188,8 +184,8 @@ def test_spans_of_an_answer_are_looked_at(is_long: bool, monkeypatch: pytest.Mon
         return {"output_ids": [5, 6, 7], "meta_info": meta}
 
     def read(*spans: tuple[str, int, int]) -> list[int]:
-        content = json.dumps([answer(*spans)]).encode()
-        [sample] = read_answer([request(0, 0)], content, Expected(9, 3, versions={"3", "4"}))
+        content = json.dumps(answer(*spans)).encode()
+        sample = read_answer(request(0, 0), content, Expected(9, 3, versions={"3", "4"}))
         assert sample.token_weight_versions is not None
         return sample.token_weight_versions.tolist()
 

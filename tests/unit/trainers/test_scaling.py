@@ -26,18 +26,15 @@ from mrl.core import Prompt, Request, Rollout  # noqa: E402
 from mrl.data import collate, load_tokenizer  # noqa: E402
 from mrl.parallel import messages  # noqa: E402
 from mrl.platform import process  # noqa: E402
-from mrl.rollout import samples as reading  # noqa: E402
 from mrl.rollout.access import OPEN  # noqa: E402
 from mrl.rollout.client import EngineClient  # noqa: E402
-from mrl.rollout.columns import cut  # noqa: E402
-from mrl.rollout.fleet import Checked, Fleet  # noqa: E402
+from mrl.rollout.engine_pool import Checked, EnginePool  # noqa: E402
 from mrl.rollout.samples import Expected, read_answer  # noqa: E402
 from mrl.rollout.server import Server  # noqa: E402
 from mrl.trainers.rl.experience import Passes, make_experience, token_weights  # noqa: E402
 from mrl.trainers.rl.policy_update import policy_targets  # noqa: E402
 from mrl.weights.sync.weight_sync import WeightSync  # noqa: E402
 from tests.helpers.bare_run import bare_run  # noqa: E402
-from tests.unit.rollout.test_rollout_answers import ASKED, BAD, EXPECTED, good  # noqa: E402
 
 VOCAB, TOKENS = 151_000, 20_000
 
@@ -59,47 +56,12 @@ def requests(count: int) -> list[Request]:
 # ---- answers
 
 
-@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
-def test_an_answer_by_columns_has_the_bits_of_one_by_objects(
-    separators: tuple[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answer = [response(tokens, seed) for seed, tokens in enumerate((1, 700, 33))]
-    content, expected = json.dumps(answer, separators=separators).encode(), Expected(VOCAB, 700, "7")
-    assert cut(content) is not None
-    by_objects = read_answer(requests(3), content, expected)
-    monkeypatch.setattr(reading, "MANY_BYTES", 0)
-    monkeypatch.setattr(reading, "_log_probs", None)  # nothing is read by objects
-    for sample, other in zip(read_answer(requests(3), content, expected), by_objects, strict=True):
-        assert sample.response_ids.tobytes() == other.response_ids.tobytes() and len(sample.response_ids)
-        assert sample.log_probs.tobytes() == other.log_probs.tobytes()
-        assert (sample.finish_reason, sample.weight_version) == ("stop", "7")
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_a_bad_answer_is_refused_in_the_same_words_however_long(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer, message = BAD[name]
-    monkeypatch.setattr(reading, "MANY_BYTES", 0)
-    with pytest.raises(reading.BadAnswer, match=message):
-        read_answer(ASKED, json.dumps(answer).encode(), EXPECTED)
-
-
-@pytest.mark.parametrize(
-    "row",
-    ["[-1,4]", '[-1,4,"x"]', "[null,4,null]", "[-1,4.5,null]", "-1,4,null", "[-1,4,null,2]", '["-1",4,null]', "[]"],
-)
-def test_what_has_another_form_is_left_to_the_reader_of_objects(row: str) -> None:
-    text = json.dumps([good()], separators=(",", ":"))
-    assert cut(text.encode()) is not None
-    assert cut(text.replace("[-0.5,4,null]", row).encode()) is None
-
-
 def test_no_object_a_token_is_kept() -> None:
-    content = json.dumps([response(TOKENS, seed) for seed in range(2)], separators=(",", ":")).encode()
-    assert len(content) > reading.MANY_BYTES
+    contents = [json.dumps(response(TOKENS, seed)).encode() for seed in range(2)]
     asked, expected = requests(2), Expected(VOCAB, TOKENS)
-    read_answer(asked, content, expected)  # imports
+    read_answer(asked[0], contents[0], expected)  # imports
     before = sys.getallocatedblocks()
-    samples = read_answer(asked, content, expected)
+    samples = [read_answer(request, content, expected) for request, content in zip(asked, contents)]
     rollout = collate(0, samples)
     assert sys.getallocatedblocks() - before < TOKENS / 20
     assert rollout.num_response_tokens == 2 * TOKENS
@@ -230,9 +192,9 @@ def test_engines_are_checked_and_opened_at_the_same_time(monkeypatch: pytest.Mon
         return Checked((f"note of {url}",), True)
 
     settings = {"startup_timeout_s": 1, "max_restarts": 0, "memory_timeout_s": 1}
-    fleet = Fleet([Server(url) for url in urls], OPEN, check, **settings)  # type: ignore[arg-type]
-    fleet.wait_ready()
-    assert fleet.notes == [f"note of {url}" for url in urls], "in the servers' order"
+    pool = EnginePool([Server(url) for url in urls], OPEN, check, **settings)  # type: ignore[arg-type]
+    pool.wait_ready()
+    assert pool.notes == [f"note of {url}" for url in urls], "in the servers' order"
 
     monkeypatch.setattr(EngineClient, "begin_weight_update", lambda client: bool(together.wait()) or True)
     for quiet in ("end_weight_update", "flush_when_idle", "update_weight_version"):

@@ -1,4 +1,4 @@
-"""A fleet whose servers come and go with nodes of their own, which `mrl serve` serves."""
+"""An engine pool whose servers join and leave with nodes of their own, which run `mrl serve`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import asyncio
 import time
 from typing import Any
 
+from mrl.rollout.caller_thread import CallerThread
+from mrl.rollout.engine_pool import EnginePool
 from mrl.rollout.errors import EngineError, EngineStartError, LacksWeights, RolloutError
-from mrl.rollout.fleet import Fleet
 from mrl.rollout.group import Group
 from mrl.rollout.members import Members
 from mrl.rollout.server import DEATH_POLL_S, DEATH_WAIT_S, Server
@@ -15,15 +16,15 @@ from mrl.rollout.server import DEATH_POLL_S, DEATH_WAIT_S, Server
 WAIT_POLL_S = 0.25
 
 
-class OpenFleet(Fleet):
+class OpenEnginePool(EnginePool):
     """It is without servers until as many nodes are ready as the run was promised.
 
     members: the nodes
     newcomers: servers that have been checked, and lack the run's weights: no request goes there
     """
 
-    def __init__(self, members: Members, *fleet: Any, **settings: Any) -> None:
-        super().__init__((), *fleet, **settings)
+    def __init__(self, members: Members, *pool: Any, **settings: Any) -> None:
+        super().__init__((), *pool, **settings)
         self.silence_s = members.silence_s
         self.newcomers: tuple[Server, ...] = ()
         self._members = members
@@ -78,7 +79,7 @@ class OpenFleet(Fleet):
         self.newcomers = tuple(server for server in self.newcomers if server not in come)
 
     def is_left_by(self, server: Server) -> bool:
-        """Whether the server is gone with its node; it is none of the fleet's then, and the run goes on without it."""
+        """Whether the server is gone with its node; the run goes on without it."""
         if server.process is None or not server.process.is_gone:
             return False
         server.up = False
@@ -124,10 +125,10 @@ class OpenFleet(Fleet):
             limit = f"placement.wait_s = {self._members.wait_s:g} s"
             raise RolloutError(f"no engine is left, and none has come within {limit}:\n{self._members.known}")
 
-    async def bring_in(self, server: Server) -> None:
-        """Until a newcomer has its weights, or has left again, or is known to wait for the next push."""
+    async def bring_in(self, server: Server, caller: CallerThread) -> None:
+        """Gives a joining server its weights, unless it leaves again or waits for the next weight sync."""
         try:
-            self.give_weights(server)
+            await caller.call(lambda: self.restarts.give_weights(server.url))
         except LacksWeights:
             self._waiting = True
         except Exception:

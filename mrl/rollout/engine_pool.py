@@ -1,4 +1,4 @@
-"""The servers of a run: which are up, which memory they hold, and how one that was lost comes back."""
+"""The engines of a run: which are up, which memory they hold, and how a lost one is restarted."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from mrl.rollout.access import Access
+from mrl.rollout.caller_thread import CallerThread
 from mrl.rollout.client import EngineClient
 from mrl.rollout.elsewhere import OtherNode
 from mrl.rollout.errors import EngineError, EngineStartError, PortTaken, RolloutError, ServerLost
@@ -42,20 +43,20 @@ class Checked:
     has_prefix_cache: bool = False
 
 
-class Fleet:
+class EnginePool:
     """The servers of a run.
 
-    access: what opens them
+    access: credentials for all servers
     check: raises if the server at a URL must not be used
-    notes: of all that were checked
-    accepts_stop_strings: whether all do that were checked
-    tensor: tensor-parallel ranks of each that was checked; None: none was
-    waiting: requests that have not been given to a server yet
-    stall: time in which engines were given weights
-    restarts: who may start a lost server again; nobody, until `restarts.allow` is called
-    silence_s: until a server that has left is known to have
-    nodes: those that have some of the servers, besides this one
-    memory_timeout_s: until a server has given up memory, or taken it back
+    notes: of all checked servers
+    accepts_stop_strings: True if all checked servers do
+    tensor: tensor-parallel ranks of each checked server; None before the first check
+    waiting: meter of requests that have not been sent to a server yet
+    stall: time of weight syncs
+    restarts: restarts of lost servers; none are allowed before `restarts.allow`
+    silence_s: seconds until a server that has left is known to have
+    nodes: other nodes that run some of the servers
+    memory_timeout_s: until a server has released memory, or taken it back
     """
 
     silence_s = 0.0
@@ -118,7 +119,7 @@ class Fleet:
         for process in self.processes:
             process.close()
 
-    # ---- servers that come and go: see `OpenFleet`
+    # ---- servers that come and go: see `OpenEnginePool`
 
     @property
     def all(self) -> tuple[Server, ...]:
@@ -147,8 +148,8 @@ class Fleet:
     def check_alone(self) -> None:
         """Raises RolloutError when no server has been there for too long."""
 
-    async def bring_in(self, server: Server) -> None:
-        """Until a newcomer has its weights, or has left again."""
+    async def bring_in(self, server: Server, caller: CallerThread) -> None:
+        """Gives a joining server its weights, unless it leaves again."""
 
     def end_of_run(self) -> None:
         """The last step is made."""
@@ -166,23 +167,26 @@ class Fleet:
             server.up = True
 
     def lose(self, server: Server, error: RolloutError) -> None:
-        """Takes one of the restarts for a server that is gone or hangs; it is down until `bring_back` is done. Raises
-        `error` if it cannot be started again."""
+        """Takes one restart for a server that is gone or hangs; it is down until `bring_back` is done. Raises `error`
+        if the server cannot be restarted."""
         if server.process is None:
             raise error
         self.restarts.take(server.process, error)
         server.up = False
 
-    async def bring_back(self, server: Server) -> None:
-        """Until a lost server has been started again and has its weights, unless it is to wait for them, with as many
-        more restarts as it takes."""
+    async def bring_back(self, server: Server, caller: CallerThread | None = None) -> None:
+        """Restarts a lost server, with as many more restarts as it takes, and gives it its weights unless it has to
+        wait for the next weight sync.
+
+        caller: the thread that syncs weights and tells the user; None: this one
+        """
         process = server.process
-        assert process is not None, "only ours are lost"
+        assert process is not None, "only servers that mrl started are lost"
         while True:
             try:
                 await self._start_again(server, process)
                 if server.has_weights:
-                    self.give_weights(server)
+                    await _call(caller, lambda: self.restarts.give_weights(server.url))
                 break
             except Exception as error:
                 if isinstance(error, PortTaken) or not await server.ends_soon():
@@ -190,17 +194,9 @@ class Fleet:
                 if await self.is_soon_left_by(server):
                     return
                 again = f"engine died again before it had its weights: {process.obituary()}"
-                self.restarts.take(process, RolloutError(again))
+                await _call(caller, lambda: self.restarts.take(process, RolloutError(again)))  # noqa: B023
         server.life += 1
         server.up = True
-
-    def give_weights(self, server: Server) -> None:
-        """Brings a server that was started again to the weights of the others, while no answer is read."""
-        self.stall.begin(server.url)
-        try:
-            self.restarts.give_weights(server.url)
-        finally:
-            self.stall.end(server.url)
 
     def revive(self, error: Exception) -> bool:
         """After a failed push of weights: starts again what has died in it, with as much of its memory given up as
@@ -236,12 +232,13 @@ class Fleet:
         return [(server, server.process) for server in self.all if server.process and server.has_ended]
 
     async def _start_again(self, server: Server, process: Started) -> None:
-        """Until the server answers and has been checked. It has the weights of its model directory then."""
-        process.restart()
+        """Restarts the process and returns when it has been checked, with the weights of its model directory. All that
+        may block runs in other threads."""
+        await asyncio.to_thread(process.restart)
         server.released = frozenset()
-        while not process.is_ready(self._startup_timeout_s):
+        while not await asyncio.to_thread(process.is_ready, self._startup_timeout_s):
             await asyncio.sleep(RESTART_POLL_S)
-        self._take_in(server.url, self._check(server.url))
+        self._take_in(server.url, await asyncio.to_thread(self._check, server.url))
 
     # ---- memory
 
@@ -298,3 +295,10 @@ class Fleet:
             if note not in self.notes:
                 self.notes.append(note)
                 log.warning("%s", note)
+
+
+async def _call(caller: CallerThread | None, work: Callable[[], None]) -> None:
+    if caller is None:
+        work()
+    else:
+        await caller.call(work)
