@@ -109,11 +109,7 @@ def most_bytes(request: Request, expected: Expected) -> int:
 def read_answer(request: Request, content: bytes, expected: Expected, name: str | None = None) -> Sample:
     """Returns the sample of an answer's JSON. name: the `rid` that the request was sent with. Raises BadAnswer, which
     names sample and field, if anything is not as `expected`."""
-    return read_sample(request, from_json(content), expected, name)
-
-
-def read_sample(request: Request, answer: Any, expected: Expected, name: str | None = None) -> Sample:
-    """As `read_answer`, of an answer that is parsed."""
+    answer = from_json(content)
     if name is not None:
         _check_name(request, answer, name)
     try:
@@ -136,15 +132,8 @@ def read_sample(request: Request, answer: Any, expected: Expected, name: str | N
         every = None
         if expected.routed is not None:
             every = expected.routed.read(meta, len(request.prompt.token_ids) + count, request.routed_experts_start)
-        return Sample(
-            request,
-            np.array(ids),
-            np.array(log_probs),
-            reason,
-            version,
-            token_weight_versions=versions,
-            routed_experts=every,
-        )
+        drawn = request, np.array(ids), log_probs, reason, version
+        return Sample(*drawn, token_weight_versions=versions, routed_experts=every)
     except BadAnswer as error:
         raise BadAnswer(f"sample {request.sample_id}: {error}") from error
 
@@ -218,7 +207,8 @@ def _check_ids(ids: list[Any], expected: Expected) -> None:
         raise BadAnswer(f"output_ids has token {shown(wrong)}, the vocabulary has {expected.vocab_size}")
 
 
-def _log_probs(meta: dict[str, Any], ids: list[int]) -> list[float]:
+def _log_probs(meta: dict[str, Any], ids: list[int]) -> np.ndarray:
+    """[tokens] float64."""
     pairs = meta.get("output_token_logprobs") or []  # SGLang leaves it out where there are no tokens
     if type(pairs) is not list or not set(map(type, pairs)) <= {list} or min(map(len, pairs), default=2) < 2:
         raise BadAnswer(f"output_token_logprobs is {shown(pairs)}, expected a list of [log-prob, token, ...]")
@@ -227,6 +217,12 @@ def _log_probs(meta: dict[str, Any], ids: list[int]) -> list[float]:
     values = [pair[0] for pair in pairs]
     if not set(map(type, values)) <= {float, int}:
         raise BadAnswer(f"output_token_logprobs has {shown(values)}, expected numbers")
-    if wrong := [value for value in values if not -LARGEST <= value <= ABOVE_ZERO]:
-        raise BadAnswer(f"output_token_logprobs has {shown(wrong[0])}, expected finite numbers of at most 0")
-    return list(map(float, values))
+    try:
+        found = np.array(values, dtype=np.float64)
+        is_good = bool(((found >= -LARGEST) & (found <= ABOVE_ZERO)).all())
+    except OverflowError:  # a whole number that no float is
+        is_good = False
+    if not is_good:
+        wrong = next(value for value in values if not -LARGEST <= value <= ABOVE_ZERO)
+        raise BadAnswer(f"output_token_logprobs has {shown(wrong)}, expected finite numbers of at most 0")
+    return found

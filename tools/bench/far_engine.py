@@ -49,6 +49,7 @@ def responses(tokens: int, vocab: int) -> list[bytes]:
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
     samples: list[bytes] = []
 
     def do_POST(self) -> None:

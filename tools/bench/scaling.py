@@ -29,6 +29,11 @@ SIZES: dict[str, list[dict[str, Any]]] = {
         {"samples": 1_024, "tokens": 12_000},
         {"samples": 8_192, "tokens": 12_000},
     ],
+    "client": [
+        {"samples": 8_192, "tokens": 256, "in_flight": 256},
+        {"samples": 8_192, "tokens": 256, "in_flight": 2_000},
+        {"samples": 32_768, "tokens": 256, "in_flight": 2_000},
+    ],
     "host": [
         {"samples": 512, "tokens": 2_000, "ranks": 64, "minibatch": 512},
         {"samples": 2_048, "tokens": 12_000, "ranks": 64, "minibatch": 512},

@@ -130,6 +130,39 @@ def sampling(samples: int, tokens: int, servers: int = 8) -> Row:
     return clock.row | {"memory_mib": peak_mib() - base}
 
 
+def client(samples: int, tokens: int, in_flight: int, servers: int = 8) -> Row:
+    """Rank 0: one request per sample to engines, their answers to samples, which nobody keeps."""
+    from mrl.core import Prompt, Request, SamplingParams
+    from mrl.rollout.access import OPEN
+    from mrl.rollout.engine_pool import Checked, EnginePool
+    from mrl.rollout.request_dispatcher import RequestDispatcher
+    from mrl.rollout.samples import Expected
+    from mrl.rollout.server import Server
+
+    prompts, clock, answered = [Prompt(i, tuple(range(1, PROMPT + 1)), {}) for i in range(64)], Clock(), 0
+
+    async def batches() -> Any:
+        for i in range(0, samples, 8):
+            yield [Request(i + member, i, prompts[i % 64], i) for member in range(8)]
+
+    def on_samples(some: list[Any]) -> None:
+        nonlocal answered
+        answered += len(some)
+
+    with far_engine(tokens) as port:
+        pool = EnginePool(
+            [Server(f"http://127.0.0.{i + 1}:{port}") for i in range(servers)], OPEN, lambda url: Checked((), False),
+            startup_timeout_s=60, max_restarts=0, memory_timeout_s=60,
+        )  # fmt: skip
+        sampling, expected = SamplingParams(max_new_tokens=tokens), Expected(VOCAB, tokens)
+        RequestDispatcher(pool, sampling, expected, in_flight, 600).run(batches(), on_samples)
+        base, answered = peak_mib(), 0
+        with clock.of("all"):
+            RequestDispatcher(pool, sampling, expected, in_flight, 600).run(batches(), on_samples)
+        assert answered == samples
+    return clock.row | {"sample_cpu_ms": 1000 * clock.row["all_cpu_s"] / samples, "memory_mib": peak_mib() - base}
+
+
 # ---- every rank: from samples to updates, without the model
 
 
@@ -308,5 +341,7 @@ def engines(servers: int) -> Row:
     return clock.row
 
 
-PARTS: dict[str, Callable[..., Row]] = {"sampling": sampling, "host": host, "plan": plan, "engines": engines}
+PARTS: dict[str, Callable[..., Row]] = {
+    "sampling": sampling, "client": client, "host": host, "plan": plan, "engines": engines,
+}  # fmt: skip
 os.environ.setdefault("OMP_NUM_THREADS", "1")

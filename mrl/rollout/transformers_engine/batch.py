@@ -1,4 +1,7 @@
-"""A batch of jobs by transformers' generate. Rows whose responses have ended leave it while the others go on."""
+"""A batch of jobs by transformers' generate. Rows whose responses have ended leave it while the others go on.
+
+On CPUs a row's bits do not depend on the other rows: see `attention` and `BatchInvariance`.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from mrl.rollout.sglang.cpu_shim.mrl_cpu_engine.batch_invariance import BatchInvariance
 from mrl.rollout.transformers_engine.experts import ExpertTap
 from mrl.rollout.transformers_engine.sampling import Job, PerRowStop, SeededSampler
 
@@ -29,7 +33,7 @@ def responses(
     ids, mask = ids.to(model.device), mask.to(model.device)
     while True:
         rows = [jobs[place] for place in places]
-        with tap if tap is not None else contextlib.nullcontext():
+        with tap if tap is not None else contextlib.nullcontext(), BatchInvariance():
             made = model.generate(
                 input_ids=ids,
                 attention_mask=mask,

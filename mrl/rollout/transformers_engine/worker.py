@@ -24,6 +24,7 @@ from transformers import (
 from mrl.families import load_arch
 from mrl.rollout.protocol import MEMORY_PARTS, MemoryPart
 from mrl.rollout.routed import RoutedShape
+from mrl.rollout.transformers_engine import attention
 from mrl.rollout.transformers_engine.batch import padded, responses
 from mrl.rollout.transformers_engine.experts import ExpertTap
 from mrl.rollout.transformers_engine.pictures import Sight
@@ -58,6 +59,8 @@ class Worker:
         self._max_batch = max_batch
         arch = load_arch(model_path)
         self.model = _load(model_path, dtype, sees=arch.vision is not None).to(device).eval()
+        if device == "cpu":
+            attention.install(self.model)
         self.sight = Sight(model_path, arch.vision) if arch.vision is not None else None
         self._weights = ModelWeights(self.model, arch)
         self.routed = RoutedShape.of(arch) if arch.experts is not None else None

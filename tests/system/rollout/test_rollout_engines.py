@@ -115,6 +115,19 @@ def test_a_seed_gives_the_same_tokens_whatever_else_is_in_the_batch(engine: Engi
     assert [s.response_ids.tolist() for s in mixed[20 : 20 + len(PROMPTS)]] == alone
 
 
+def test_log_probs_have_the_same_bits_in_any_batch(engine: Engine) -> None:
+    """Alone, two at a time, and all at once; also where a prompt is cached already."""
+    params = SamplingParams(max_new_tokens=32)
+    asked = requests([*PROMPTS, *(tuple(range(3 + i, 6 + 4 * i)) for i in range(8)), *PROMPTS])
+
+    def bits(size: int) -> list[tuple[bytes, bytes]]:
+        parts = [engine.generate(asked[start : start + size], params) for start in range(0, len(asked), size)]
+        return [(sample.response_ids.tobytes(), sample.log_probs.tobytes()) for part in parts for sample in part]
+
+    alone = bits(1)
+    assert bits(2) == alone and bits(len(asked)) == alone
+
+
 @pytest.mark.engine
 def test_samples_of_one_prompt_share_its_keys_and_values(
     sglang_engine: Engine, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch

@@ -115,6 +115,27 @@ def test_rows_that_have_ended_leave_the_others(family: str, tiny_models: TinyMod
     assert rows == [8] * 3 + [5] * 2 + [3] * 15 + [2] + [1] * 9
 
 
+@pytest.mark.parametrize(
+    "family", [family if family in FAST else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES]
+)
+def test_bits_do_not_depend_on_the_batch(family: str, tiny_models: TinyModels) -> None:
+    """Alone, in pairs, and all together, padded to the longest prompt."""
+    worker = Worker(str(tiny_models(family)), torch.float32, "cpu", 8)
+
+    def drawn(size: int) -> list[tuple[list[int], list[float]]]:
+        jobs = of_many_lengths(worker)
+        found: list[tuple[list[int], list[float]]] = []
+        for start in range(0, len(jobs), size):
+            part = jobs[start : start + size]
+            tokens = dict(worker._responses(part))
+            found += [(tokens[place], job.log_probs) for place, job in enumerate(part)]
+        return found
+
+    alone = drawn(1)
+    for size in (2, 3, len(ENDS)):
+        assert drawn(size) == alone, size
+
+
 def test_an_error_is_of_those_that_were_not_done(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = Worker(str(model), torch.float32, "cpu", 8)
     waiting = [_Generation(job, Future()) for job in of_many_lengths(worker)[:3]]

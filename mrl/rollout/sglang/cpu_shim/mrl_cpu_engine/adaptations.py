@@ -14,7 +14,7 @@ from typing import Any
 
 from mrl import gloo_loop
 
-from . import batched_attention, draws, layers, pictures
+from . import batch_invariance, batched_attention, draws, layers, pictures
 
 
 def _allow_deterministic_torch_native(module: ModuleType) -> None:
@@ -137,6 +137,7 @@ ADAPTATIONS: dict[str, Callable[[Any], None]] = {
     "sglang.srt.layers.attention.torch_native_backend": batched_attention.install,
     "sglang.srt.layers.activation": layers.gates_in_one_call,
     "sglang.srt.layers.layernorm": layers.norms_in_one_call,
+    "sglang.srt.layers.linear": batch_invariance.install,
     "sglang.srt.layers.rotary_embedding.base": layers.rotations_in_whole_rows,
     "sglang.srt.layers.rotary_embedding.factory": _any_rope,
     "sglang.srt.layers.sampler": _draw_in_one_pass,

@@ -3,8 +3,8 @@
 The stock backend calls it once a request and layer, which costs more than the model itself when the model is small.
 Here keys and values of all requests are gathered into [batch, longest, heads, dim] with a mask; the gather plan
 depends only on the batch, so it is made once a forward and reused by all layers. Very large batches are cut into
-groups of requests so that the score matrix stays below MAX_SCORES. Where `mrl.kernels.native` is there it decodes, and
-gathers nothing.
+groups of requests so that the score matrix stays below MAX_SCORES. Where `mrl.kernels.native` is there it computes each
+new token by itself and gathers nothing: a token's bits depend neither on the batch nor on what was cached before.
 """
 
 from __future__ import annotations
@@ -69,9 +69,12 @@ def _batched(stock: Callable[..., Tensor], make_plan: Plan, attend: Callable[...
         if given["encoder_lens"] is not None or given["is_cross_attn"] or (is_extend and not given["causal"]):
             return stock(self, *args, **kw)
         where = (given["query"], given["k_cache"], given["v_cache"], given["req_to_token"])
-        if not is_extend and native.supports_decode_attention(*where):
-            return _decode(given)
         plans = self.__dict__.setdefault("batched_plans", {})
+        if native.supports_decode_attention(*where):
+            if is_extend and "tokens" not in plans:
+                plans["tokens"] = new_tokens(given)
+            rows, lengths = plans["tokens"] if is_extend else (given["req_pool_indices"], given["seq_lens"])
+            return _attend_by_token(given, rows, lengths)
         key = (make_plan, given["sliding_window_size"])
         if key not in plans:
             plans[key] = make_plan(given)
@@ -82,15 +85,23 @@ def _batched(stock: Callable[..., Tensor], make_plan: Plan, attend: Callable[...
     return run
 
 
-def _decode(given: dict[str, Any]) -> Tensor:
+def new_tokens(given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Returns the row of the table and the number of keys of each new token, both [tokens]. `given`: arguments of the
+    stock method."""
+    new, before = given["extend_seq_lens"].long(), given["extend_prefix_lens"].long()
+    within = torch.arange(int(new.sum())) - (new.cumsum(0) - new).repeat_interleave(new)
+    return given["req_pool_indices"].repeat_interleave(new), before.repeat_interleave(new) + within + 1
+
+
+def _attend_by_token(given: dict[str, Any], rows: Tensor, lengths: Tensor) -> Tensor:
     output, scaling = given["output"], given["scaling"]
     native.decode_attention(
         given["query"],
         given["k_cache"],
         given["v_cache"],
         given["req_to_token"],
-        given["req_pool_indices"],
-        given["seq_lens"],
+        rows,
+        lengths,
         output,
         window=given["sliding_window_size"],
         scale=given["query"].size(-1) ** -0.5 if scaling is None else scaling,
