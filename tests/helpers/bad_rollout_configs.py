@@ -100,14 +100,6 @@ BAD_ROLLOUT = [
         base=AHEAD,
     ),
     Bad(
-        "filtered groups over pushes",
-        ESTIMATOR,
-        ESTIMATOR + "  filter_groups: {enable: true}\n",
-        "algorithm.filter_groups",
-        ("cannot drop any", OVERLAP),
-        base=AHEAD.replace(ONE_STEP, BOUNDED),
-    ),
-    Bad(
         "adapters that are in use over pushes",
         "reward:\n",
         "sync: {lora: adapter}\nreward:\n",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import random
@@ -108,7 +109,7 @@ def sampling(samples: int, tokens: int, servers: int = 8) -> Row:
     })  # fmt: skip
     ids = tuple(range(1, PROMPT + 1))
     prompts = [Prompt(i, ids, {"prompt": f"p{i}", "answer": "42"}, f"p{i}") for i in range(samples // 8)]
-    data: Any = SimpleNamespace(prompts_for_step=lambda step, count, seed: prompts)
+    data: Any = SimpleNamespace(prompts_for_step=lambda step, count, seed: prompts[step : step + count])
     clock = Clock()
     with far_engine(tokens) as port, tempfile.TemporaryDirectory() as folder, RewardManager(cfg.reward) as rewards:
         urls = [f"http://127.0.0.{i + 1}:{port}" for i in range(servers)]
@@ -120,12 +121,13 @@ def sampling(samples: int, tokens: int, servers: int = 8) -> Row:
         (Path(folder) / "rollouts").mkdir()
         made = generate.Generator(cfg, Path(folder), engine, rewards, print, tokenizer(), data, None)
         texts = "decode_all" if hasattr(made.tokenizer, "decode_all") else "decode"  # of trees before it
-        watched = [(made.engine, "generate"), (made.tokenizer, texts), (rewards, "submit"), (rewards, "collect")]
+        made.open_scheduler(SimpleNamespace(most_s=600.0, left_s=lambda since: 600.0))
+        watched = [(made.scheduler, "wait"), (made.tokenizer, texts), (rewards, "submit"), (rewards, "collect")]
         for owner, method in [*watched, (generate, "collate"), (generate, "save_samples")]:
             clock.watch(owner, method, method)
         base = peak_mib()
         with clock.of("all"):
-            rollout = made.draw(0, lambda sample: None).rollout
+            rollout, _ = made.step(0)
         assert rollout.num_response_tokens == samples * tokens
     return clock.row | {"memory_mib": peak_mib() - base}
 
@@ -135,30 +137,34 @@ def client(samples: int, tokens: int, in_flight: int, servers: int = 8) -> Row:
     from mrl.core import Prompt, Request, SamplingParams
     from mrl.rollout.access import OPEN
     from mrl.rollout.engine_pool import Checked, EnginePool
-    from mrl.rollout.request_dispatcher import RequestDispatcher
+    from mrl.rollout.request_dispatcher import Generation, PromptGroup, RequestDispatcher, by_prompt
     from mrl.rollout.samples import Expected
     from mrl.rollout.server import Server
 
     prompts, clock, answered = [Prompt(i, tuple(range(1, PROMPT + 1)), {}) for i in range(64)], Clock(), 0
 
-    async def batches() -> Any:
-        for i in range(0, samples, 8):
-            yield [Request(i + member, i, prompts[i % 64], i) for member in range(8)]
+    requests = [Request(i, i // 8, prompts[i // 8 % 64], i) for i in range(samples)]
 
-    def on_samples(some: list[Any]) -> None:
+    async def one(request: Request, group: PromptGroup) -> None:
         nonlocal answered
-        answered += len(some)
+        await dispatcher.generate(request, how, group)
+        answered += 1
+
+    async def every() -> None:
+        await asyncio.gather(*(one(request, group) for group in by_prompt(requests) for request in group.requests))
 
     with far_engine(tokens) as port:
         pool = EnginePool(
             [Server(f"http://127.0.0.{i + 1}:{port}") for i in range(servers)], OPEN, lambda url: Checked((), False),
             startup_timeout_s=60, max_restarts=0, memory_timeout_s=60,
         )  # fmt: skip
-        sampling, expected = SamplingParams(max_new_tokens=tokens), Expected(VOCAB, tokens)
-        RequestDispatcher(pool, sampling, expected, in_flight, 600).run(batches(), on_samples)
+        how = Generation(SamplingParams(max_new_tokens=tokens), Expected(VOCAB, tokens))
+        dispatcher = RequestDispatcher(pool, in_flight, 600)
+        dispatcher.submit(every()).result()
         base, answered = peak_mib(), 0
         with clock.of("all"):
-            RequestDispatcher(pool, sampling, expected, in_flight, 600).run(batches(), on_samples)
+            dispatcher.submit(every()).result()
+        dispatcher.close()
         assert answered == samples
     return clock.row | {"sample_cpu_ms": 1000 * clock.row["all_cpu_s"] / samples, "memory_mib": peak_mib() - base}
 

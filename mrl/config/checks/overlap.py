@@ -77,9 +77,7 @@ def _bounded(cfg: RLConfig) -> Iterator[Problem]:
         yield Problem(("rollout.quantization", OVERLAP), message)
     if rollout.segment_tokens is not None:
         yield Problem((SEGMENT, OVERLAP), "with bounded, responses continue across weight syncs anyway: leave it out")
-    yield from _whole_steps(
-        cfg, OVERLAP, "bounded trains on all groups in the order of their start, and cannot drop any: leave it out"
-    )
+    yield from _greedy(cfg, OVERLAP)
 
 
 def _early(cfg: RLConfig, parts: int) -> Iterator[Problem]:
@@ -107,10 +105,8 @@ def _early(cfg: RLConfig, parts: int) -> Iterator[Problem]:
             yield Problem((EARLY, key), f"{why}: leave it out")
 
 
-def _whole_steps(cfg: RLConfig, key: str, why: str) -> Iterator[Problem]:
-    """Checks for settings that need all samples of a step to be generated with the same weights."""
-    if cfg.algorithm.filter_groups.is_on:
-        yield Problem(("algorithm.filter_groups", key), why)
+def _greedy(cfg: RLConfig, key: str) -> Iterator[Problem]:
+    """Checks for settings that need greedy responses of the weights that generated the others."""
     if cfg.algorithm.needs_greedy:
         message = f"{cfg.algorithm.adv_estimator} needs a greedy response of the same weights: use another estimator"
         yield Problem(("algorithm.adv_estimator", key), message)
@@ -127,6 +123,9 @@ def _segments(cfg: RLConfig, tokens: int) -> Iterator[Problem]:
     if rollout.sampling.stop:
         message = "a stop text could span two segments: leave it out"
         yield Problem(("rollout.sampling.stop", SEGMENT), message)
-    yield from _whole_steps(cfg, SEGMENT, "groups that continue in the next step cannot be filtered: leave it out")
+    if cfg.algorithm.filter_groups.is_on:
+        message = "groups that continue in the next step cannot be filtered: leave it out"
+        yield Problem(("algorithm.filter_groups", SEGMENT), message)
+    yield from _greedy(cfg, SEGMENT)
     if cfg.agent is not None:
         yield Problem(("agent", SEGMENT), "partial rollouts do not support the turns of an agent: leave it out")

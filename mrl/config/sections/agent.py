@@ -26,7 +26,7 @@ class AgentConfig(Section):
     workers: Annotated[int, Field(gt=0, le=256)] = 2  # processes that run environments
     # maximum seconds that the environment takes between two turns; then its process is ended
     step_timeout_s: PositiveFloat = 30.0
-    # maximum seconds of a trajectory: set-up, turns, and waiting for others in its turn batch; a longer one is retried.
+    # maximum seconds of a trajectory: set-up, turns and steps; a longer one is retried.
     # null: only its turns and steps have limits
     trajectory_timeout_s: PositiveFloat | None = None
     retries: NonNegativeInt = 1  # retries of a trajectory whose program raised, ended or hung

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,12 +14,13 @@ import torch
 from mrl.config.schema import RLConfig
 from mrl.core import Prompt, Request, Sample
 from mrl.evaluation.answers import summary
+from mrl.observe.files import read_jsonl
 from mrl.reward.errors import RewardError
 from mrl.reward.manager import RewardManager
-from mrl.rollout import Load
 from mrl.sampling.dynamic_sampling import SamplingError
 from mrl.trainers.rl.experience import Passes, make_experience
 from mrl.trainers.rl.generate import Generator
+from tests.helpers.simulated import SimulatedEngine
 from tests.system.agents.test_agent_endpoint import Model
 
 FUNCTION = """
@@ -30,30 +31,22 @@ def score(prompt, response, row):
 """
 
 
-class Parts:
+class Parts(SimulatedEngine):
     """Data, engine and tokenizer of a generator; each sample has a row of its own."""
 
     def __init__(self, scores: list[float], failing: tuple[int, ...]) -> None:
+        super().__init__(self.answer)
         self.scores, self.failing = scores, failing
 
     def prompts_for_step(self, step: int, n: int, seed: int) -> list[Prompt]:
-        return [Prompt(i, (3, 4), {"prompt": "p"}, "p") for i in range(n)]
+        return [Prompt(step + i, (3, 4), {"prompt": "p"}, "p") for i in range(n)]
 
     first = lambda self, n: self.prompts_for_step(0, n, 0)  # noqa: E731
 
-    def generate(
-        self, asked: list[Request], params: object, on_samples: Callable[[list[Sample]], None]
-    ) -> list[Sample]:
-        samples = []
-        for r in asked:
-            row = {"prompt": "p", "index": r.sample_id, "failing": self.failing, "scores": self.scores}
-            r = Request(r.sample_id, r.group, Prompt(r.prompt.index, (3, 4), row, "p"), r.seed)
-            samples.append(Sample(r, np.array([5, 6]), np.array([-1.0, -1.0]), "stop", "0"))
-        on_samples(samples)
-        return samples
-
-    def take_loads(self) -> tuple[dict[str, Load], Load]:
-        return {}, Load(0, 0, 0, 0.0, 0.0, 0)
+    def answer(self, request: Request, params: object) -> Sample:
+        row = {"prompt": "p", "index": request.sample_id, "failing": self.failing, "scores": self.scores}
+        own = Request(request.sample_id, request.group, Prompt(request.prompt.index, (3, 4), row, "p"), request.seed)
+        return Sample(own, np.array([5, 6]), np.array([-1.0, -1.0]), "stop", "0")
 
 
 def config(folder: Path, on_error: str, **algorithm: Any) -> RLConfig:
@@ -76,8 +69,9 @@ def drawn(folder: Path, scores: list[float], failing: tuple[int, ...], on_error:
     with RewardManager(cfg.reward) as rewards:
         parts_: Any = parts
         made = Generator(cfg, folder, parts_, rewards, notes.append, Model().tokenizer, parts_, parts_)
-        found = made.draw(0, lambda sample: None)
-    return cfg, made, found, notes
+        made.open_scheduler(SimpleNamespace(most_s=1.0, left_s=lambda since: 1.0))
+        rollout, metrics = made.step(0)
+    return cfg, rollout, metrics, notes
 
 
 ESTIMATORS = {  # each with the samples that are learnt from where samples 1 and 4 fail, of three groups of two
@@ -93,8 +87,7 @@ def test_what_is_learnt_is_as_if_the_sample_had_never_been_drawn(tmp_path: Path,
     """With the others all right there is nothing to learn; with zero the failed ones would be discouraged."""
 
     def advantages(on_error: str) -> torch.Tensor:
-        cfg, _, found, _ = drawn(tmp_path, [1.0] * 6, (1, 4), on_error, adv_estimator=estimator)
-        rollout = found.rollout
+        cfg, rollout, _, _ = drawn(tmp_path, [1.0] * 6, (1, 4), on_error, adv_estimator=estimator)
         values = torch.zeros(rollout.num_response_tokens) if estimator == "gae" else None
         assert rollout.num_samples == (len(ESTIMATORS[estimator]) if on_error == "leave_out" else 6)
         assert on_error == "zero" or rollout.scores.tolist() == [1.0] * rollout.num_samples
@@ -106,13 +99,12 @@ def test_what_is_learnt_is_as_if_the_sample_had_never_been_drawn(tmp_path: Path,
 
 
 def test_it_is_counted_and_written_down(tmp_path: Path) -> None:
-    _, made, found, notes = drawn(tmp_path, [1.0, 0.0] * 3, (3,))
-    assert found.rollout.group.tolist() == [0, 0, 1, 1], "one that is left alone compares with nothing"
-    assert found.metrics["reward/left_out"] == 1 and found.metrics["reward/failed"] == pytest.approx(1 / 6)
-    assert found.metrics["reward/mean"] == 0.5 and found.metrics["reward/part"] == 1
-    [unscored] = [row for row in found.rows if row["score"] is None]
+    _, rollout, metrics, notes = drawn(tmp_path, [1.0, 0.0] * 3, (3,))
+    assert rollout.group.tolist() == [0, 0, 1, 1], "one that is left alone compares with nothing"
+    assert metrics["reward/left_out"] == 1 and metrics["reward/failed"] == pytest.approx(1 / 6)
+    assert metrics["reward/mean"] == 0.5 and metrics["reward/part"] == 1
+    [unscored] = [row for row in read_jsonl(tmp_path / "rollouts/step_1.jsonl") if row["score"] is None]
     assert "the judge is gone" in unscored["reward_error"] and unscored["sample_id"] is None
-    made.write(found)
     assert "1 of 5 samples are left out, the reward failed on them" in notes[-1]
     with pytest.raises(
         SamplingError, match=r"(?s)no group of the step .*\(reward.on_error: leave_out\).*judge is gone"
@@ -123,9 +115,9 @@ def test_it_is_counted_and_written_down(tmp_path: Path) -> None:
 def test_dynamic_sampling_and_parts_of_the_score_see_what_is_left(tmp_path: Path) -> None:
     """Groups 0 and 1 lose a sample, so that group 2 alone can teach."""
     filters = {"enable": True, "metric": "score", "max_num_gen_batches": 1, "on_shortage": "fill"}
-    _, _, found, _ = drawn(tmp_path, [1.0, 0.0] * 3, (1, 2), filter_groups=filters)
-    assert found.rollout.rows is not None and found.rollout.rows.tolist() == [2, 2]
-    assert found.metrics["sampling/dropped_equal"] == 2 and found.metrics["reward/failed"] == pytest.approx(2 / 6)
+    _, rollout, metrics, _ = drawn(tmp_path, [1.0, 0.0] * 3, (1, 2), filter_groups=filters)
+    assert rollout.rows is not None and rollout.rows.tolist() == [2, 2]
+    assert metrics["sampling/dropped_equal"] == 2 and metrics["reward/failed"] == pytest.approx(2 / 6)
 
 
 def test_validation_has_no_score_of_it(tmp_path: Path) -> None:

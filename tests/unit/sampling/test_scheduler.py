@@ -213,6 +213,17 @@ def test_the_first_groups_that_pass_are_kept_whoever_is_faster(passes: list[bool
     assert len(run.begun) <= MEMBERS * (first + len(scores)), "more groups began than were replaced"
 
 
+@settings(max_examples=10, deadline=None)
+@given(st.sets(st.integers(0, 6)), st.integers(0, 1 << 20))
+def test_dynamic_sampling_works_over_weight_syncs(dropped: set[int], seed: int) -> None:
+    made: list[Run] = []
+    made.append(Run(2, seed, dynamic(dict.fromkeys(dropped, (1.0, 1.0)), made)))
+    with closing(made[0]) as run:
+        found = run.train(range(8))
+    good = [index for index in range(20) if index not in dropped][:WANTED]
+    assert numbers(found) == [(step, index) for step in range(8) for index in good]
+
+
 def test_too_few_groups_end_the_run_with_the_numbers() -> None:
     made: list[Run] = []
     made.append(Run(0, 0, dynamic(dict.fromkeys(range(1, 6), (1.0, 1.0)), made, rounds=2)))
