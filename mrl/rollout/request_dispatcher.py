@@ -71,7 +71,7 @@ class RequestDispatcher:
     """
 
     def __init__(self, pool: EnginePool, concurrent_requests: int, request_timeout_s: float) -> None:
-        self._pool, self._request_timeout_s = pool, request_timeout_s
+        self._pool, self.request_timeout_s = pool, request_timeout_s
         self._concurrent_requests = concurrent_requests
         self._changed = threading.Condition()  # guards what both threads use: the next three
         self._for_main: deque[Callable[[], object]] = deque()
@@ -188,8 +188,6 @@ class RequestDispatcher:
     def _run_loop(self) -> None:
         try:
             run_coroutine(self._until_closed())
-        except asyncio.CancelledError:
-            self._fail(RolloutError("sampling was interrupted"))
         except BaseException as error:
             self._fail(error)
 
@@ -216,8 +214,10 @@ class RequestDispatcher:
             async with session as self._http, asyncio.TaskGroup() as self._background:
                 self._started.set_result(None)
                 await self._watch()
-        except BaseExceptionGroup as failed:
-            raise failed.exceptions[0] from failed.exceptions[0].__cause__
+        except BaseException as failed:  # told before what waits for a result finds that cancelled
+            error = failed.exceptions[0] if isinstance(failed, BaseExceptionGroup) else failed
+            is_closed = isinstance(error, asyncio.CancelledError)
+            self._fail(RolloutError("sampling was interrupted") if is_closed else error)
         finally:
             runs = any(self._posts.values())
             for task in asyncio.all_tasks() - {main}:
@@ -273,14 +273,14 @@ class RequestDispatcher:
 
     async def _wait_for(self, post: asyncio.Task[Sample]) -> None:
         """Raises TimeoutError after rollout.request_timeout_s without the time of weight syncs."""
-        stalled, left = self._pool.stall.seconds, self._request_timeout_s
+        stalled, left = self._pool.stall.seconds, self.request_timeout_s
         while left > 0:
             done, _ = await asyncio.wait([post], timeout=left)
             if done:
                 return
             before, stalled = stalled, self._pool.stall.seconds
             left = stalled - before
-        raise TimeoutError(f"no whole answer in {self._request_timeout_s:g} s")
+        raise TimeoutError(f"no whole answer in {self.request_timeout_s:g} s")
 
     async def _generate(self, server: Server, request: Request, how: Generation, group: PromptGroup | None) -> Sample:
         asks = how.expected.routed is not None
@@ -344,7 +344,7 @@ class RequestDispatcher:
             return RolloutError(f"engine died during generation of {name}: {server.obituary().strip()}")
         tail = f"\n{server.obituary()}" if server.process is not None and not isinstance(error, Refused) else ""
         if isinstance(error, TimeoutError):
-            limit = f"rollout.request_timeout_s = {self._request_timeout_s:g} s"
+            limit = f"rollout.request_timeout_s = {self.request_timeout_s:g} s"
             return RolloutError(f"engine {server.url}: no answer for {name} within {limit}{tail}")
         if not isinstance(error, BadAnswer):
             error = RuntimeError(f"connection lost ({type(error).__name__}: {error})")

@@ -83,7 +83,7 @@ def test_the_samples_are_those_of_an_undisturbed_rollout(
     engine, undisturbed = two
     engine.restarts.made = 0
     trainer = Trainer(engine, tiny_models("llama", seed=1), deaths)
-    engine.request_timeout_s = 15.0 if signal.SIGSTOP in signals.values() else 600.0
+    engine.dispatcher.request_timeout_s = 15.0 if signal.SIGSTOP in signals.values() else 600.0
     finished: list[int] = []
 
     def on_samples(samples: list[Sample]) -> None:
