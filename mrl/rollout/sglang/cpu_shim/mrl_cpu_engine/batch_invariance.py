@@ -52,9 +52,9 @@ def in_whole_vectors(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return run
 
 
-PRODUCTS = [(functional, "linear"), (torch, "mm"), (torch, "matmul"), (torch, "bmm")]
+PRODUCTS: list[tuple[Any, str]] = [(functional, "linear"), (torch, "mm"), (torch, "matmul"), (torch, "bmm")]
 PRODUCTS += [(Tensor, name) for name in ("mm", "matmul", "bmm", "__matmul__")]
-FUNCTIONS = [(functional, "silu"), (functional, "gelu")]
+FUNCTIONS: list[tuple[Any, str]] = [(functional, "silu"), (functional, "gelu")]
 FUNCTIONS += [(owner, name) for owner in (torch, Tensor) for name in ("sigmoid", "tanh", "exp", "cos", "sin")]
 INVARIANT: dict[Any, Callable[..., Tensor]] = {
     **{product: in_four_rows(product) for product in (getattr(owner, name) for owner, name in PRODUCTS)},
