@@ -104,8 +104,8 @@ def _attend_by_token(given: dict[str, Any], requests: Tensor, lengths: Tensor) -
         cache, rows = _gathered(given, requests)
         out = query.new_empty(*output.shape[:2], cache[2].size(-1))
     scale = query.size(-1) ** -0.5 if scaling is None else scaling
-    *tensors, slots = cache
-    native.decode_attention(*tensors, slots, rows, lengths, out, window=given["sliding_window_size"], scale=scale)
+    window = given["sliding_window_size"]
+    native.decode_attention(*cache, rows, lengths, out, window=window, scale=scale)
     return output if out is output else output.copy_(out[..., : output.size(-1)])
 
 
