@@ -31,6 +31,12 @@ class Group:
             return [*self.nodes[0].engines]
         return [GuestEngine([engine for node in self.nodes for engine in node.engines])]
 
+    @property
+    def broken(self) -> str | None:
+        """Why its nodes must start anew before the group can come back; None if they need not."""
+        has_ended = len(self.nodes) > 1 and any(engine.exit_code() is not None for engine in self.engines)
+        return "a part of its engine has ended" if has_ended else None
+
     def look(self, lives: set[str]) -> None:
         """lives: that there are now. Without one of its nodes the group is gone."""
         for life, node in zip(self.lives, self.nodes, strict=True):

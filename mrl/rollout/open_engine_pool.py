@@ -85,7 +85,7 @@ class OpenEnginePool(EnginePool):
             self.newcomers = tuple(one for one in self.newcomers if one is not server)
             self.restarts.say(f"{server.process.name} has left; engines that go on: {len(self.servers)}")
         if (group := self._of.pop(server, None)) is not None:
-            self._members.drop(group)
+            self._members.drop(group, refused=group.broken)  # its sign may say for a moment that it is ready
         return True
 
     async def is_soon_left_by(self, server: Server) -> bool:

@@ -28,6 +28,7 @@ from mrl.rollout.samples import prefill_body
 from mrl.rollout.seeds import _splitmix64
 from mrl.rollout.sglang.command import CONTEXT_KEPT, SHIM, sglang_launch
 from mrl.rollout.sglang.cpu_shim.mrl_cpu_engine import adaptations, batched_attention, layers, pictures
+from mrl.rollout.sglang.cpu_shim.mrl_cpu_engine.batch_invariance import BatchInvariance
 from mrl.rollout.sglang.cpu_shim.mrl_cpu_engine.draws import draw
 from mrl.rollout.sglang.cpu_shim.mrl_cpu_engine.kernels import assign_req_to_token_pool_cpu, murmur_hash32_cpu
 from mrl.rollout.sglang.cpu_shim.mrl_cpu_engine.model import served
@@ -168,6 +169,57 @@ def test_batched_attention_equals_one_request_at_a_time(
         batched_attention._attend_decode(group, query, out, k_cache, v_cache, 0.3)
     expected = [reference(query[row : row + 1], row, int(lens[row])) for row in range(3)]
     torch.testing.assert_close(out, torch.cat(expected), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("width", [32, 24], ids=["in_place", "gathered"])
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_token_s_attention_has_the_same_bits_in_any_batch(window: int | None, width: int) -> None:
+    """Of keys and values, and of latent vectors, which are both."""
+    torch.manual_seed(0)
+    k_cache = torch.randn(100, 2, width)
+    v_cache = torch.randn(100, 2, width) if width == 32 else k_cache[..., :16]
+    table = torch.randperm(99)[:66].view(3, 22).int() + 1
+    prefix, new = torch.tensor([0, 5, 3]), torch.tensor([7, 2, 9])
+
+    def attention(query: torch.Tensor, chosen: torch.Tensor, is_extend: bool = True) -> torch.Tensor:
+        given = {
+            "query": query, "output": torch.empty(*query.shape[:2], v_cache.size(-1)), "k_cache": k_cache,
+            "v_cache": v_cache, "req_to_token": table, "req_pool_indices": chosen, "scaling": 0.3,
+            "seq_lens": (prefix + new)[chosen], "extend_prefix_lens": prefix[chosen],
+            "extend_seq_lens": new[chosen], "sliding_window_size": window,
+        }  # fmt: skip
+        return batched_attention._attend_by_token(given, *batched_attention.new_tokens(given, is_extend))
+
+    query = torch.randn(int(new.sum()), 4, width)
+    found = attention(query, torch.arange(3)).split(new.tolist())
+    last = torch.stack([part[-1] for part in query.split(new.tolist())])
+    decoded = attention(last, torch.arange(3), is_extend=False)
+    for row, own in enumerate(query.split(new.tolist())):
+        assert torch.equal(attention(own, torch.tensor([row])), found[row])
+        assert torch.equal(decoded[row], found[row][-1]), "a token's attention differs between prefill and decode"
+        slots, length = table[row, : prefix[row] + new[row]].long(), int(prefix[row] + new[row])
+        key, value = (cache[slots].transpose(0, 1).repeat_interleave(2, 0) for cache in (k_cache, v_cache))
+        at, place = torch.arange(length - len(own), length)[:, None], torch.arange(length)
+        mask = (place <= at) if window is None else (place <= at) & (place >= at - window)
+        wanted = scaled_dot_product_attention(own.transpose(0, 1), key, value, attn_mask=mask, scale=0.3)
+        torch.testing.assert_close(found[row], wanted.transpose(0, 1), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(64, 1), (64, 320), (20, 33)])
+def test_rows_of_products_and_functions_have_the_same_bits_however_many_there_are(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(40, shape[0]), torch.randn(shape[1], shape[0])
+
+    def results(x: torch.Tensor) -> list[torch.Tensor]:
+        linear = torch.nn.functional.linear(x, weight)
+        batched = torch.bmm(x.expand(2, -1, -1), weight.T.expand(2, -1, -1))[0]
+        return [linear, x @ weight.T, torch.mm(x, weight.T), batched, linear.sigmoid(), torch.nn.functional.silu(x)]
+
+    with BatchInvariance():
+        whole = results(x)
+        for rows in range(1, len(x)):
+            assert all(torch.equal(a, b[:rows]) for a, b in zip(results(x[:rows]), whole)), rows
+    torch.testing.assert_close(whole, results(x), atol=1e-4, rtol=1e-4)
 
 
 class StockRotary:

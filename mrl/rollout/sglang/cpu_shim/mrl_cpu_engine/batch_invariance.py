@@ -2,8 +2,9 @@
 
 * MKL adds up the terms of a float32 product in another order in the last rows that are fewer than 4: of a small
   product, of one thread's share, or of a product with one column (measured for 1 to 3,000 rows, 1 to 4,864 columns and
-  1 to 3 threads). With rows padded to a multiple of 4 all have the same order. Products whose second factor is a
-  vector, or has more dimensions than the first, keep the stock form.
+  1 to 3 threads). With rows padded to a multiple of 4 all have the same order. Products of a batch of matrices get as
+  many rows as keep them out of torch's own form for small ones. Products whose second factor is a vector, or has more
+  dimensions than the first, keep the stock form.
 * torch computes what fills no vector at the end of a tensor with other forms of exp, sin and the like.
 """
 
@@ -19,6 +20,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 ROWS = 4
+SMALL = 400  # multiplications: torch itself computes smaller products of a batch
 VECTORS = 64  # numbers; torch's loops take two vectors of at most 16 at once
 
 
@@ -29,10 +31,12 @@ def in_four_rows(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def run(x: Tensor, y: Tensor, *more: Any, out: Tensor | None = None, **settings: Any) -> Tensor:
         is_batched = y.dim() > 2 and x.dim() > 2
         rows = x.size(-2) if is_batched else x.numel() // max(1, x.size(-1))
-        if rows % ROWS == 0 or y.dim() < 2 or y.dim() > max(2, x.dim()) or x.device.type != "cpu":
+        least = -(-SMALL // max(1, y.size(-2) * y.size(-1))) if is_batched else 0
+        missing = -(-max(rows, least) // ROWS) * ROWS - rows
+        if not rows * missing or y.dim() < 2 or y.dim() > max(2, x.dim()) or x.device.type != "cpu":
             return product(x, y, *more, **settings) if out is None else product(x, y, *more, out=out, **settings)
         flat = x if is_batched else x.reshape(rows, x.size(-1))
-        made = product(functional.pad(flat, (0, 0, 0, -rows % ROWS)), y, *more, **settings)
+        made = product(functional.pad(flat, (0, 0, 0, missing)), y, *more, **settings)
         made = made[..., :rows, :] if is_batched else made[:rows].view(*x.shape[:-1], made.size(-1))
         return made if out is None else out.copy_(made)
 
@@ -52,9 +56,9 @@ def in_whole_vectors(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return run
 
 
-PRODUCTS = [(functional, "linear"), (torch, "mm"), (torch, "matmul"), (torch, "bmm")]
+PRODUCTS: list[tuple[Any, str]] = [(functional, "linear"), (torch, "mm"), (torch, "matmul"), (torch, "bmm")]
 PRODUCTS += [(Tensor, name) for name in ("mm", "matmul", "bmm", "__matmul__")]
-FUNCTIONS = [(functional, "silu"), (functional, "gelu")]
+FUNCTIONS: list[tuple[Any, str]] = [(functional, "silu"), (functional, "gelu")]
 FUNCTIONS += [(owner, name) for owner in (torch, Tensor) for name in ("sigmoid", "tanh", "exp", "cos", "sin")]
 INVARIANT: dict[Any, Callable[..., Tensor]] = {
     **{product: in_four_rows(product) for product in (getattr(owner, name) for owner, name in PRODUCTS)},

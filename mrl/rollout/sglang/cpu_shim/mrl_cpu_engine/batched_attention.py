@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
+from mrl.kernels import native as kernels
 from mrl.kernels.native import engine as native
 
 MAX_SCORES = 1 << 26  # elements of batch x heads x queries x keys in one call
@@ -68,13 +69,11 @@ def _batched(stock: Callable[..., Tensor], make_plan: Plan, attend: Callable[...
         is_extend = make_plan is _plan_extend
         if given["encoder_lens"] is not None or given["is_cross_attn"] or (is_extend and not given["causal"]):
             return stock(self, *args, **kw)
-        where = (given["query"], given["k_cache"], given["v_cache"], given["req_to_token"])
         plans = self.__dict__.setdefault("batched_plans", {})
-        if native.supports_decode_attention(*where):
-            if is_extend and "tokens" not in plans:
-                plans["tokens"] = new_tokens(given)
-            rows, lengths = plans["tokens"] if is_extend else (given["req_pool_indices"], given["seq_lens"])
-            return _attend_by_token(given, rows, lengths)
+        if kernels.supports_float32_tensors(given["query"], given["k_cache"], given["v_cache"]):
+            if make_plan not in plans:
+                plans[make_plan] = new_tokens(given, is_extend)
+            return _attend_by_token(given, *plans[make_plan])
         key = (make_plan, given["sliding_window_size"])
         if key not in plans:
             plans[key] = make_plan(given)
@@ -85,28 +84,42 @@ def _batched(stock: Callable[..., Tensor], make_plan: Plan, attend: Callable[...
     return run
 
 
-def new_tokens(given: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Returns the row of the table and the number of keys of each new token, both [tokens]. `given`: arguments of the
-    stock method."""
+def new_tokens(given: dict[str, Any], is_extend: bool) -> tuple[Tensor, Tensor]:
+    """Returns the number of the request of each new token, and the number of keys that it attends to, both [tokens].
+    `given`: arguments of the stock method."""
+    lengths = given["seq_lens"].long()
+    requests = torch.arange(len(lengths))
+    if not is_extend:
+        return requests, lengths
     new, before = given["extend_seq_lens"].long(), given["extend_prefix_lens"].long()
     within = torch.arange(int(new.sum())) - (new.cumsum(0) - new).repeat_interleave(new)
-    return given["req_pool_indices"].repeat_interleave(new), before.repeat_interleave(new) + within + 1
+    return requests.repeat_interleave(new), before.repeat_interleave(new) + within + 1
 
 
-def _attend_by_token(given: dict[str, Any], rows: Tensor, lengths: Tensor) -> Tensor:
-    output, scaling = given["output"], given["scaling"]
-    native.decode_attention(
-        given["query"],
-        given["k_cache"],
-        given["v_cache"],
-        given["req_to_token"],
-        rows,
-        lengths,
-        output,
-        window=given["sliding_window_size"],
-        scale=given["query"].size(-1) ** -0.5 if scaling is None else scaling,
-    )
-    return output
+def _attend_by_token(given: dict[str, Any], requests: Tensor, lengths: Tensor) -> Tensor:
+    query, output, scaling = given["query"], given["output"], given["scaling"]
+    cache = (query, given["k_cache"], given["v_cache"], given["req_to_token"])
+    rows, out = given["req_pool_indices"][requests], output
+    if not native.supports_decode_attention(*cache):
+        cache, rows = _gathered(given, requests)
+        out = query.new_empty(*output.shape[:2], cache[2].size(-1))
+    scale = query.size(-1) ** -0.5 if scaling is None else scaling
+    window = given["sliding_window_size"]
+    native.decode_attention(*cache, rows, lengths, out, window=window, scale=scale)
+    return output if out is output else output.copy_(out[..., : output.size(-1)])
+
+
+def _gathered(given: dict[str, Any], requests: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Returns query, keys, values and slots of the batch in a form that the kernel supports (latent vectors are keys
+    and values at once, and of any width), and the row of slots of each new token."""
+    lens = given["seq_lens"].long()
+    longest = int(lens.max())
+    table = given["req_to_token"][given["req_pool_indices"].long(), :longest].long()
+    at = table[torch.arange(longest) < lens[:, None]]
+    tensors = (given["query"], given["k_cache"][at], given["v_cache"][at])
+    query, key, value = (pad(x, (0, -x.size(-1) % kernels.WIDTH)) for x in tensors)
+    slots = torch.arange(len(at) + longest, dtype=torch.int32).as_strided((len(at), longest), (1, 1))
+    return (query, key, value.contiguous(), slots), (lens.cumsum(0) - lens)[requests]
 
 
 def _plan_decode(given: dict[str, Any]) -> list[Group]:
