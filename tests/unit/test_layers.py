@@ -43,6 +43,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "rollout.seeds",
         *("strict_json", "user_functions", "worker_process"),
     ),
+    "sampling": ("core", "config", "observe", "reward", "rollout"),
     "algo": ("kernels", "options", "stopping", "user_functions"),
     "data": ("core", "units", "families", "config", "foreign", "strict_json"),
     "weights": (
@@ -67,8 +68,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "evaluation": (*BELOW, "learner", "observe", "reward", "rollout", "scoring"),
     "scoring": (*BELOW, "learner"),
     "trainers": (
-        *(*BELOW, "rollout", "reward", "agents", "learner", "checkpoint", "observe", "cards", "plan", "resilience"),
-        *("failure", "files", "ports"),
+        *(*BELOW, "rollout", "sampling", "reward", "agents", "learner", "checkpoint", "observe", "cards", "plan"),
+        *("resilience", "failure", "files", "ports"),
     ),
     "rank_imports": ("config", "kernels.native", "platform", "checkpoint"),
     "preflight": (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -125,24 +124,24 @@ def test_a_connection_that_breaks_at_an_engine_that_is_up_costs_no_restart(start
 
 
 def test_an_error_of_who_receives_the_samples_ends_all(start: Start) -> None:
-    engine, _ = start(lambda: time.sleep(0.01))
+    engine, [process] = start(lambda: time.sleep(0.01))
+    before = {*threading.enumerate()}
 
     def fails(samples: list[Sample]) -> None:
         raise KeyError("a bad reward")
 
     with pytest.raises(KeyError, match="a bad reward"):
-        engine.generate(requests(100), SAMPLING, fails)
-    assert not any(thread.name == "requests" for thread in threading.enumerate())
+        engine.generate(requests(1000), SAMPLING, fails)
+    assert len(process.answered) < 1000
+    assert not [thread for thread in {*threading.enumerate()} - before if thread.name == "requests"]
 
 
-def test_who_is_interrupted_samples_no_more(start: Start) -> None:
+def test_a_dispatcher_that_is_closed_ends_what_waits_for_it(start: Start) -> None:
     engine, [process] = start(lambda: time.sleep(0.2))
-    threading.Timer(0.3, engine.interrupt).start()
-    with pytest.raises(asyncio.CancelledError):
+    threading.Timer(0.3, engine.dispatcher.close).start()
+    with pytest.raises(RolloutError, match="sampling was interrupted"):
         engine.generate(requests(1000), SAMPLING)
     assert len(process.answered) < 100
-    with pytest.raises(RolloutError, match="sampling was interrupted"):
-        engine.generate(requests(1), SAMPLING)
 
 
 def test_requests_of_one_prompt_are_a_group() -> None:
