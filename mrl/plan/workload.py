@@ -147,17 +147,26 @@ class MicroBatchPlan:
         return MicroBatchPlan(model.name, samples / dp, count // dp, each, each * length)
 
 
-def largest_micro_batch(model: PlannedModel, lengths: SampleLengths, samples: int, image_tokens: int) -> Tokens:
-    """Returns the micro-batch that memory must hold: full, or with one longer sample; in the worst case all of it is
-    response.
+def largest_micro_batch(model: PlannedModel, lengths: SampleLengths, samples: int, size: StepSize) -> Tokens:
+    """Returns the micro-batch that memory must hold.
 
-    It has as many image tokens as prompts full of them with responses of mean length. image_tokens: a prompt's maximum
+    If all samples of a data-parallel replica fit into one micro-batch: these, at their longest, with each prompt once
+    for a group of samples where the model computes common prefixes once. Otherwise a full one, or one longer sample; in
+    the worst case all of it is response. It has as many image tokens as prompts full of them with responses of mean
+    length.
     """
     full = max(model.train.max_tokens_per_microbatch, lengths.longest)
-    packed = min(full, max(lengths.longest, samples * lengths.longest // model.grid.dp))
-    prompts = 0 if lengths.prompt >= lengths.longest else 1
-    seen = int(packed * image_tokens / (image_tokens + lengths.response)) if image_tokens else 0
-    return Tokens(packed, packed - prompts, min(lengths.longest, packed), seen)
+    own = max(1, samples // model.grid.dp)
+    seen = size.image_tokens / (size.image_tokens + lengths.response) if size.image_tokens else 0.0
+    if own * lengths.longest <= full and size.prompt_tokens is not None and size.response_tokens is not None:
+        shares = model.layout.context == 1 and model.arch.vision is None and size.replays == "off"
+        prompts = -(-own // size.group) if shares else own
+        response = own * size.response_tokens
+        packed = response + prompts * size.prompt_tokens
+    else:
+        packed = min(full, max(lengths.longest, samples * lengths.longest // model.grid.dp))
+        response = packed - (0 if lengths.prompt >= lengths.longest else 1)
+    return Tokens(packed, response, min(lengths.longest, packed), int(packed * seen))
 
 
 @dataclass(frozen=True)
@@ -196,10 +205,7 @@ class StepWorkload:
             size,
             lengths,
             {model.name: MicroBatchPlan.of(model, learnt[model.name], lengths.mean) for model in models},
-            {
-                model.name: largest_micro_batch(model, lengths, learnt[model.name], size.image_tokens)
-                for model in models
-            },
+            {model.name: largest_micro_batch(model, lengths, learnt[model.name], size) for model in models},
             engines[1].bucket_mib << 20 if engines is not None else 0,
             cfg.copies(),
         )

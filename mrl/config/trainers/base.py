@@ -103,6 +103,7 @@ class StepSize:
         sampled: responses to these prompts, in a step without dropped groups
         learnt: samples that one epoch of updates trains on
         minibatch: samples of one update
+        group: consecutive samples with the same prompt
         prompt_tokens: maximum tokens of a prompt; None: depends on the data, up to a micro-batch
         response_tokens: maximum tokens of a response; None as for prompt_tokens
         passes: names of the models that compute log-probs or values of all samples before the updates
@@ -112,6 +113,7 @@ class StepSize:
 
     learnt: int
     minibatch: int
+    group: int = 1
     epochs: int = 1
     prompts: int = 0
     sampled: int = 0

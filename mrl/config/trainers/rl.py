@@ -97,6 +97,7 @@ class RLConfig(Config):
         return StepSize(
             learnt=samples_per_step(self) + reused_samples_per_step(self),
             minibatch=self.batch.samples_per_minibatch or samples_per_step(self) + reused_samples_per_step(self),
+            group=1 if self.batch.shuffle_minibatches or self.replay else self.batch.samples_per_prompt,
             epochs=self.batch.epochs_per_step,
             prompts=self.batch.prompts_per_step,
             sampled=samples_per_step(self),

@@ -23,7 +23,7 @@ from mrl.cli import main  # noqa: E402
 from mrl.config.derived import Machine  # noqa: E402
 from mrl.config.loader import load  # noqa: E402
 from mrl.config.schema import ParallelConfig, RLConfig, TrainConfig  # noqa: E402
-from mrl.config.trainers.base import Config  # noqa: E402
+from mrl.config.trainers.base import Config, StepSize  # noqa: E402
 from mrl.data.balance import plan_micro_batches  # noqa: E402
 from mrl.families import ModelArch, load_arch  # noqa: E402
 from mrl.parallel import Mesh  # noqa: E402
@@ -33,7 +33,7 @@ from mrl.plan.grid import Grid  # noqa: E402
 from mrl.plan.memory import NEEDS  # noqa: E402
 from mrl.plan.placement import Placement  # noqa: E402
 from mrl.plan.plan import Plan, machine_of, make_plan, read_shapes  # noqa: E402
-from mrl.plan.workload import MicroBatchPlan  # noqa: E402
+from mrl.plan.workload import MicroBatchPlan, SampleLengths, largest_micro_batch  # noqa: E402
 from mrl.rollout.routed import RoutedShape  # noqa: E402
 from mrl.trainers.rl.memory_order import ORDER  # noqa: E402
 from tests.conftest import TinyModels  # noqa: E402
@@ -419,3 +419,23 @@ def test_engines_on_nodes_of_their_own_are_counted_apart(capsys: pytest.CaptureF
     learning = sum(part.seconds for part in apart.parts if part.phase in ("experience", "actor_update"))
     assert beside.seconds == pytest.approx(apart.seconds - min(sampling, learning)), "the shorter one is hidden"
     assert "the engines of a node need 16 GPUs, and a node has 8" in problem
+
+
+def test_a_micro_batch_of_all_samples_has_each_prompt_once() -> None:
+    """Two replicas of 32 samples in groups of 8, prompts of 64 tokens and responses of 24."""
+    model = SimpleNamespace(
+        train=TrainConfig(), grid=SimpleNamespace(dp=2), layout=ParallelConfig(), arch=SimpleNamespace(vision=None)
+    )
+    lengths = SampleLengths(88, 12.0, 49.0)
+    size = StepSize(learnt=64, minibatch=64, group=8, prompt_tokens=64, response_tokens=24)
+
+    def tokens(**changed: Any) -> tuple[int, int]:
+        own = SimpleNamespace(**{**vars(model), **{k: changed.pop(k) for k in [*changed] if k in vars(model)}})
+        found = largest_micro_batch(own, lengths, 64, replace(size, **changed))  # type: ignore[arg-type]
+        return found.packed, found.response
+
+    assert tokens() == (32 * 24 + 4 * 64, 32 * 24)
+    assert tokens(group=1) == tokens(replays="trainer") == (32 * 88, 32 * 24)
+    assert tokens(layout=ParallelConfig(context=2)) == (32 * 88, 32 * 24)
+    assert tokens(train=TrainConfig(max_tokens_per_microbatch=1000)) == (1000, 999), "all of it may be response"
+    assert tokens(prompt_tokens=None) == (32 * 88, 32 * 88 - 1), "the lengths are the data's"
