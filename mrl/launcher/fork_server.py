@@ -34,8 +34,11 @@ from mrl.forks import (
     run_module,
 )
 from mrl.imports import importing
-from mrl.launcher.environment import FOR_FORK_SERVERS
 
+FOR_FORK_SERVERS = {  # environment variables set before the imports, which would start threads and CUDA
+    "OMP_NUM_THREADS": "1",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+}
 IMPORTS_S = 600.0  # timeout of the imports, after which ranks start as programs
 
 _ADOPT_ORPHANS = 36  # of prctl

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
+
+import psutil
 
 from mrl.launcher.logs import RankLog, collect_failures, root_cause
 from mrl.resilience.protocol import RankStatus, read_statuses, status_file
@@ -42,12 +43,12 @@ class RestartTracker:
         self._recovering: Fault | None = None
         self.fault: Fault | None = None  # of the current attempt
         self.statuses: list[RankStatus] = []
-        for number in range(len(logs)):
-            status_file(self._dir, number).unlink(missing_ok=True)
+        for status in read_statuses(self._dir):  # of an earlier launch
+            status_file(self._dir, status.rank).unlink()
 
     def poll(self) -> None:
         """Reads the ranks' sections; reports when they have recovered from a fault."""
-        statuses = read_statuses(self._dir, len(self._logs))
+        statuses = read_statuses(self._dir)
         newest = max((status.attempt for status in statuses), default=0)
         if newest > self._attempt:
             self._next_attempt(newest)
@@ -112,16 +113,6 @@ def _where(status: RankStatus) -> str:
 def _is_alive(pid: int) -> bool:
     """True for a living process; a zombie counts as dead."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return not Path("/proc/self").exists() and _answers(pid)
-    except ProcessLookupError:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
-
-
-def _answers(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True

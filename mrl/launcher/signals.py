@@ -7,14 +7,11 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 
 from mrl.resilience import preemption
 
 AT_ONCE = (signal.SIGINT, signal.SIGHUP)
-WARNINGS = (signal.SIGTERM, signal.SIGUSR1)  # of a scheduler; ranks that can save do so first
-
-
 _interrupts: list[int] = []  # since `record_interrupts`
 
 
@@ -43,20 +40,13 @@ def collect_signals() -> Iterator[list[int]]:
     Restores the previous handlers after the block, except `preemption.exit_before_run`, since the run has begun.
     """
     received: list[int] = []
-    wanted = [number for number in (*AT_ONCE, *WARNINGS) if signal.getsignal(number) != signal.SIG_IGN]
+    wanted = [number for number in (*AT_ONCE, *preemption.WARNINGS) if signal.getsignal(number) != signal.SIG_IGN]
     previous = {number: signal.signal(number, lambda got, _: received.append(got)) for number in wanted}
     try:
         yield received
     finally:
         for number, handler in previous.items():
             signal.signal(number, signal.SIG_DFL if handler is preemption.exit_before_run else handler)
-
-
-def preemption_signal(received: Sequence[int], can_save: bool) -> signal.Signals | None:
-    """Returns the signal that tells ranks to save and leave; None if there is none, or they must end at once."""
-    if not received or not can_save or any(number in AT_ONCE for number in received):
-        return None
-    return signal.Signals(received[0])
 
 
 def child_setup(ignored: Collection[signal.Signals] = ()) -> Callable[[], None]:

@@ -45,10 +45,10 @@ def status_file(log_dir: Path, rank: int) -> Path:
     return log_dir / f"rank_{rank}.place"
 
 
-def read_statuses(log_dir: Path, ranks: int) -> list[RankStatus]:
-    """Returns the statuses of the ranks that have written one."""
-    files = [status_file(log_dir, rank) for rank in range(ranks)]
-    return [RankStatus(**json.loads(file.read_text())) for file in files if file.exists()]
+def read_statuses(log_dir: Path) -> list[RankStatus]:
+    """Returns the statuses of the ranks that have written one, in the order of the ranks."""
+    files = log_dir.glob("rank_*.place")
+    return sorted((RankStatus(**json.loads(file.read_text())) for file in files), key=lambda status: status.rank)
 
 
 def mark_preempted(run_dir: Path, step: int | None) -> None:
