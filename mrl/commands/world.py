@@ -16,7 +16,7 @@ from mrl.imports import importing
 if TYPE_CHECKING:
     from mrl.config.derived import Machine
     from mrl.config.schema import AnyConfig
-    from mrl.launcher import ElasticJob, ForkServer
+    from mrl.launcher import ElasticJob, RankForkServer
     from mrl.trainers.shared.callbacks import TrainerCallback
 
 
@@ -42,7 +42,7 @@ def machine_on_nodes(nodes: int, gpus: int | None = None) -> Callable[[AnyConfig
     return lambda cfg: Machine.for_launch(cfg, gpus, nodes)
 
 
-def start_local(cfg: AnyConfig, arguments: Sequence[str], fork_server: ForkServer | None) -> int:
+def start_local(cfg: AnyConfig, arguments: Sequence[str], fork_server: RankForkServer | None) -> int:
     """Runs a world on this machine, each rank as `python -m ARGUMENTS`; returns the exit code. fork_server: fork server
     of the own launcher's ranks."""
     from mrl.config.derived import Machine, is_on_one_machine

@@ -4,16 +4,15 @@ No rank outlives the launcher.
 """
 
 from mrl.launcher.elastic import ElasticJob, NodeRank, launch_elastic, launch_node
-from mrl.launcher.fork_server import FOR_FORK_SERVERS, ForkServer
+from mrl.launcher.fork_server import RankForkServer
 from mrl.launcher.logs import LaunchError
 from mrl.launcher.world import launch
 
 __all__ = [
-    "FOR_FORK_SERVERS",
     "ElasticJob",
-    "ForkServer",
     "LaunchError",
     "NodeRank",
+    "RankForkServer",
     "launch",
     "launch_elastic",
     "launch_node",

@@ -22,7 +22,7 @@ from typing import Literal
 from mrl.launcher import signals
 from mrl.launcher.logs import LaunchError, RankLog, collect_failures, lock_log_dir, open_logs, root_cause
 from mrl.launcher.restarts import RestartTracker
-from mrl.launcher.world import FOR_RANKS, Supervised, Supervisor, start_program
+from mrl.launcher.world import FOR_RANKS, Supervised, Supervisor
 from mrl.packages import pip_install_extra
 from mrl.ports import MEETING_VARIABLE, address_towards, gloo_towards
 from mrl.resilience.protocol import FOLDER_VARIABLE, LOG_DIR_VARIABLE, MARKER, read_statuses
@@ -155,7 +155,7 @@ class _Agent(Supervisor):
             command += ["--ft-enable-nic-monitor=false", f"--ft-cfg-path={job.ft_config}"]
         command += ["-m", *job.arguments]
         env = {**env, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # torchrun's would be open to every account
-        self.processes.append(Supervised(start_program(command, env, stdout, stderr, ignored=[signal.SIGUSR1])))
+        self.processes.append(Supervised(signals.start_program(command, env, stdout, stderr, ignored=[signal.SIGUSR1])))
         self.terminal.rank_started()
 
     def look(self, is_over: bool) -> None:

@@ -1,4 +1,4 @@
-"""Signals that stop a run, and death signals that tie a child process to this one."""
+"""Signals that stop a run, and programs that die with this process."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import contextlib
 import ctypes
 import os
 import signal
+import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import IO
 
 from mrl.resilience import preemption
 
@@ -49,10 +51,16 @@ def collect_signals() -> Iterator[list[int]]:
             signal.signal(number, signal.SIG_DFL if handler is preemption.exit_before_run else handler)
 
 
-def child_setup(ignored: Collection[signal.Signals] = ()) -> Callable[[], None]:
-    """Returns a function that a child calls before exec.
+def start_program(
+    command: Sequence[str],
+    env: Mapping[str, str] | None = None,
+    stdout: int | IO[bytes] | None = None,
+    stderr: int | IO[bytes] | None = None,
+    ignored: Collection[signal.Signals] = (),
+) -> subprocess.Popen[bytes]:
+    """Starts a program without stdin that leads a session and dies with this process (Linux).
 
-    It restores SIGINT, ignores `ignored`, and lets the kernel kill the child when its parent dies (Linux).
+    ignored: signals that it ignores
     """
     libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
     parent, set_death_signal = os.getpid(), 1
@@ -66,4 +74,12 @@ def child_setup(ignored: Collection[signal.Signals] = ()) -> Callable[[], None]:
             if os.getppid() != parent:
                 os._exit(1)
 
-    return prepare
+    return subprocess.Popen(
+        command,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        start_new_session=True,
+        preexec_fn=prepare,
+    )

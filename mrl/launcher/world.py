@@ -13,7 +13,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,7 +22,7 @@ import psutil
 from mrl import failure
 from mrl.failure import Failure
 from mrl.launcher import signals
-from mrl.launcher.fork_server import IMPORTS_S, Child, ForkServer
+from mrl.launcher.fork_server import Child, RankForkServer
 from mrl.launcher.logs import (
     PREEMPTED_TEXT,
     LaunchError,
@@ -175,25 +175,6 @@ def _send(number: signal.Signals, pids: Collection[int]) -> None:
             os.kill(pid, signal.SIGCONT)
 
 
-def start_program(
-    command: Sequence[str],
-    env: Mapping[str, str],
-    stdout: int | None = None,
-    stderr: int | None = None,
-    ignored: Collection[signal.Signals] = (),
-) -> subprocess.Popen[bytes]:
-    """Starts a program that leads a session and dies with this process. ignored: signals that the program ignores."""
-    return subprocess.Popen(
-        command,
-        env=env,
-        stdin=subprocess.DEVNULL,
-        stdout=stdout,
-        stderr=stderr,
-        start_new_session=True,
-        preexec_fn=signals.child_setup(ignored),
-    )
-
-
 def launch(
     command: Sequence[str],
     nproc: int,
@@ -201,7 +182,7 @@ def launch(
     grace_s: float = 30.0,
     settle_s: float = 5.0,
     save_s: float | None = None,
-    fork_server: ForkServer | None = None,
+    fork_server: RankForkServer | None = None,
 ) -> int:
     """Runs `command` as ranks 0..nproc-1 of one world; returns 0, or the exit code of the first rank that failed.
 
@@ -215,8 +196,6 @@ def launch(
     with lock_log_dir(log_dir), signals.collect_signals() as received:
         logs = open_logs(log_dir, nproc, command)
         with Terminal(logs[0].path) as terminal, tempfile.TemporaryDirectory(prefix="mrl-world-") as meeting:
-            if fork_server:
-                _wait_for(fork_server, received)
             ranks = _Ranks(terminal, received, grace_s, settle_s, save_s, logs)
             ranks.start(command, meeting, fork_server)
             return ranks.run()
@@ -234,7 +213,7 @@ class _Ranks(Supervisor):
     stopped: list[int] = field(init=False, default_factory=list)
     cause: tuple[int, Failure] | None = field(init=False, default=None)
 
-    def start(self, command: Sequence[str], meeting: str, fork_server: ForkServer | None) -> None:
+    def start(self, command: Sequence[str], meeting: str, fork_server: RankForkServer | None) -> None:
         """Starts the ranks. meeting: private folder of this account, for their rendezvous"""
         world = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(len(self.logs)))
         shared = {**FOR_RANKS, "PYTHONUNBUFFERED": "1", **os.environ, **world, MEETING_VARIABLE: meeting}
@@ -245,7 +224,7 @@ class _Ranks(Supervisor):
                 with log.path.open("ab") as file, open(os.devnull, "rb") as nothing:
                     out = file.fileno() if number else self.terminal.for_rank
                     made = fork_server.start(command, own, (nothing.fileno(), out, out)) if fork_server else None
-                    self.processes.append(Supervised(made or start_program(command, own, out, out)))
+                    self.processes.append(Supervised(made or signals.start_program(command, own, out, out)))
         except OSError as error:
             self.kill()
             raise LaunchError(f"rank {len(self.processes)} could not be started: {error}") from error
@@ -300,14 +279,6 @@ class _Ranks(Supervisor):
         for rank, other in enumerate(self.logs):
             if rank != first and self._code(rank):
                 self.say(f"rank {rank} ended too ({_exit_text(self._code(rank))}); its log: {other.path}")
-
-
-def _wait_for(fork_server: ForkServer, received: Sequence[int]) -> None:
-    """Waits for the fork server; gives it up on a stopping signal or after IMPORTS_S seconds."""
-    end = time.monotonic() + IMPORTS_S
-    while not fork_server.is_settled(POLL_S):
-        if received or time.monotonic() > end:
-            fork_server.close()
 
 
 def _exit_text(code: int) -> str:
