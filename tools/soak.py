@@ -128,7 +128,7 @@ def is_engine(process: psutil.Process, logs: Path) -> bool:
 
 def hit(logs: Path, name: str, draw: random.Random) -> bool:
     """Whether there was somebody to hit."""
-    statuses = read_statuses(logs, RANKS)
+    statuses = read_statuses(logs)
     try:
         if name == "engine killed":
             next(filter(lambda one: is_engine(one, logs), psutil.process_iter())).kill()

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Sequence
 from typing import IO
 
-from mrl.launcher.signals import child_setup, collect_signals
+from mrl.launcher.signals import collect_signals, start_program
 
 POLL_S = 0.1
 
@@ -41,14 +41,8 @@ def run_program(command: Sequence[str]) -> tuple[int, str]:
     if threading.current_thread() is threading.main_thread():  # which alone may handle them
         signals = collect_signals()
     with signals as received, selectors.DefaultSelector() as pipes:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=None if sys.stdout is sys.__stdout__ else subprocess.PIPE,  # a notebook's is no file
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            preexec_fn=child_setup(),
-        )
+        out = None if sys.stdout is sys.__stdout__ else subprocess.PIPE  # a notebook's is no file
+        process = start_program(command, stdout=out, stderr=subprocess.PIPE)
         assert process.stderr is not None
         errors = Copied(sys.stderr)
         pipes.register(process.stderr, selectors.EVENT_READ, errors)

@@ -15,7 +15,7 @@ from mrl.ports import is_a_rank, world_problem
 
 if TYPE_CHECKING:
     from mrl.config.schema import AnyConfig
-    from mrl.launcher import ForkServer
+    from mrl.launcher import RankForkServer
 
 # For ranks and engines. Torch's default is in /tmp under a name that anybody can take first, and its content is run.
 COMPILED = ("TORCHINDUCTOR_CACHE_DIR", os.path.expanduser("~/.cache/mrl/torchinductor"))
@@ -81,15 +81,15 @@ def lead(args: argparse.Namespace, rank: Sequence[str]) -> int:
         return cfg
     if not args.is_program:
         return _start(args, rank, None)
-    from mrl.launcher import FOR_FORK_SERVERS, ForkServer
+    from mrl.launcher import RankForkServer
 
-    for name, value in FOR_FORK_SERVERS.items():
-        os.environ.setdefault(name, value)
+    for name in ("OMP_NUM_THREADS", "PYTORCH_NVML_BASED_CUDA_CHECK"):  # imports would start threads and CUDA
+        os.environ.setdefault(name, "1")
     _import_checks()
     with _engine_fork_server(cfg):  # forked with the imports so far; it imports the rest during the checks
         if cfg.run.launcher != "mrl" or args.nodes > 1:
             return _start(args, rank, None)
-        with ForkServer() as fork_server:
+        with RankForkServer() as fork_server:
             return _start(args, rank, fork_server)
 
 
@@ -136,7 +136,7 @@ def _engine_fork_server(cfg: AnyConfig) -> contextlib.AbstractContextManager[obj
     return fork_server.EngineForkServer(name, imports)
 
 
-def _start(args: argparse.Namespace, rank: Sequence[str], fork_server: ForkServer | None) -> int:
+def _start(args: argparse.Namespace, rank: Sequence[str], fork_server: RankForkServer | None) -> int:
     machine = world.machine_on_nodes(args.nodes, world.gpus())
     cfg = _load(args, planned=machine)
     if isinstance(cfg, int):

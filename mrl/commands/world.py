@@ -16,7 +16,7 @@ from mrl.imports import importing
 if TYPE_CHECKING:
     from mrl.config.derived import Machine
     from mrl.config.schema import AnyConfig
-    from mrl.launcher import ForkServer
+    from mrl.launcher import ElasticJob, RankForkServer
     from mrl.trainers.shared.callbacks import TrainerCallback
 
 
@@ -42,38 +42,25 @@ def machine_on_nodes(nodes: int, gpus: int | None = None) -> Callable[[AnyConfig
     return lambda cfg: Machine.for_launch(cfg, gpus, nodes)
 
 
-def start_local(cfg: AnyConfig, arguments: Sequence[str], fork_server: ForkServer | None) -> int:
+def start_local(cfg: AnyConfig, arguments: Sequence[str], fork_server: RankForkServer | None) -> int:
     """Runs a world on this machine, each rank as `python -m ARGUMENTS`; returns the exit code. fork_server: fork server
     of the own launcher's ranks."""
     from mrl.config.derived import Machine, is_on_one_machine
-    from mrl.launcher import ElasticJob, LaunchError, launch, launch_elastic
+    from mrl.launcher import LaunchError, launch, launch_elastic
     from mrl.observe import RunExists, refuse_existing
     from mrl.ports import GLOO, LOOPBACK
-    from mrl.resilience import ft_config
 
     nproc, run_dir = Machine.for_launch(cfg).world_size, Path(cfg.run.root) / cfg.run.name
-    save_s = cfg.resilience.save_deadline_s if cfg.effective_checkpoint.every_steps else None
-    timeouts = cfg.resilience.timeouts_s
     try:
         os.environ.update(LOOPBACK if is_on_one_machine(cfg) else {GLOO: LOOPBACK[GLOO]})
         if not (run_dir / "lock").exists():  # otherwise rank 0 checks, since it knows whether that run is active
             refuse_existing(cfg)
         if cfg.run.launcher == "mrl":
-            command = [sys.executable, "-m", *arguments]
-            return _mark_if_preempted(
-                launch(command, nproc, run_dir / "logs", save_s=save_s, fork_server=fork_server), run_dir
-            )
-        is_ft = cfg.run.launcher == "ft"
-        job = ElasticJob(
-            cfg.run.launcher,
-            arguments,
-            nproc,
-            max_restarts=cfg.run.max_restarts if is_ft else 0,
-            save_s=save_s,
-            limits=timeouts.model_dump() if is_ft else {},
-            ft_config=ft_config.write(run_dir, timeouts) if is_ft else None,
-        )
-        return _mark_if_preempted(launch_elastic(job, run_dir), run_dir)
+            command, save_s = [sys.executable, "-m", *arguments], _save_s(cfg)
+            code = launch(command, nproc, run_dir / "logs", save_s=save_s, fork_server=fork_server)
+        else:
+            code = launch_elastic(_elastic_job(cfg, arguments, nproc), run_dir)
+        return _mark_if_preempted(code, run_dir)
     except (LaunchError, RunExists, OSError) as error:
         print(f"mrl: {error}", file=sys.stderr)
         return 1
@@ -83,29 +70,35 @@ def start_node(cfg: AnyConfig, args: argparse.Namespace) -> int:
     """Runs this node's part of a multi-node world; returns the exit code. args: the command's, with the node's
     place."""
     from mrl.config.derived import Machine
-    from mrl.launcher import ElasticJob, LaunchError, NodeRank, launch_node
+    from mrl.launcher import LaunchError, NodeRank, launch_node
     from mrl.observe import RunExists, refuse_existing
-    from mrl.resilience import ft_config
 
-    node = NodeRank(args.node, args.nodes, args.head)
-    run_dir, timeouts, is_ft = Path(cfg.run.root) / cfg.run.name, cfg.resilience.timeouts_s, cfg.run.launcher == "ft"
+    node, run_dir = NodeRank(args.node, args.nodes, args.head), Path(cfg.run.root) / cfg.run.name
     try:
         if node.number == 0 and not (run_dir / "lock").exists():
             refuse_existing(cfg)
-        job = ElasticJob(
-            "ft" if is_ft else "torchrun",
-            ["mrl", "train", str(args.config), *args.overrides],
-            Machine.for_launch(cfg, gpus(), node.count).local_world_size,
-            max_restarts=cfg.run.max_restarts if is_ft else 0,
-            save_s=cfg.resilience.save_deadline_s if cfg.effective_checkpoint.every_steps else None,
-            limits={},
-            ft_config=ft_config.write(run_dir, timeouts) if is_ft else None,
-        )
-        code = launch_node(job, run_dir, node)
+        nproc = Machine.for_launch(cfg, gpus(), node.count).local_world_size
+        code = launch_node(_elastic_job(cfg, ["mrl", "train", str(args.config), *args.overrides], nproc), run_dir, node)
         return _mark_if_preempted(code, run_dir) if node.number == 0 else code
     except (LaunchError, RunExists, OSError) as error:
         print(f"mrl: {node.label}: {error}", file=sys.stderr)
         return 1
+
+
+def _save_s(cfg: AnyConfig) -> float | None:
+    return cfg.resilience.save_deadline_s if cfg.effective_checkpoint.every_steps else None
+
+
+def _elastic_job(cfg: AnyConfig, arguments: Sequence[str], nproc: int) -> ElasticJob:
+    """Returns the job of ft_launcher where `run.launcher` is ft, else of torchrun."""
+    from mrl.launcher import ElasticJob
+    from mrl.resilience import ft_config
+
+    if cfg.run.launcher != "ft":
+        return ElasticJob("torchrun", arguments, nproc, 0, _save_s(cfg), {}, None)
+    timeouts = cfg.resilience.timeouts_s
+    file = ft_config.write(Path(cfg.run.root) / cfg.run.name, timeouts)
+    return ElasticJob("ft", arguments, nproc, cfg.run.max_restarts, _save_s(cfg), timeouts.model_dump(), file)
 
 
 def _mark_if_preempted(exit_code: int, run_dir: Path) -> int:

@@ -3,19 +3,16 @@
 No rank outlives the launcher.
 """
 
-from mrl.launcher.elastic import ElasticJob, launch_elastic
-from mrl.launcher.environment import FOR_FORK_SERVERS
-from mrl.launcher.fork_server import ForkServer
+from mrl.launcher.elastic import ElasticJob, NodeRank, launch_elastic, launch_node
+from mrl.launcher.fork_server import RankForkServer
 from mrl.launcher.logs import LaunchError
-from mrl.launcher.node import NodeRank, launch_node
 from mrl.launcher.world import launch
 
 __all__ = [
-    "FOR_FORK_SERVERS",
     "ElasticJob",
     "LaunchError",
     "NodeRank",
-    "ForkServer",
+    "RankForkServer",
     "launch",
     "launch_elastic",
     "launch_node",

@@ -7,17 +7,14 @@ ranks, after a restart too.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import os
-import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from typing import Any
 
 from mrl.forks import die_with_parent
-from mrl.launcher.fork_server import Child, ForkServer
+from mrl.launcher.fork_server import RankForkServer
 from mrl.ports import MEETING_VARIABLE
 from mrl.resilience.protocol import FOLDER_VARIABLE
 
@@ -35,22 +32,17 @@ _MONITOR_STATES = "nvidia_resiliency_ext.fault_tolerance.rank_monitor_state_mach
 
 def main() -> None:
     name = sys.argv.pop(1)
-    fork_server = ForkServer()
     tempfile.tempdir = os.environ.get(FOLDER_VARIABLE) or os.environ[MEETING_VARIABLE]
-    if name == "ft":
-        os.register_at_fork(after_in_child=_become_a_monitor)
-        _let_restarts_restart()
-    handler = importlib.import_module(_STARTERS[name]).SubprocessHandler
-    handler._popen = functools.partialmethod(_start, fork_server, handler._popen)
-    importlib.import_module(_PROGRAMS[name]).main()
-    fork_server.close()
-
-
-def _start(
-    handler: Any, fork_server: ForkServer, otherwise: Any, command: Sequence[str], env: dict[str, str]
-) -> Child | subprocess.Popen[bytes]:
-    """Starts a rank for torchrun or ft_launcher, which never redirect its output."""
-    return fork_server.start(command, env, (0, 1, 2)) or otherwise(handler, command, env)
+    with RankForkServer() as fork_server:
+        if name == "ft":
+            os.register_at_fork(after_in_child=_become_a_monitor)
+            _let_restarts_restart()
+        handler = importlib.import_module(_STARTERS[name]).SubprocessHandler
+        as_program = handler._popen
+        handler._popen = lambda self, command, env: (  # they never redirect the output of ranks
+            fork_server.start(command, env, (0, 1, 2)) or as_program(self, command, env)
+        )
+        importlib.import_module(_PROGRAMS[name]).main()
 
 
 def _let_restarts_restart() -> None:

@@ -1,46 +1,34 @@
 """Runs torchrun or ft_launcher as the launcher of this machine's ranks, started and watched by `mrl train`.
 
-Ranks behave as under mrl's own launcher: rank 0's output goes to the terminal and to its log, the others write to their
-logs, and an error is shown once. The output of torchrun or ft_launcher goes to a log of its own.
+On one machine ranks behave as under mrl's own launcher: rank 0's output goes to the terminal and to its log, the others
+write to their logs, and an error is shown once. The output of torchrun or ft_launcher goes to a log of its own. As one
+node of several, torchrun or ft_launcher meets the others at the head node, and all output goes to this node's output.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import math
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from mrl.launcher import signals
-from mrl.launcher.environment import FOR_RANKS
-from mrl.launcher.logs import (
-    PREEMPTED_TEXT,
-    LaunchError,
-    RankLog,
-    collect_failures,
-    lock_log_dir,
-    open_logs,
-    root_cause,
-    show_failure,
-)
+from mrl.launcher.logs import LaunchError, RankLog, collect_failures, lock_log_dir, open_logs, root_cause
 from mrl.launcher.restarts import RestartTracker
+from mrl.launcher.world import FOR_RANKS, Supervised, Supervisor
 from mrl.packages import pip_install_extra
-from mrl.ports import MEETING_VARIABLE
-from mrl.resilience.protocol import EXIT_PREEMPTED, LOG_DIR_VARIABLE, MARKER
+from mrl.ports import MEETING_VARIABLE, address_towards, gloo_towards
+from mrl.resilience.protocol import FOLDER_VARIABLE, LOG_DIR_VARIABLE, MARKER, read_statuses
 from mrl.terminal import Terminal
 
-_POLL_S = 0.1
 _STOP_S = 2  # for ranks to end by themselves before a restart, with nothing to save
-_NAMES = {"torchrun": "torchrun", "ft": "ft_launcher"}
 
 
 @dataclass(frozen=True)
@@ -57,6 +45,25 @@ class ElasticJob:
     save_s: float | None
     limits: Mapping[str, float]
     ft_config: Path | None
+
+    @property
+    def program(self) -> str:
+        return "ft_launcher" if self.kind == "ft" else self.kind
+
+
+@dataclass(frozen=True)
+class NodeRank:
+    """Number of a node among the nodes of a run. number: from 0, the head's. head: HOST:PORT, where node 0 listens for
+    the others."""
+
+    number: int
+    count: int
+    head: str
+
+    @property
+    def label(self) -> str:
+        """Text for messages."""
+        return f"node {self.number} of {self.count} ({os.uname().nodename})"
 
 
 def missing(launcher: str) -> str | None:
@@ -78,129 +85,109 @@ def launch_elastic(job: ElasticJob, run_dir: Path, grace_s: float = 30.0) -> int
         logs = open_logs(log_dir, job.nproc, job.arguments)
         with Terminal(logs[0].path) as terminal, tempfile.TemporaryDirectory(prefix="mrl-world-") as meeting:
             restarts = RestartTracker(logs, job.limits, job.max_restarts, log_dir / "restarts.jsonl", terminal)
-            process = _start(job, log_dir, meeting, grace_s, terminal)
-            return _Watch(job, process, logs, restarts, run_dir, grace_s, terminal).wait(received)
+            limits = (grace_s, math.inf, job.save_s)
+            agent = _Agent(terminal, received, *limits, job, run_dir, log_dir, logs=logs, restarts=restarts)
+            rendezvous = ["--nnodes=1", "--rdzv-backend=c10d", "--rdzv-conf=store_type=file", "--local-addr=127.0.0.1"]
+            env = {LOG_DIR_VARIABLE: str(log_dir.absolute()), MEETING_VARIABLE: meeting}
+            with (log_dir / f"{job.program}.log").open("ab") as log:
+                agent.start(rendezvous, {**FOR_RANKS, **os.environ, **env}, terminal.for_rank, log.fileno())
+            return agent.run()
 
 
-class _Watch:
-    """Watches the launcher process until it ends, which gets SIGINT at `end_at` and SIGKILL at `kill_at`."""
+def launch_node(job: ElasticJob, run_dir: Path, node: NodeRank, grace_s: float = 30.0) -> int:
+    """Runs this node's `job.nproc` ranks to their end; returns the exit code of `launch_elastic`.
 
-    def __init__(
-        self,
-        job: ElasticJob,
-        process: subprocess.Popen[bytes],
-        logs: Sequence[RankLog],
-        restarts: RestartTracker,
-        run_dir: Path,
-        grace_s: float,
-        terminal: Terminal,
-    ) -> None:
-        self.job, self.process, self.logs, self.restarts = job, process, logs, restarts
-        self.run_dir, self.grace_s, self.terminal = run_dir, grace_s, terminal
-        self.began = time.time()
-        self.end_at = self.kill_at = math.inf
-        self.warned: set[int] = set()
-
-    def wait(self, received: Sequence[int]) -> int:
-        """Returns the exit code. `received`: stopping signals so far, filled in by the signal handler."""
-        try:
-            while self.process.poll() is None:
-                self.terminal.pump(_POLL_S)
-                self.restarts.poll()
-                self._stop_if_due(received)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)  # includes the monitors
-            self.process.wait()
-        self.terminal.drain()
-        self.restarts.finish()
-        return self._outcome(received)
-
-    def _stop_if_due(self, received: Sequence[int]) -> None:
-        """Stops the job if due. A warning goes to the ranks directly, since the launcher would impose a time limit of
-        its own."""
-        now = time.monotonic()
-        warning = signals.preemption_signal(received, self.job.save_s is not None)
-        if warning is not None:
-            self._warn(warning, now)
-        elif received:
-            self.end_at = min(self.end_at, now)
-        if now >= self.end_at and self.kill_at == math.inf:
-            self.kill_at = now + self.grace_s
-            self.process.send_signal(signal.SIGINT)
-        if now >= self.kill_at or received.count(signal.SIGINT) > 1:
-            self.process.kill()  # the kernel then kills the ranks
-
-    def _warn(self, number: signal.Signals, now: float) -> None:
-        if not self.warned:
-            self.end_at = now + (self.job.save_s or 0.0) + self.grace_s
-        for status in self.restarts.statuses:
-            if not status.ended and status.pid not in self.warned:
-                self.warned.add(status.pid)
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(status.pid, number)
-
-    def _outcome(self, received: Sequence[int]) -> int:
-        warned = signals.preemption_signal(received, self.job.save_s is not None) is not None
-        if received and not warned:
-            self.terminal.say(f"stopped by {signal.Signals(received[0]).name}; all ranks have ended")
-            return 128 + received[0]
-        marker = self.run_dir / MARKER
-        if (warned and self.process.returncode) or (marker.exists() and marker.stat().st_mtime >= self.began):
-            self.terminal.say(PREEMPTED_TEXT)
-            return EXIT_PREEMPTED
-        if self.process.returncode == 0:
-            return 0
-        self._report()
-        return 1
-
-    def _report(self) -> None:
-        found = root_cause(collect_failures(self.logs, self.terminal), killed=self.restarts.fault is not None)
-        if found is not None:
-            show_failure(found, self.logs[found[0]], self.terminal)
-        elif self.restarts.fault is not None:
-            fault = self.restarts.fault
-            self.terminal.say(f"error: {fault.text}")
-            self.terminal.say(f"details: {self.logs[min(fault.ranks)].path}")
-        else:
-            log = _log(self.job, self.run_dir / "logs")
-            self.terminal.say(f"error: {log.stem} ended with exit code {self.process.returncode}; its log: {log}")
+    run_dir: visible to all nodes. A stopping signal may have reached the ranks already.
+    """
+    with (
+        signals.collect_signals() as received,
+        Terminal(Path(os.devnull)) as terminal,
+        tempfile.TemporaryDirectory(prefix="mrl-node-") as folder,
+    ):
+        limits = (grace_s, math.inf, job.save_s)
+        agent = _Agent(terminal, received, *limits, job, run_dir, Path(folder), node)
+        agent.start(*node_rendezvous(job, node, folder))
+        return agent.run()
 
 
-def _start(job: ElasticJob, log_dir: Path, meeting: str, grace_s: float, terminal: Terminal) -> subprocess.Popen[bytes]:
-    """Starts the launcher. meeting: private folder of this account, for stores and sockets"""
-    environment = {
-        **{**FOR_RANKS, **os.environ},
-        **{LOG_DIR_VARIABLE: str(log_dir.absolute()), MEETING_VARIABLE: meeting},
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # torchrun's shared store would be open to every account
-    }
-    own = ["-m", "mrl.launcher.agent", job.kind, "--nnodes=1"]
-    own += ["--rdzv-backend=c10d", "--rdzv-conf=store_type=file", "--local-addr=127.0.0.1"]
-    own += elastic_arguments(job, grace_s)
-    with _log(job, log_dir).open("ab") as log:
-        process = subprocess.Popen(
-            [sys.executable, *own, "-m", *job.arguments],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=terminal.for_rank,
-            stderr=log,
-            start_new_session=True,
-            preexec_fn=signals.child_setup(ignored=[signal.SIGUSR1]),
-        )
-    terminal.rank_started()
-    return process
+def node_rendezvous(job: ElasticJob, node: NodeRank, folder: str) -> tuple[list[str], dict[str, str]]:
+    """Returns the arguments of torchrun or ft_launcher by which the nodes meet, and the environment of this node's.
 
-
-def elastic_arguments(job: ElasticJob, grace_s: float) -> list[str]:
-    """Returns the arguments of torchrun or ft_launcher for the job, except the rendezvous."""
-    longest = math.ceil((job.save_s or 0.0) + grace_s)
-    told = [f"--nproc-per-node={job.nproc}"]
+    folder: private folder of this account, for sockets and the process ids of the ranks
+    """
+    host = node.head.rpartition(":")[0]
+    arguments = [f"--nnodes={node.count}", f"--rdzv-endpoint={node.head}"]
     if job.kind == "torchrun":
-        return [*told, "--max-restarts=0", f"--shutdown-timeout={longest}"]
-    told += [f"--max-restarts={job.max_restarts}", f"--term-timeout={longest}"]
-    told += [f"--workers-stop-timeout={_STOP_S}", "--monitor-interval=0.1"]
-    return [*told, "--ft-enable-nic-monitor=false", f"--ft-cfg-path={job.ft_config}"]
+        arguments += ["--rdzv-backend=static", f"--node-rank={node.number}"]
+    else:  # ft_launcher has only this backend, and numbers the nodes itself
+        arguments += ["--rdzv-backend=c10d", f"--rdzv-conf=is_host={str(node.number == 0).lower()}"]
+        arguments += [f"--rdzv-id={node.head}", f"--local-addr={address_towards(host)}"]
+    defaults = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    return arguments, {**defaults, **os.environ, **gloo_towards(host), FOLDER_VARIABLE: folder}
 
 
-def _log(job: ElasticJob, log_dir: Path) -> Path:
-    return log_dir / f"{_NAMES[job.kind]}.log"
+@dataclass
+class _Agent(Supervisor):
+    """torchrun or ft_launcher, the only process. Ranks get a warning directly, since torchrun and ft_launcher would
+    impose a time limit of their own.
+
+    folder: where ranks write their process ids. node: None on one machine, which alone has logs and restarts
+    """
+
+    job: ElasticJob
+    run_dir: Path
+    folder: Path
+    node: NodeRank | None = None
+    logs: Sequence[RankLog] = ()
+    restarts: RestartTracker | None = None
+    began: float = field(init=False, default_factory=time.time)
+
+    def start(
+        self, rendezvous: Sequence[str], env: Mapping[str, str], stdout: int | None = None, stderr: int | None = None
+    ) -> None:
+        job, longest = self.job, math.ceil((self.save_s or 0.0) + self.grace_s)
+        command = [sys.executable, "-m", "mrl.launcher.agent", job.kind, *rendezvous, f"--nproc-per-node={job.nproc}"]
+        if job.kind == "torchrun":
+            command += ["--max-restarts=0", f"--shutdown-timeout={longest}"]
+        else:
+            command += [f"--max-restarts={job.max_restarts}", f"--term-timeout={longest}"]
+            command += [f"--workers-stop-timeout={_STOP_S}", "--monitor-interval=0.1"]
+            command += ["--ft-enable-nic-monitor=false", f"--ft-cfg-path={job.ft_config}"]
+        command += ["-m", *job.arguments]
+        env = {**env, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # torchrun's would be open to every account
+        self.processes.append(Supervised(signals.start_program(command, env, stdout, stderr, ignored=[signal.SIGUSR1])))
+        self.terminal.rank_started()
+
+    def look(self, is_over: bool) -> None:
+        if self.restarts is not None:
+            self.restarts.finish() if is_over else self.restarts.poll()
+
+    def say(self, text: str) -> None:
+        super().say(f"{self.node.label}: {text}" if self.node is not None else text)
+
+    def ranks(self) -> list[int]:
+        return [status.pid for status in read_statuses(self.folder) if not status.ended]
+
+    def is_preempted(self) -> bool:
+        marker = self.run_dir / MARKER
+        is_marked = marker.exists() and marker.stat().st_mtime >= self.began - 1  # by the clock of another machine
+        return is_marked or (self.warning is not None and self.processes[0].code != 0)
+
+    def report(self) -> int:
+        code = self.processes[0].code
+        if code == 0:
+            return 0
+        fault = self.restarts.fault if self.restarts is not None else None
+        cause = root_cause(collect_failures(self.logs, self.terminal), killed=fault is not None)
+        if cause is not None:
+            self.say_failure(cause, self.logs[cause[0]])
+        elif fault is not None:
+            self.say(f"error: {fault.text}")
+            self.say(f"details: {self.logs[min(fault.ranks)].path}")
+        elif self.logs:
+            log = self.folder / f"{self.job.program}.log"
+            self.say(f"error: {self.job.program} ended with exit code {code}; its log: {log}")
+        else:
+            elsewhere = "see the error above, or the output of the other nodes"
+            self.say(f"error: {self.job.kind} ended with exit code {code}: {elsewhere}")
+        return 1

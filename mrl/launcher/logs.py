@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 from mrl import failure
 from mrl.failure import Failure
@@ -58,17 +57,17 @@ class RankLog:
 
 
 def open_logs(log_dir: Path, nproc: int, command: Sequence[str]) -> list[RankLog]:
-    return [_open_log(log_dir, number, nproc, command) for number in range(nproc)]
-
-
-def _open_log(log_dir: Path, number: int, nproc: int, command: Sequence[str]) -> RankLog:
-    path = log_dir / f"rank_{number}.log"
-    failure_file = path.with_suffix(".failure")
-    failure_file.unlink(missing_ok=True)
-    failure.reserve(failure_file).write_bytes(bytes(RESERVED_BYTES))
-    with path.open("ab") as file:
-        file.write(f"--- {time.strftime('%F %T')} rank {number} of {nproc}: {redact(shlex.join(command))}\n".encode())
-        return RankLog(path, file.tell())
+    logs = []
+    for number in range(nproc):
+        path = log_dir / f"rank_{number}.log"
+        failure_file = path.with_suffix(".failure")
+        failure_file.unlink(missing_ok=True)
+        failure.reserve(failure_file).write_bytes(bytes(RESERVED_BYTES))
+        with path.open("ab") as file:
+            said = f"--- {time.strftime('%F %T')} rank {number} of {nproc}: {redact(shlex.join(command))}\n"
+            file.write(said.encode())
+            logs.append(RankLog(path, file.tell()))
+    return logs
 
 
 def collect_failures(logs: Sequence[RankLog], terminal: Terminal) -> dict[int, Failure]:
@@ -101,14 +100,8 @@ def root_cause(failures: Mapping[int, Failure], killed: bool) -> tuple[int, Fail
     return min(number for number, found in failures.items() if found.message == first.message), first
 
 
-def show_failure(found: tuple[int, Failure], log: RankLog, terminal: Terminal) -> None:
-    """Shows the one error to the user. log: of the rank with that error"""
-    terminal.say(f"error: {found[1].message}")
-    terminal.say(f"details: {log.path}")
-
-
 @contextlib.contextmanager
-def lock_log_dir(log_dir: Path) -> Iterator[BinaryIO]:
+def lock_log_dir(log_dir: Path) -> Iterator[None]:
     """Holds the directory for this launcher alone. Raises LaunchError if another launcher writes there."""
     make_private(log_dir.parent)
     log_dir.mkdir(exist_ok=True)
@@ -121,7 +114,7 @@ def lock_log_dir(log_dir: Path) -> Iterator[BinaryIO]:
         marker.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
         marker.flush()
         try:
-            yield marker
+            yield
         finally:
             for unused in log_dir.glob("*.reserve"):
                 unused.unlink(missing_ok=True)

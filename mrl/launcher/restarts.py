@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+import psutil
+
 from mrl.launcher.logs import RankLog, collect_failures, root_cause
-from mrl.resilience.protocol import RankStatus, read_statuses, status_file
+from mrl.resilience.protocol import RankStatus, read_statuses, remove_statuses
 from mrl.terminal import Terminal
 
 _SLACK_S = 0.2  # between the rank's own clock of a section and its monitor's
@@ -41,22 +42,19 @@ class RestartTracker:
         self._attempt = 0
         self._recovering: Fault | None = None
         self.fault: Fault | None = None  # of the current attempt
-        self.statuses: list[RankStatus] = []
-        for number in range(len(logs)):
-            status_file(self._dir, number).unlink(missing_ok=True)
+        self._statuses: list[RankStatus] = []
+        remove_statuses(self._dir)  # of an earlier launch
 
     def poll(self) -> None:
         """Reads the ranks' sections; reports when they have recovered from a fault."""
-        statuses = read_statuses(self._dir, len(self._logs))
-        newest = max((status.attempt for status in statuses), default=0)
-        if newest > self._attempt:
-            self._next_attempt(newest)
-        self.statuses = [status for status in statuses if status.attempt == newest]
+        self._statuses = read_statuses(self._dir)
+        if self._statuses and self._statuses[0].attempt > self._attempt:
+            self._next_attempt(self._statuses[0].attempt)
         if self._recovering is not None and self._is_running():
             self._say(self._recovering, time.time() - self._recovering.unix_time)
             self._recovering = None
         if self.fault is None:
-            lost = [status for status in self.statuses if not status.ended and not _is_alive(status.pid)]
+            lost = [status for status in self._statuses if not status.ended and not _is_alive(status.pid)]
             self.fault = self._diagnose(lost) if lost else None
 
     def finish(self) -> None:
@@ -73,16 +71,16 @@ class RestartTracker:
 
     def _is_running(self) -> bool:
         """True if every rank is present and past its setup."""
-        return len(self.statuses) == len(self._logs) and all(status.section != "setup" for status in self.statuses)
+        return len(self._statuses) == len(self._logs) and all(status.section != "setup" for status in self._statuses)
 
     def _diagnose(self, lost: Sequence[RankStatus]) -> Fault:
         now = time.time()
         silent = [status for status in lost if not self._logs[status.rank].failure_file.exists()]
         found = root_cause(collect_failures(self._logs, self._terminal), killed=bool(silent))
         if found is not None:
-            statuses = [status for status in self.statuses if status.rank == found[0]]
+            statuses = [status for status in self._statuses if status.rank == found[0]]
             return self._fault("failed", statuses, f"failed{_where(statuses[0])}: {found[1].message}")
-        over = [status for status in self.statuses if now - status.since >= self._limit(status) - _SLACK_S]
+        over = [status for status in self._statuses if now - status.since >= self._limit(status) - _SLACK_S]
         if over:
             limit = f"resilience.timeouts_s.{over[0].section or 'out_of_section'} = {self._limit(over[0]):g}"
             return self._fault("hung", over, f"hung{_where(over[0])} ({limit}; stacks in {self._dir})")
@@ -112,16 +110,6 @@ def _where(status: RankStatus) -> str:
 def _is_alive(pid: int) -> bool:
     """True for a living process; a zombie counts as dead."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return not Path("/proc/self").exists() and _answers(pid)
-    except ProcessLookupError:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
-
-
-def _answers(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True

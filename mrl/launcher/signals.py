@@ -1,4 +1,4 @@
-"""Signals that stop a run, and death signals that tie a child process to this one."""
+"""Signals that stop a run, and programs that die with this process."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import contextlib
 import ctypes
 import os
 import signal
+import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import IO
 
 from mrl.resilience import preemption
 
 AT_ONCE = (signal.SIGINT, signal.SIGHUP)
-WARNINGS = (signal.SIGTERM, signal.SIGUSR1)  # of a scheduler; ranks that can save do so first
-
-
 _interrupts: list[int] = []  # since `record_interrupts`
 
 
@@ -43,7 +42,7 @@ def collect_signals() -> Iterator[list[int]]:
     Restores the previous handlers after the block, except `preemption.exit_before_run`, since the run has begun.
     """
     received: list[int] = []
-    wanted = [number for number in (*AT_ONCE, *WARNINGS) if signal.getsignal(number) != signal.SIG_IGN]
+    wanted = [number for number in (*AT_ONCE, *preemption.WARNINGS) if signal.getsignal(number) != signal.SIG_IGN]
     previous = {number: signal.signal(number, lambda got, _: received.append(got)) for number in wanted}
     try:
         yield received
@@ -52,17 +51,16 @@ def collect_signals() -> Iterator[list[int]]:
             signal.signal(number, signal.SIG_DFL if handler is preemption.exit_before_run else handler)
 
 
-def preemption_signal(received: Sequence[int], can_save: bool) -> signal.Signals | None:
-    """Returns the signal that tells ranks to save and leave; None if there is none, or they must end at once."""
-    if not received or not can_save or any(number in AT_ONCE for number in received):
-        return None
-    return signal.Signals(received[0])
+def start_program(
+    command: Sequence[str],
+    env: Mapping[str, str] | None = None,
+    stdout: int | IO[bytes] | None = None,
+    stderr: int | IO[bytes] | None = None,
+    ignored: Collection[signal.Signals] = (),
+) -> subprocess.Popen[bytes]:
+    """Starts a program without stdin that leads a session and dies with this process (Linux).
 
-
-def child_setup(ignored: Collection[signal.Signals] = ()) -> Callable[[], None]:
-    """Returns a function that a child calls before exec.
-
-    It restores SIGINT, ignores `ignored`, and lets the kernel kill the child when its parent dies (Linux).
+    ignored: signals that it ignores
     """
     libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
     parent, set_death_signal = os.getpid(), 1
@@ -76,4 +74,12 @@ def child_setup(ignored: Collection[signal.Signals] = ()) -> Callable[[], None]:
             if os.getppid() != parent:
                 os._exit(1)
 
-    return prepare
+    return subprocess.Popen(
+        command,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        start_new_session=True,
+        preexec_fn=prepare,
+    )

@@ -156,9 +156,7 @@ def _start(number: int, mib: int, env: Mapping[str, str], folder: Path) -> subpr
     """Starts a rank with its output in a file, since nobody reads a pipe while ranks wait for each other."""
     command = [sys.executable, "-m", "mrl.preflight.network", str(mib), str(folder / f"{number}.json")]
     with (folder / f"{number}.log").open("wb") as log:
-        return subprocess.Popen(
-            command, env=env, stdout=log, stderr=log, start_new_session=True, preexec_fn=signals.child_setup()
-        )
+        return signals.start_program(command, env, log, log)
 
 
 def _errors(ranks: Sequence[subprocess.Popen[bytes]], folder: Path) -> Iterator[str]:

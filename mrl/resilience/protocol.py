@@ -38,17 +38,19 @@ class RankStatus:
         return cls(int(os.environ["RANK"]), os.getpid(), attempt(), section, time.time(), ended)
 
     def write(self, log_dir: Path) -> None:
-        write_atomically(status_file(log_dir, self.rank), json.dumps(asdict(self)))
+        write_atomically(log_dir / f"rank_{self.rank}.place", json.dumps(asdict(self)))
 
 
-def status_file(log_dir: Path, rank: int) -> Path:
-    return log_dir / f"rank_{rank}.place"
+def read_statuses(log_dir: Path) -> list[RankStatus]:
+    """Returns the statuses of the ranks of the newest attempt that have written one, in the order of the ranks."""
+    found = [RankStatus(**json.loads(file.read_text())) for file in log_dir.glob("rank_*.place")]
+    newest = max((status.attempt for status in found), default=0)
+    return sorted((status for status in found if status.attempt == newest), key=lambda status: status.rank)
 
 
-def read_statuses(log_dir: Path, ranks: int) -> list[RankStatus]:
-    """Returns the statuses of the ranks that have written one."""
-    files = [status_file(log_dir, rank) for rank in range(ranks)]
-    return [RankStatus(**json.loads(file.read_text())) for file in files if file.exists()]
+def remove_statuses(log_dir: Path) -> None:
+    for file in log_dir.glob("rank_*.place"):
+        file.unlink()
 
 
 def mark_preempted(run_dir: Path, step: int | None) -> None:

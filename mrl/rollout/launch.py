@@ -5,6 +5,7 @@ An engine of another kind is a function of a ServerSpec, named in `mrl.config.en
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 from collections.abc import Callable
@@ -30,6 +31,7 @@ LAUNCHER = frozenset(
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 # glibc's: the logits of a batch are large blocks, wanted again for the next token; by itself it returns them each time
 KEPT_MEMORY = dict.fromkeys(("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"), str(1 << 30))
+_MALLOPT = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_MMAP_THRESHOLD_": -3}
 CPU = Machine(1, 1, gpus=0)  # a world of one
 SMALL_MODEL = 20_000_000  # parameters; engines of smaller models on CPUs have one thread
 
@@ -132,6 +134,12 @@ class Launch:
     command: list[str]
     env: dict[str, str] = field(repr=False)
     kind: str | None = None
+
+
+def keep_memory() -> None:
+    """Applies KEPT_MEMORY to this process, since glibc reads the variables only when a program starts."""
+    for name, value in KEPT_MEMORY.items():
+        ctypes.CDLL(None).mallopt(_MALLOPT[name], int(os.environ.get(name, value)))
 
 
 def cpu_threads(cfg: RolloutConfig, arch: ModelArch, machine: Machine) -> int:

@@ -60,7 +60,7 @@ class EngineProcess:
     """One engine server on this machine, in a process group of its own. Constructing it starts it and returns at once.
 
     Its whole tree ends with `close`, with this process's normal exit, and within a second of this process's death by
-    any signal (see supervisor.py). It is a copy of a fork server, where there is one.
+    any signal (see supervisor.py). It is a fork of a fork server, where there is one.
 
     launch: asked at every start, with a new folder that is this account's alone: the engine's temporary files go there,
     and it ends with the engine
@@ -96,9 +96,9 @@ class EngineProcess:
         self._lines_when_ready: int | None = None
         atexit.register(self.close)
 
-    def _supervised(self, launch: Launch, out: int) -> subprocess.Popen[bytes] | fork_server.Copy:
+    def _supervised(self, launch: Launch, out: int) -> subprocess.Popen[bytes] | fork_server.SupervisorProcess:
         env = launch.env | {"TMPDIR": str(self._folder)}
-        made = fork_server.copy(launch.kind, launch.command, env, GRACE_S, self._folder, out)
+        made = fork_server.start(launch.kind, launch.command, env, GRACE_S, self._folder, out)
         if made is not None:
             return made
         own = [sys.executable, "-I", "-S", str(SUPERVISOR), str(os.getpid()), str(GRACE_S), str(self._folder)]

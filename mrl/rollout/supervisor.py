@@ -21,7 +21,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -34,15 +33,14 @@ TRACKER_S = 1.0  # Python's tracker of semaphores, which removes them when all o
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-class Main(Protocol):
-    """An engine's main process."""
-
-    @property
-    def pid(self) -> int: ...
+def prepare() -> None:
+    """Makes this process the supervisor of what it starts next."""
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
+    signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
 
 
 def in_child() -> None:
-    """What that does before it is the engine."""
+    """Prepares a child of the supervisor to be the engine."""
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # should the supervisor itself be killed
     signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
 
@@ -117,29 +115,23 @@ def _wait(
 
 def main(argv: list[str]) -> int:
     parent, grace_s, folder, command = int(argv[1]), float(argv[2]), argv[3], argv[4:]
-    return supervise(
-        lambda: subprocess.Popen(command, start_new_session=True, preexec_fn=in_child),
-        lambda: os.getppid() != parent,
-        grace_s,
-        folder,
-    )
-
-
-def supervise(start: Callable[[], Main], is_left: Callable[[], bool], grace_s: float, folder: str) -> int:
-    """Exit code of the engine that `start` starts, unless nobody wants it: is_left tells whether its owner is gone."""
-    libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
-    signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
-    if is_left():
+    prepare()
+    if os.getppid() != parent:
         return 1
-    engine = start()
+    engine = subprocess.Popen(command, start_new_session=True, preexec_fn=in_child)
+    return supervise(engine.pid, lambda: os.getppid() != parent, grace_s, folder)
+
+
+def supervise(engine: int, is_left: Callable[[], bool], grace_s: float, folder: str) -> int:
+    """Waits for the engine's end and returns its exit code. is_left: tells whether the engine's owner is gone."""
     shared: set[str] = set()
-    code, stop = _wait(engine.pid, is_left, None, shared)
+    code, stop = _wait(engine, is_left, None, shared)
     shared.update(_shared_files())
     if stop:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(engine.pid, signal.SIGTERM)
-        code, _ = _wait(engine.pid, is_left, time.monotonic() + grace_s, shared)
-    _kill_all(engine.pid)
+            os.kill(engine, signal.SIGTERM)
+        code, _ = _wait(engine, is_left, time.monotonic() + grace_s, shared)
+    _kill_all(engine)
     for file in shared:
         with contextlib.suppress(OSError):
             os.unlink(file)

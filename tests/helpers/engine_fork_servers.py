@@ -17,6 +17,7 @@ import tempfile
 from pathlib import Path
 
 from mrl.config.engines import ENGINES
+from mrl.forks import BACKLOG, serve
 from mrl.rollout import fork_server
 
 ROOT = Path(__file__).parents[2]
@@ -44,7 +45,7 @@ def main(folder: Path) -> None:
         if kind.cpu_imports is not None:
             listener = socket.socket(socket.AF_UNIX)
             listener.bind(str(folder / engine))
-            listener.listen(fork_server.BACKLOG)
+            listener.listen(BACKLOG)
             waiting[listener] = kind.cpu_imports
     print("ready", flush=True)
     while sys.stdin not in (ready := select.select([sys.stdin, *waiting], [], [])[0]):
@@ -53,7 +54,7 @@ def main(folder: Path) -> None:
             if os.fork() == 0:
                 for other in waiting:
                     other.close()
-                fork_server.serve(listener, imports)
+                serve(listener, imports, fork_server.become_supervisor)
             listener.close()
 
 

@@ -7,18 +7,22 @@ program whose environment changes that (PYTHONPATH, ...) is started as a program
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cache
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from mrl.forks import ForkRequest, run_module
-from mrl.launcher.fork_server import ForkServer, serve
+from mrl.forks import BACKLOG, ForkRequest, serve
+from mrl.launcher.fork_server import RankForkServer, become_child
 
 ROOT = Path(__file__).parents[2]
 MARK = "MRL_TEST_RUN"  # in the environment of a program and of all that it starts: 32 characters
@@ -38,21 +42,23 @@ _READ_BY_IMPORTS = (
 _ROOM = 1024  # bytes for a command line
 
 
-class Zygote(ForkServer):
+class Zygote(RankForkServer):
     """module: what it imports, with `environment`."""
 
     def __init__(self, module: str, environment: Mapping[str, str]) -> None:
-        self._connection, theirs = socket.socketpair()
-        self._is_ready = False
+        self.path, self._maker = Path(tempfile.mkdtemp(prefix="mrl-zygote-"), "socket"), os.getpid()
         self.environment = environment
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.helpers.zygote", str(theirs.fileno()), module, "." * _ROOM],
-            cwd=ROOT,
-            env={**environment, MARK: "0" * 32},
-            pass_fds=[theirs.fileno()],
-        )
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(self.path))
+            listener.listen(BACKLOG)
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.helpers.zygote", str(listener.fileno()), module, "." * _ROOM],
+                cwd=ROOT,
+                env={**environment, MARK: "0" * 32},
+                pass_fds=[listener.fileno()],
+            )
         self._pid = self._process.pid
-        theirs.close()
+        atexit.register(shutil.rmtree, self.path.parent, ignore_errors=True)
 
 
 @cache
@@ -104,21 +110,25 @@ class Copy(subprocess.Popen[Any]):
     def _execute_child(self, command: Sequence[str], *more: Any) -> None:
         cwd, env, files = more[4], more[5], more[9:15]  # three pairs: the child's end of a pipe, then this one's
         ends = (files[0], files[3], files[5])
-        order = ForkRequest(command[2:], dict(env), str(Path(cwd).absolute()))
-        child = self._zygote.make(order, tuple(usual if end == -1 else end for usual, end in enumerate(ends)))
+        ends = [usual if end == -1 else end for usual, end in enumerate(ends)]
+        child = self._zygote.start(command, env, ends, str(cwd))
         assert child is not None, "the zygote has ended"
         self.pid, self._child_created = child.pid, True
         self._close_pipe_fds(*files)
 
 
 def main() -> None:
-    order = serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])
-    show_command(sys.executable, "-m", *order.arguments)
-    if MARK in order.env:
+    serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2], _become_program)
+
+
+def _become_program(connection: Connection, imported: Mapping[str, str]) -> ForkRequest:
+    request = become_child(connection, imported)
+    show_command(sys.executable, "-m", *request.arguments)
+    if MARK in request.env:
         environment, environment_end = _addresses()[2:]
         place = ctypes.string_at(environment, environment_end - environment).index(f"{MARK}=".encode())
-        _show(environment + place + len(MARK) + 1, order.env[MARK].encode())
-    run_module(order)
+        _show(environment + place + len(MARK) + 1, request.env[MARK].encode())
+    return request
 
 
 def show_command(*command: str) -> None:

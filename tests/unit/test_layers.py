@@ -77,7 +77,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *("plan", "weights.disk", "weights.errors", "directories", "files", "packages", "ports", "redaction"),
         "user_functions",
     ),
-    "forks": (),
+    "forks": ("imports",),
     "doctor": ("platform", "reward", "rollout", "preflight", "packages"),
     "packages": (),
     "terminal": (),

@@ -6,14 +6,14 @@ import sys
 from pathlib import Path
 
 from mrl.config.schema import SectionTimeouts
-from mrl.launcher import ElasticJob, ForkServer, launch, launch_elastic
+from mrl.launcher import ElasticJob, RankForkServer, launch, launch_elastic
 from mrl.resilience import ft_config
 
 
 def main() -> int:
     kind, *arguments = sys.argv[1:]
     if kind == "mrl":
-        with ForkServer() as fork_server:
+        with RankForkServer() as fork_server:
             return launch([sys.executable, "-m", *arguments], 2, Path("logs"), settle_s=2, fork_server=fork_server)
     ft = ft_config.write(Path(), SectionTimeouts()) if kind == "ft" else None
     return launch_elastic(ElasticJob(kind, arguments, 1, 0, None, {}, ft), Path())  # type: ignore[arg-type]

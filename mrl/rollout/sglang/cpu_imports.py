@@ -6,9 +6,11 @@ import sys
 
 import torch
 
+from mrl.rollout.launch import keep_memory
 from mrl.rollout.sglang.command import SHIM, cpu_environment
 
 os.environ |= cpu_environment(tensor=1, threads=1)
+keep_memory()
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 sys.path.insert(0, str(SHIM))
 importlib.import_module("mrl_cpu_engine").install()

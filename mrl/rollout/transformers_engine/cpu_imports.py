@@ -6,7 +6,9 @@ import torch
 import transformers.models.auto.modeling_auto  # noqa: F401
 
 import mrl.rollout.transformers_engine.server  # noqa: F401
+from mrl.rollout.launch import keep_memory
 from mrl.rollout.transformers_engine.command import ON_A_CPU
 
 os.environ |= ON_A_CPU
+keep_memory()
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))

@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 
 from mrl import cli
-from mrl.launcher import ElasticJob, NodeRank, node
+from mrl.launcher import ElasticJob, NodeRank
+from mrl.launcher.elastic import node_rendezvous
 from mrl.ports import free_port
 from mrl.preflight import nodes
 from mrl.preflight.finding import Finding
@@ -142,10 +143,8 @@ def test_gloo_listens_where_the_head_sees_a_node(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("mrl.ports.psutil.net_if_addrs", lambda: {"ib0": [ib0]})
     monkeypatch.setattr("mrl.ports.address_towards", lambda host: {"node17": "192.0.2.7"}[host])
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    started: list[dict[str, str]] = []
-    monkeypatch.setattr("mrl.launcher.node.subprocess.Popen", lambda command, env, **more: started.append(env))
     job = ElasticJob("torchrun", ["mrl"], 1, max_restarts=0, save_s=None, limits={}, ft_config=None)
     for wanted in ("ib0", "eth1"):
-        node._start(job, NodeRank(1, 2, "node17:29500"), "folder", 1.0)
-        assert started[-1]["GLOO_SOCKET_IFNAME"] == wanted
+        _, env = node_rendezvous(job, NodeRank(1, 2, "node17:29500"), "folder")
+        assert env["GLOO_SOCKET_IFNAME"] == wanted
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")
