@@ -110,7 +110,7 @@ class AgentWorkerPool:
 
     def __init__(self, setup: Message, workers: int, step_timeout_s: float) -> None:
         self._setup, self._size, self.step_timeout_s = setup, workers, step_timeout_s
-        self._numbers, self._filling = count(), asyncio.Lock()
+        self._numbers, self._filling, self._is_closed = count(), asyncio.Lock(), False
         self.workers = [Worker(setup) for _ in range(workers)]
         try:
             for worker in self.workers:
@@ -122,6 +122,8 @@ class AgentWorkerPool:
     async def begin(self) -> Program:
         """Returns a place for one trajectory. All of them have to be in one event loop."""
         async with self._filling:
+            if self._is_closed:
+                raise AgentError("the agents' worker pool is closed")
             for worker in self.workers:
                 if not worker.is_attached:
                     await worker.attach()
@@ -143,6 +145,7 @@ class AgentWorkerPool:
 
     def close(self) -> None:
         """Ends the processes; safe to call twice."""
+        self._is_closed = True
         for worker in self.workers:
             worker.kill()
         self.workers = []

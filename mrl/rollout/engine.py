@@ -132,7 +132,7 @@ class Engine:
 
     def close(self) -> None:
         """Ends the servers that mrl started; given URLs are left alone, without a request of this run."""
-        self._close_dispatcher()
+        self.close_dispatcher()
         self.pool.close()
 
     def generate(
@@ -181,7 +181,7 @@ class Engine:
             )
             return done.result()
         except BaseException:
-            self._close_dispatcher()
+            self.close_dispatcher()
             raise
 
     def generation(self, sampling: SamplingParams, *, is_async: bool = False, has_spans: bool = False) -> Generation:
@@ -212,7 +212,8 @@ class Engine:
             self._dispatcher = RequestDispatcher(self.pool, self.concurrent_requests, self.request_timeout_s)
         return self._dispatcher
 
-    def _close_dispatcher(self) -> None:
+    def close_dispatcher(self) -> None:
+        """Ends all sampling; no request is left running."""
         if self._dispatcher is not None:
             self._dispatcher.close()
             self._dispatcher = None

@@ -79,6 +79,7 @@ class RequestDispatcher:
         self._failure: BaseException | None = None
         self._restarting: set[asyncio.Task[None]] = set()
         self._posts: dict[Server, set[asyncio.Task[Sample]]] = defaultdict(set)
+        self._open = 0  # requests that have no sample yet
         self._thread: threading.Thread | None = None
         self._started: Future[None] = Future()
 
@@ -229,9 +230,13 @@ class RequestDispatcher:
 
     async def generate(self, request: Request, how: Generation, group: PromptGroup | None = None) -> Sample:
         """Returns the sample of a request, whichever engine it comes from. Raises RolloutError."""
+        self._open += 1
         self._pool.waiting.begin(1)
         try:
             await self._slots.acquire()
+        except BaseException:
+            self._open -= 1
+            raise
         finally:
             self._pool.waiting.end(1)
         try:
@@ -240,6 +245,7 @@ class RequestDispatcher:
             return sample
         finally:
             self._slots.release()
+            self._open -= 1
 
     async def _attempt(self, request: Request, how: Generation, group: PromptGroup | None) -> Sample | None:
         """Returns None if its engine was lost."""
@@ -388,7 +394,7 @@ class RequestDispatcher:
         """Looks for engines that ended, whose connections need not break, and for those that join."""
         while True:
             await asyncio.sleep(WATCH_S)
-            if not any(self._posts.values()) and not self._pool.waiting.running:
+            if not self._open:
                 continue
             self._pool.check_alone()
             for server in await asyncio.to_thread(self._pool.admit):

@@ -70,6 +70,13 @@ class WholeSteps:
         return StepSamples({(step, index): made for index, made in enumerate(found)})
 
 
+class Engines(Protocol):
+    """Source of the dispatcher, which is another one after a failure."""
+
+    @property
+    def dispatcher(self) -> RequestDispatcher: ...
+
+
 class Activity(Protocol):
     """Progress of anything that samples wait for; most_s: maximum seconds without any."""
 
@@ -95,7 +102,7 @@ class Scheduler:
 
     def __init__(
         self,
-        dispatcher: RequestDispatcher,
+        engines: Engines,
         policy: Policy,
         requests: Callable[[int, int], list[Request]],
         sample: Callable[[Request, PromptGroup, bool], Awaitable[Sample]],
@@ -106,7 +113,7 @@ class Scheduler:
         give_weights: Callable[[str], None],
         activity: Activity,
     ) -> None:
-        self._dispatcher, self._policy, self._requests, self._sample = dispatcher, policy, requests, sample
+        self._engines, self._policy, self._requests, self._sample = engines, policy, requests, sample
         self._has_greedy, self._steps, self._max_staleness = has_greedy, steps, max_staleness
         self._give_weights, self._activity = give_weights, activity
         self._draws: dict[int, Future[StepSamples]] = {}
@@ -123,17 +130,20 @@ class Scheduler:
         failed, and RolloutError if nothing makes progress for longer than any part takes."""
         for number in range(step, min(step + self._max_staleness + 1, self._steps)):
             if number not in self._draws:
-                self._draws[number] = self._dispatcher.submit(self._draw(number))
+                self._draws[number] = self._engines.dispatcher.submit(self._draw(number))
         is_synchronous = self._max_staleness == 0
 
         def is_there() -> bool:
-            restarts = self._dispatcher.is_restarting or bool(self._dispatcher.awaiting_weights)
+            restarts = self._engines.dispatcher.is_restarting or bool(self._engines.dispatcher.awaiting_weights)
             return self._draws[step].done() and not (is_synchronous and restarts)
 
         began = time.monotonic()
         self._serve([step], is_there, self._give_weights)
         self._waited_s = time.monotonic() - began
-        self._draws[step].result()
+        draw = self._draws[step]
+        if draw.cancelled() or draw.exception() is not None:
+            del self._draws[step]  # a later call tries again
+        draw.result()
 
     def rest(self) -> None:
         """Waits until nothing is generated any more, or only at engines that wait for the next weight sync. Raises as
@@ -141,7 +151,7 @@ class Scheduler:
         draws = self._draws.values()
         self._serve(
             [*self._draws],
-            lambda: all(draw.done() for draw in draws) or bool(self._dispatcher.awaiting_weights),
+            lambda: all(draw.done() for draw in draws) or bool(self._engines.dispatcher.awaiting_weights),
             None,
         )
 
@@ -164,7 +174,7 @@ class Scheduler:
             f"the samples of step {', '.join(str(step + 1) for step in steps)} are not there, and no response, score "
             f"or engine has come for {self._activity.most_s:g} s, which is more than any of them may take"
         )
-        self._dispatcher.serve(until, give_weights, lambda: self._activity.left_s(began), lambda: late)
+        self._engines.dispatcher.serve(until, give_weights, lambda: self._activity.left_s(began), lambda: late)
 
     # ---- the event loop
 

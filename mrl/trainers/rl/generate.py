@@ -61,7 +61,7 @@ class Generator:
         cfg, rollout = self.cfg, self.cfg.rollout
         self._policy = self._make_policy()
         self.scheduler = Scheduler(
-            self.engine.dispatcher,
+            self.engine,
             self._policy,
             self._requests,
             self._sample,

@@ -108,6 +108,7 @@ class MainParts:
             agents = make_agents(self.cfg, self.cfg.agent, self.generator.tokenizer)
             self.generator.agents = self.setup.stack.enter_context(contextlib.closing(agents))
         self.generator.open_scheduler(self.setup.world.activity)
+        self.setup.stack.callback(engine.close_dispatcher)
         for note in (*engine.notes, *self.generator.notes(), *model_notes(self.cfg)):
             recorder.note(note)
         is_as_exact = is_exact(self.cfg) and engine.computes_in == {("cpu", "float32")}

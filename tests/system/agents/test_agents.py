@@ -32,7 +32,7 @@ from tests.helpers.trajectories import play_all
 pytestmark = pytest.mark.long
 
 PROGRAMS = """
-import asyncio, os, sys, time
+import asyncio, os, sys, threading, time
 
 class Guess:
     def reset(self, row, rng):
@@ -153,6 +153,16 @@ async def impatient(ctx, prompt):
         await asyncio.wait_for(ctx.generate(), 0.05)
     except asyncio.TimeoutError:
         return 1.0
+
+class Meets:  # a step ends when another trajectory's has begun
+    BARRIER = threading.Barrier(2)
+
+    def reset(self, row, rng):
+        pass
+
+    def step(self, turn):
+        self.BARRIER.wait(60)
+        return "", 1.0, True
 
 async def halves(ctx, prompt):
     await ctx.generate()
@@ -279,6 +289,11 @@ def test_a_neighbour_of_one_that_hangs_is_begun_anew_at_no_cost(programs: Path, 
     found = play(programs, "hangs", 2, row={"mark": str(tmp_path / "mark")}, **settings)
     assert sorted(bool(sample.left_out) for sample in found) == [False, True]
     assert [sample.environment for sample in found if not sample.left_out] == [{"score": 1.0}]
+
+
+def test_a_slow_step_holds_up_no_other_trajectory_of_its_process(programs: Path) -> None:
+    found = play(programs, "Meets", 2, workers=1, retries=0)
+    assert [sample.environment for sample in found] == [{"score": 1.0}] * 2
 
 
 def test_rewards_may_be_numbers_of_any_kind(programs: Path) -> None:

@@ -53,7 +53,7 @@ class Run:
         policy = policy or WholeSteps(WANTED)
         weights = {"give_weights": lambda url: None, "activity": ACTIVITY}
         own = {"has_greedy": has_greedy, "steps": steps, "max_staleness": ahead, **weights}
-        self.scheduler = Scheduler(self.dispatcher, policy, requests, self.sample, **own)  # type: ignore[arg-type]
+        self.scheduler = Scheduler(self, policy, requests, self.sample, **own)  # type: ignore[arg-type]
 
     async def sample(self, request: Request, group: PromptGroup, is_greedy: bool) -> Sample:
         assert request in group.requests
