@@ -319,6 +319,8 @@ class RequestDispatcher:
                 if pause_s is None or isinstance(error, TimeoutError) or server.has_ended:
                     raise
                 await asyncio.sleep(pause_s)
+                if not server.has_weights:  # a weight sync starts it again
+                    raise
                 body["rid"] = uuid4().hex  # the engine may still know the former one
         if status != 200:
             kind = Refused if 400 <= status < 500 else BadAnswer

@@ -224,12 +224,13 @@ class Scheduler:
             }
             for step, found in sorted(whole.items())
         ]
-        return {"steps": steps, "groups": [_kept(number, group) for number, group in sorted(finished.items())]}
+        groups = [_kept(number, group) for number, group in sorted(finished.items())]
+        return {"sampled_steps": steps, "sampled_groups": groups}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for kept in state.get("groups") or []:
+        for kept in state.get("sampled_groups") or []:
             self._finished |= self._loaded([kept])
-        for kept in state.get("steps") or []:
+        for kept in state.get("sampled_steps") or []:
             groups, others, greedy = (self._loaded(kept[name]) for name in ("groups", "others", "greedy"))
             likeliest = {(step, -1 - index): sample for (step, index), [sample] in greedy.items()}
             self._restored[kept["step"]] = StepSamples(groups, kept["metrics"], others, likeliest)

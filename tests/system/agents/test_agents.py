@@ -401,7 +401,7 @@ def test_who_is_late_at_a_turn_is_begun_anew_and_its_process_lives_on(
     cfg = AgentConfig(rollout=f"{programs}:Guess", workers=1, trajectory_timeout_s=500.0)
     with closing(AgentRunner(cfg, tokenizer(), (EOS,), is_chat=False)) as agents:
         [before] = agents._pool.workers
-        found = play_all(agents, requests(2), PARAMS, engine.generate)
+        [found] = play_all(agents, requests(1), PARAMS, engine.generate)
         assert agents._pool.workers == [before] and before.process.poll() is None
     assert found.environment == {"score": 1.5}
     assert engine.asked[0].seed == engine.asked[1].seed and len(engine.asked) == 4

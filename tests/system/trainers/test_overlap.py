@@ -71,7 +71,7 @@ def test_a_killed_run_goes_on_with_the_samples_it_had_drawn_ahead(runs: Runs) ->
 
 def test_every_token_has_the_log_prob_that_the_weights_give_it_which_are_named(runs: Runs) -> None:
     kept = torch.load(runs.whole / "checkpoints/step_2/kept.pt", weights_only=True)
-    [step] = kept["steps"]
+    [step] = kept["sampled_steps"]
     found = [sample["arrays"] for group in step["groups"] for sample in group["samples"]]
     born = torch.cat([arrays["versions"] for arrays in found])
     assert step["step"] == 2 and born.unique().tolist() == [0, 1], "no response has gone on over a change of weights"

@@ -18,7 +18,7 @@ import torch
 
 from mrl.config.checks.routing import check
 from mrl.config.schema import RLConfig, RolloutConfig, SyncConfig
-from mrl.core import Prompt, Request, Rollout, Sample, SamplingParams
+from mrl.core import Prompt, Request, Sample, SamplingParams
 from mrl.data.collate import collate
 from mrl.data.packing import pack
 from mrl.families import load_arch
@@ -337,9 +337,10 @@ def test_a_run_learns_by_the_engines_experts(replayed: Path) -> None:
 
 def test_a_checkpoint_has_the_experts_of_what_was_drawn_ahead(replayed: Path) -> None:
     kept = torch.load(replayed / "runs/whole/checkpoints/step_2/kept.pt", weights_only=True)
-    rollout = Rollout.from_state_dict(kept["ahead"]["rollout"])
-    assert rollout.routed_experts is not None and rollout.routed_experts.dtype == torch.uint8
-    assert rollout.routed_experts.shape == (rollout.tokens.numel(), 1, 2)
+    [step] = kept["sampled_steps"]
+    for arrays in (sample["arrays"] for group in step["groups"] for sample in group["samples"]):
+        tokens = len(arrays["prompt"]) + len(arrays["response_ids"])
+        assert arrays["experts"].dtype == torch.uint8 and arrays["experts"].shape == (tokens, 1, 2)
     assert any(len(part["arrays"]) == 4 for group in kept["segments"] for part in group["parts"]), "none was carried"
 
 

@@ -139,7 +139,7 @@ def test_a_step_that_is_at_rest_is_whole_in_its_checkpoint() -> None:
         run.scheduler.take(0)
         run.scheduler.rest()
         begun, state = len(run.begun), saved(run.scheduler)
-    assert begun == 2 * WANTED * (MEMBERS + 1) and [kept["step"] for kept in state["steps"]] == [1]
+    assert begun == 2 * WANTED * (MEMBERS + 1) and [kept["step"] for kept in state["sampled_steps"]] == [1]
     with closing(Run(0, has_greedy=True)) as again:
         again.scheduler.load_state_dict(state)
         again.scheduler.wait(1)
