@@ -1,6 +1,6 @@
 """A batch of jobs by transformers' generate. Rows whose responses have ended leave it while the others go on.
 
-On CPUs a row's bits do not depend on the other rows: see `attention` and `BatchInvariance`.
+On CPUs a row's bits do not depend on the other rows: see `attention` and `invariant`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from mrl.rollout.sglang.cpu_shim.mrl_cpu_engine.batch_invariance import BatchInvariance
+from mrl.rollout.sglang.cpu_shim.mrl_cpu_engine.batch_invariance import invariant
 from mrl.rollout.transformers_engine.experts import ExpertTap
 from mrl.rollout.transformers_engine.sampling import Job, PerRowStop, SeededSampler
 
@@ -33,7 +33,7 @@ def responses(
     ids, mask = ids.to(model.device), mask.to(model.device)
     while True:
         rows = [jobs[place] for place in places]
-        with tap if tap is not None else contextlib.nullcontext(), BatchInvariance():
+        with tap if tap is not None else contextlib.nullcontext(), invariant():
             made = model.generate(
                 input_ids=ids,
                 attention_mask=mask,

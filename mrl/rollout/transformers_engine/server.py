@@ -21,6 +21,7 @@ from mrl.rollout import protocol
 from mrl.rollout.protocol import Generated, MetaInfo
 from mrl.rollout.routed import RoutedShape
 from mrl.rollout.serving import KEY_VARIABLE, BadRequest, Route, serve
+from mrl.rollout.sglang.cpu_shim.mrl_cpu_engine import batch_invariance
 from mrl.rollout.transformers_engine.pictures import Inputs
 from mrl.rollout.transformers_engine.sampling import Job, parse_job
 from mrl.rollout.transformers_engine.worker import Worker
@@ -143,6 +144,8 @@ def main() -> None:
     if not key:
         parser.error(f"set {KEY_VARIABLE}: without a key anybody on this machine could change the weights")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    if args.device == "cpu":
+        batch_invariance.install()
     worker = Worker(args.model_path, getattr(torch, args.dtype), args.device, args.max_running_requests)
     log.info("%s is loaded", args.model_path)
     serve(args.port, key, Endpoints(worker, args.context_length).routes, args.host)

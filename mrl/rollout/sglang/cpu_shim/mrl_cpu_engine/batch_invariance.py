@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any
 
@@ -66,14 +67,22 @@ INVARIANT: dict[Any, Callable[..., Tensor]] = {
 }
 
 
-def install(module: Any) -> None:
-    """Replaces them in this process; `module` is any whose import has begun the engine."""
+_STOCK = functional.linear
+
+
+def install(module: Any = None) -> None:
+    """Replaces them in this process, an engine's. module: ignored; the one whose import begins an engine."""
     for owner, name in (*PRODUCTS, *FUNCTIONS):
         setattr(owner, name, INVARIANT[getattr(owner, name)])
 
 
+def invariant() -> AbstractContextManager[Any]:
+    """Returns a context in which this thread calls them, if they are not installed."""
+    return BatchInvariance() if functional.linear is _STOCK else nullcontext()
+
+
 class BatchInvariance(TorchFunctionMode):
-    """A context in which this thread calls them."""
+    """A context in which this thread calls them, slower than `install`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return INVARIANT.get(func, func)(*args, **kwargs or {})
