@@ -338,7 +338,7 @@ def test_a_run_learns_by_the_engines_experts(replayed: Path) -> None:
 def test_a_checkpoint_has_the_experts_of_what_was_drawn_ahead(replayed: Path) -> None:
     kept = torch.load(replayed / "runs/whole/checkpoints/step_2/kept.pt", weights_only=True)
     [step] = kept["sampled_steps"]
-    for arrays in (sample["arrays"] for group in step["groups"] for sample in group["samples"]):
+    for arrays in (each["arrays"] for group in step["groups"] for each in group["samples"]):
         tokens = len(arrays["prompt"]) + len(arrays["response_ids"])
         assert arrays["experts"].dtype == torch.uint8 and arrays["experts"].shape == (tokens, 1, 2)
     assert any(len(part["arrays"]) == 4 for group in kept["segments"] for part in group["parts"]), "none was carried"
