@@ -293,13 +293,10 @@ class RLTrainer(Trainer):
             yield Problem(("algorithm.adv_estimator",), f"{what}: change it, or use RLTrainer")
 
     def generate(self) -> Rollout:
-        """Generates and scores the samples of the next step.
+        """Generates and scores the samples of the next step. With `rollout.overlap`, later ones are started too.
 
         Returns:
             The samples as flat tensors, equal on every rank.
-
-        Raises:
-            ValueError: with `rollout.overlap: one_step`, which generates while it trains.
         """
         rollout: Rollout = self._opened().generate()
         return rollout
