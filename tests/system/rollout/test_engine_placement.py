@@ -34,7 +34,7 @@ def the_main_parts(
     monkeypatch.setattr(platform, "gpu_count", lambda: gpus)
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
     monkeypatch.setattr(main_parts, "RewardManager", lambda *parts, **keys: contextlib.ExitStack())
-    monkeypatch.setattr(main_parts, "make_generator", lambda *parts: SimpleNamespace(notes=lambda: []))
+    monkeypatch.setattr(main_parts, "make_generator", lambda *parts: SimpleNamespace(notes=lambda: [], open_scheduler=print))
     monkeypatch.setattr(main_parts, "model_notes", lambda cfg: [])
     monkeypatch.setitem(ENGINES, "echo", EngineKind("tests.helpers.echo_engine:echo_launch"))
     data = SimpleNamespace(max_prompt_tokens=8, prompt_key="prompt", answer_key="answer", data_source_key="data_source")
