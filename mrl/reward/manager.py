@@ -101,6 +101,11 @@ class RewardManager:
             for sample in samples:
                 self._running.pop(sample, None)
 
+    def discard(self, samples: Sequence[Sample]) -> None:
+        """Forgets the scores of samples that nobody will collect."""
+        for sample in samples:
+            self._running.pop(sample, None)
+
     def use_model(self, score: ScoreSamples) -> None:
         """Sets the function that runs the reward model, if the configuration has one; call before the first
         `collect`.

@@ -68,6 +68,7 @@ class RequestDispatcher:
     """Requests in flight over the engines of a pool. The event loop starts with the first `submit`.
 
     concurrent_requests: maximum number in flight
+    sent: requests that an engine has
     """
 
     def __init__(self, pool: EnginePool, concurrent_requests: int, request_timeout_s: float) -> None:
@@ -79,7 +80,7 @@ class RequestDispatcher:
         self._failure: BaseException | None = None
         self._restarting: set[asyncio.Task[None]] = set()
         self._posts: dict[Server, set[asyncio.Task[Sample]]] = defaultdict(set)
-        self._open = 0  # requests that have no sample yet
+        self._open = self.sent = 0  # open: requests that have no sample yet
         self._thread: threading.Thread | None = None
         self._started: Future[None] = Future()
 
@@ -254,6 +255,7 @@ class RequestDispatcher:
         post = asyncio.create_task(self._generate(server, request, how, group))
         post.add_done_callback(lambda done: done.cancelled() or done.exception())  # also where nobody waits any more
         self._posts[server].add(post)
+        self.sent += 1
         server.meter.begin(1)
         sample: Sample | None = None
         try:
@@ -266,6 +268,7 @@ class RequestDispatcher:
         finally:
             post.cancel()
             self._posts[server].discard(post)
+            self.sent -= 1
             server.meter.end(1, () if sample is None else (sample,))
 
     async def _choose(self, group: PromptGroup | None) -> Server:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -92,6 +92,7 @@ class Scheduler:
         policy: which groups a step trains on.
         requests: of group `index` of a step; for -1 - index, the one of its greedy response.
         sample: generates the sample of a request; True: a greedy one.
+        discard: forgets what is being done for samples that no step takes.
         has_greedy: whether each group needs a greedy response, with nothing else in flight: beside a greedy request
             SGLang samples others in another way, so that their tokens would depend on the batch.
         steps: of the whole run; nothing is generated for later ones.
@@ -105,7 +106,8 @@ class Scheduler:
         engines: Engines,
         policy: Policy,
         requests: Callable[[int, int], list[Request]],
-        sample: Callable[[Request, PromptGroup, bool], Awaitable[Sample]],
+        sample: Callable[[Request, PromptGroup, bool], Coroutine[Any, Any, Sample]],
+        discard: Callable[[Sequence[Sample]], None],
         *,
         has_greedy: bool,
         steps: int,
@@ -114,7 +116,8 @@ class Scheduler:
         activity: Activity,
     ) -> None:
         self._engines, self._policy, self._requests, self._sample = engines, policy, requests, sample
-        self._has_greedy, self._steps, self._max_staleness = has_greedy, steps, max_staleness
+        self._discard, self._has_greedy = discard, has_greedy
+        self._steps, self._max_staleness = steps, max_staleness
         self._give_weights, self._activity = give_weights, activity
         self._draws: dict[int, Future[StepSamples]] = {}
         self._finished: dict[GroupNumber, Group] = {}  # groups of steps that were not taken
@@ -141,24 +144,27 @@ class Scheduler:
         self._serve([step], is_there, self._give_weights)
         self._waited_s = time.monotonic() - began
         draw = self._draws[step]
-        if draw.cancelled() or draw.exception() is not None:
+        if not _is_good(draw):
             del self._draws[step]  # a later call tries again
         draw.result()
 
     def rest(self) -> None:
         """Waits until nothing is generated any more, or only at engines that wait for the next weight sync. Raises as
         `wait`."""
-        draws = self._draws.values()
-        self._serve(
-            [*self._draws],
-            lambda: all(draw.done() for draw in draws) or bool(self._engines.dispatcher.awaiting_weights),
-            None,
-        )
+        draws, dispatcher = self._draws.values(), self._engines.dispatcher
+
+        def is_at_rest() -> bool:
+            return all(draw.done() for draw in draws) or bool(dispatcher.awaiting_weights and not dispatcher.sent)
+
+        self._serve([*self._draws], is_at_rest, None)
 
     def take(self, step: int) -> StepSamples:
         """Returns the samples of the step that was waited for, with metrics if others are generated meanwhile."""
         found = self._draws.pop(step).result()
-        self._finished = {number: group for number, group in self._finished.items() if number[0] != step}
+        for number in [number for number in self._finished.copy() if number[0] == step]:
+            group = self._finished.pop(number)
+            if number[1] >= 0 and number not in found.groups | found.others:
+                self._discard(group)
         self._restored.pop(step, None)
         if self._max_staleness == 0:
             return found
@@ -199,12 +205,17 @@ class Scheduler:
         if number not in self._finished:
             requests = self._requests(step, index)
             together = PromptGroup(requests)
+            tasks = [asyncio.create_task(self._sample(request, together, index < 0)) for request in requests]
             self._running += 1
             try:
-                samples = await asyncio.gather(*(self._sample(request, together, index < 0) for request in requests))
+                samples = await asyncio.gather(*tasks)
+            except asyncio.CancelledError:
+                self._discard([task.result() for task in tasks if task.done() and _is_good(task)])
+                raise
             finally:
                 self._running -= 1
             self._finished[number] = [*samples]
+            return [*samples]
         return self._finished[number]
 
     # ---- checkpoints
@@ -212,7 +223,7 @@ class Scheduler:
     def state_dict(self) -> dict[str, Any]:
         """Returns what was generated and not trained on, without scores: the samples of whole steps, and the finished
         groups of others. Unfinished groups are generated anew. Tensors and plain values."""
-        whole = {step: draw.result() for step, draw in self._draws.items() if draw.done()}
+        whole = {step: draw.result() for step, draw in self._draws.items() if draw.done() and _is_good(draw)}
         finished = {number: group for number, group in self._finished.copy().items() if number[0] not in whole}
         steps = [
             {
@@ -242,6 +253,10 @@ class Scheduler:
             requests = self._requests(step, index)
             found[step, index] = [restored(r, sample) for r, sample in zip(requests, kept["samples"], strict=True)]
         return found
+
+
+def _is_good(done: Future[Any] | asyncio.Task[Any]) -> bool:
+    return not done.cancelled() and done.exception() is None
 
 
 def _kept(number: GroupNumber, group: Group) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from mrl.rollout.load import Load, Meter
 class SimulatedDispatcher:
     """now: seconds; capacity: requests that run at once; busy_s: seconds of all that ran"""
 
-    is_restarting = False
+    is_restarting, sent = False, 0
 
     def __init__(self, capacity: int = 1 << 20) -> None:
         self.loop, self.now, self.busy_s = asyncio.new_event_loop(), 0.0, 0.0
@@ -123,6 +123,9 @@ class SimulatedEngine:
         done = self.dispatcher.submit(program)
         self.dispatcher.serve(done.done)
         return done.result()
+
+    def discard(self, samples: list[Sample]) -> None:
+        pass
 
     def take_loads(self) -> tuple[dict[str, Load], Load]:
         return {}, Meter().take()

@@ -65,6 +65,7 @@ class Generator:
             self._policy,
             self._requests,
             self._sample,
+            self.rewards.discard,
             has_greedy=cfg.algorithm.needs_greedy,
             steps=cfg.run.last_step,
             max_staleness=rollout.steps_ahead,

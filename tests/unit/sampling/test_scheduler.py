@@ -49,11 +49,12 @@ class Run:
     ) -> None:
         self.random, self.version, self.begun = random.Random(seed), 0, list[tuple[int, int]]()
         self.dispatcher = dispatcher or SimulatedDispatcher()
-        self.fails, self.hangs = False, -1
+        self.fails, self.hangs, self.made = False, -1, list[Sample]()
         policy = policy or WholeSteps(WANTED)
         weights = {"give_weights": lambda url: None, "activity": ACTIVITY}
         own = {"has_greedy": has_greedy, "steps": steps, "max_staleness": ahead, **weights}
-        self.scheduler = Scheduler(self, policy, requests, self.sample, **own)  # type: ignore[arg-type]
+        self.discarded: list[Sample] = []
+        self.scheduler = Scheduler(self, policy, requests, self.sample, self.discarded.extend, **own)  # type: ignore[arg-type]
 
     async def sample(self, request: Request, group: PromptGroup, is_greedy: bool) -> Sample:
         assert request in group.requests
@@ -67,7 +68,8 @@ class Run:
         versions = np.array([first, self.version], np.int32)
         ids, score = np.array([request.seed % 99, 5]), float(request.seed % 2)
         own = request, ids, np.array([-1.0, -2.0]), "stop", str(first), "", score
-        return Sample(*own, token_weight_versions=versions)
+        self.made.append(Sample(*own, token_weight_versions=versions))
+        return self.made[-1]
 
     def train(self, steps: range) -> list[list[Group]]:
         """Returns the groups of each step."""
@@ -211,6 +213,9 @@ def test_the_first_groups_that_pass_are_kept_whoever_is_faster(passes: list[bool
     assert [index for _, index in sorted(taken.others)] == [index for index in scores if index < good[-1]]
     assert taken.metrics["sampling/prompts"] == good[-1] + 1
     assert len(run.begun) <= MEMBERS * (first + len(scores)), "more groups began than were replaced"
+    used = {id(sample) for group in taken.all for sample in group}
+    assert not used & {*map(id, run.discarded)}
+    assert len(used) + len(run.discarded) == len(run.made), "the scores of a sample are kept for ever"
 
 
 @settings(max_examples=10, deadline=None)
