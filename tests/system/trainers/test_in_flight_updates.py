@@ -237,8 +237,11 @@ def light_engine(tiny_models: TinyModels, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def kill(engine: Engine) -> None:
+    """Returns once it has ended: until then it may answer."""
     [process] = engine.pool.processes
     os.killpg(os.getpgid(process.pid), signal.SIGKILL)
+    while process.exit_code() is None:
+        time.sleep(0.01)
 
 
 def test_a_lost_engine_is_started_again_and_gets_its_weights_from_the_main_thread(light_engine: Engine) -> None:
