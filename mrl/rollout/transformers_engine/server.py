@@ -145,6 +145,7 @@ def main() -> None:
         parser.error(f"set {KEY_VARIABLE}: without a key anybody on this machine could change the weights")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     if args.device == "cpu":
+        torch.set_num_threads(torch.get_num_threads())  # a fork makes torch's thread pool anew: not in several threads
         batch_invariance.install()
     worker = Worker(args.model_path, getattr(torch, args.dtype), args.device, args.max_running_requests)
     log.info("%s is loaded", args.model_path)
