@@ -4,7 +4,7 @@ the seconds of the imports.
 `multiprocessing`'s fork server starts from an empty interpreter, so it would import torch once more for each command,
 and only its maker can use it: a rank could not start an engine.
 
-What a fork becomes depends on its server: a rank is a child of its launcher (launcher/fork_server.py), an engine has a
+The server decides what a fork becomes: a rank is a child of its launcher (launcher/fork_server.py), an engine has a
 supervisor that reports its end (rollout/fork_server.py). Where forking is impossible (no Linux; imports that fail,
 start threads or open a GPU), programs are started instead.
 """

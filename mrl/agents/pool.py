@@ -120,7 +120,7 @@ class AgentWorkerPool:
             raise
 
     async def begin(self) -> Program:
-        """Returns a place for one trajectory. All of them have to be in one event loop."""
+        """Returns a place for one trajectory. All trajectories have to be in one event loop."""
         async with self._filling:
             if self._is_closed:
                 raise AgentError("the agents' worker pool is closed")
@@ -130,9 +130,9 @@ class AgentWorkerPool:
             self._remove_spent()
             while sum(not worker.is_spent for worker in self.workers) < self._size:
                 worker = Worker(self._setup)
+                self.workers.append(worker)  # first, so that `close` ends it too
                 await asyncio.to_thread(worker.wait_ready)
                 await worker.attach()
-                self.workers.append(worker)
         worker = min((each for each in self.workers if not each.is_spent), key=lambda each: len(each.live))
         program = Program(self, worker, next(self._numbers))
         worker.live[program.number] = asyncio.Queue()

@@ -63,8 +63,8 @@ class AgentRunner:
     async def play(self, request: Request, params: SamplingParams, generate: Generate) -> Sample:
         """Plays one trajectory; a program that fails is started again with the same seeds, `retries` times.
 
-        Then the sample is `left_out`, or AgentError is raised, as `on_error` says. A fault counts only against the
-        trajectory that caused it, not against others in the same process. Raises the errors of `generate`.
+        After the last retry the sample is `left_out`, or AgentError is raised, as `on_error` says. A fault counts only
+        against the trajectory that caused it, not against others in the same process. Raises the errors of `generate`.
         """
         faults = 0
         while True:

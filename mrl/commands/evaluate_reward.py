@@ -59,6 +59,8 @@ def run(args: argparse.Namespace) -> int:
         data = read(str(args.model), str(args.data), args.subset_key, chat, args.max_tokens)
         for line in preference_notes(str(args.data), data):
             print(line)
+        if chat is None and any(source.as_text for source in data.sources):
+            print("If the rows are whole prompts, with a chat template applied already: --no-chat-template")
         judged = score_rows(str(args.model), data, args.tokens_at_once, _progress)
     except (DataError, TokenizerError, WeightError) as error:
         print(f"mrl: {error}", file=sys.stderr)

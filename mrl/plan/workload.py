@@ -156,7 +156,7 @@ def largest_micro_batch(model: PlannedModel, lengths: SampleLengths, samples: in
     length.
     """
     full = max(model.train.max_tokens_per_microbatch, lengths.longest)
-    own = max(1, samples // model.grid.dp)
+    own = -(-samples // model.grid.dp)
     seen = size.image_tokens / (size.image_tokens + lengths.response) if size.image_tokens else 0.0
     if own * lengths.longest <= full and size.prompt_tokens is not None and size.response_tokens is not None:
         shares = model.layout.context == 1 and model.arch.vision is None and size.replays == "off"

@@ -91,7 +91,11 @@ class RequestDispatcher:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run_loop, name="requests", daemon=True)
             self._thread.start()
-            self._started.result()
+            try:
+                self._started.result()
+            except BaseException:
+                program.close()
+                raise
         future = asyncio.run_coroutine_threadsafe(program, self._loop)
         future.add_done_callback(lambda done: self._notify())
         return future
@@ -197,6 +201,8 @@ class RequestDispatcher:
         with self._changed:
             self._failure = self._failure or error
             self._changed.notify_all()
+        if not self._started.done():
+            self._started.set_exception(error)
 
     async def _until_closed(self) -> None:
         """Runs until it is cancelled, or a restart fails for good."""

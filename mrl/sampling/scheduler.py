@@ -1,7 +1,7 @@
 """Scheduler of the samples of a run.
 
-* A step trains on the groups that its policy draws. Meanwhile those of the `max_staleness` steps after it may be
-  generated: no token is older than that when it is trained on.
+* A policy decides which groups a step trains on. While a step trains, groups of the next `max_staleness` steps may be
+  generated: no token is older than `max_staleness` steps when it is trained on.
 * A group has a number, (step, index), from which prompt and seeds follow: the samples of a step do not depend on which
   engine was faster.
 * Nothing is dropped and nothing overtakes: a group that takes long is waited for, so that training is not biased

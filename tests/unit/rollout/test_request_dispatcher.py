@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from mrl.core import Prompt, Request, Sample, SamplingParams
+from mrl.rollout import request_dispatcher
 from mrl.rollout.access import Access
 from mrl.rollout.engine import Engine
 from mrl.rollout.engine_pool import Checked, EnginePool
@@ -134,6 +135,16 @@ def test_an_error_of_who_receives_the_samples_ends_all(start: Start) -> None:
         engine.generate(requests(1000), SAMPLING, fails)
     assert len(process.answered) < 1000
     assert not [thread for thread in {*threading.enumerate()} - before if thread.name == "requests"]
+
+
+def test_an_event_loop_that_cannot_start_is_an_error(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise OSError("no such certificate")
+
+    engine, _ = start(lambda: None)
+    monkeypatch.setattr(request_dispatcher, "tls", fails)
+    with pytest.raises(OSError, match="no such certificate"):
+        engine.generate(requests(1), SAMPLING)
 
 
 def test_a_dispatcher_that_is_closed_ends_what_waits_for_it(start: Start) -> None:
