@@ -293,7 +293,7 @@ class RLTrainer(Trainer):
             yield Problem(("algorithm.adv_estimator",), f"{what}: change it, or use RLTrainer")
 
     def generate(self) -> Rollout:
-        """Generates and scores the samples of the next step. With `rollout.overlap`, later ones are started too.
+        """Generates and scores the samples of the next step. With `rollout.max_staleness`, later ones are started too.
 
         Returns:
             The samples as flat tensors, equal on every rank.

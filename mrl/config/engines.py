@@ -18,7 +18,6 @@ class EngineKind:
             engine
         ignores: keys of `rollout` without effect on this engine
         is_plain: weights arrive as CPU tensors or files only, neither by CUDA IPC nor by a process group
-        pauses: can pause requests in flight and continue them with new weights
         returns_experts: can return the routed experts of each token
         cpu_imports: module that imports everything the engine needs, for the fork server (mrl.rollout.fork_server),
             which
@@ -28,7 +27,6 @@ class EngineKind:
     launch: str
     ignores: tuple[str, ...] = ()
     is_plain: bool = True
-    pauses: bool = False
     returns_experts: bool = False
     cpu_imports: str | None = None
 
@@ -37,7 +35,6 @@ ENGINES = {
     "sglang": EngineKind(
         "mrl.rollout.sglang.command:sglang_launch",
         is_plain=False,
-        pauses=True,
         returns_experts=True,
         cpu_imports="mrl.rollout.sglang.cpu_imports",
     ),

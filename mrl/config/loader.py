@@ -169,7 +169,9 @@ def _tainted(key: str, error: dict[str, Any]) -> bool:
 def _problem(schema: type[AnyConfig], tree: Node, error: dict[str, Any]) -> Problem:
     path, kind, value = _path(error), error["type"], error["input"]
     if kind == "extra_forbidden":
-        message = f"unknown key{_of_others(schema, path) or _meant_key(schema, path, _chosen(error))}"
+        message = _gone(schema, path) or (
+            f"unknown key{_of_others(schema, path) or _meant_key(schema, path, _chosen(error))}"
+        )
     elif kind == "missing":
         message = "required key is missing"
     elif kind == "literal_error":
@@ -189,6 +191,13 @@ def _problem(schema: type[AnyConfig], tree: Node, error: dict[str, Any]) -> Prob
 def _nearest(word: str, choices: Sequence[str]) -> str:
     close = difflib.get_close_matches(word, choices, n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else ""
+
+
+def _gone(schema: type[AnyConfig], path: Sequence[str]) -> str:
+    """Returns what to write instead of a former key; empty if there has been no such key."""
+    section = next((key.section for key in walk(keys_of(schema)) if key.path == ".".join(path[:-1])), None)
+    instead = section.gone.get(path[-1]) if section is not None and issubclass(section, Section) else None
+    return f"is no key any more: {instead}" if instead else ""
 
 
 def _meant_key(schema: type[AnyConfig], path: Sequence[str], chosen: Sequence[str]) -> str:

@@ -14,9 +14,9 @@ from typing import Any, get_args
 from pydantic import BaseModel
 
 from mrl.config.file_fingerprint import changed_files, fingerprint
+from mrl.config.sections.base import Section
 from mrl.config.sections.variants import Variants
 from mrl.config.trainers.base import AnyConfig
-from mrl.options.base import Options
 from mrl.redaction import redact_tree
 
 # These keys affect the place, length, speed and output of a run, but not what it computes. The longest entry of
@@ -50,7 +50,7 @@ MAY_CHANGE = (
     *(f"{model}.layers" for model in ("actor", "critic")),
     *(f"{model}.offload" for model in ("actor", "critic", "ref", "reward.model")),
 )
-BEHIND = ("rollout.overlap", "rollout.max_staleness", "rollout.segment_tokens", "rollout.oversample")
+BEHIND = (*(f"rollout.{key}" for key in ("max_staleness", "interrupt", "order", "segment_tokens", "oversample")),)
 SAMPLES = ("rollout.engine", "rollout.sampling", "rollout.deterministic", "rollout.quantization")
 MUST_NOT_CHANGE = ("run.seed", *SAMPLES, *BEHIND)
 QUIET = ("run.name", "run.root", "checkpoint.accept_changes")  # changes that are not reported
@@ -210,13 +210,13 @@ def is_key(section: type[BaseModel], key: str) -> bool:
     return not rest or any(is_key(option, rest) for option in below)
 
 
-def _differences(old: Tree, section: BaseModel, new: Tree, prefix: str) -> Iterator[KeyChange]:
-    old = section.present_names(old) if isinstance(section, Options) else old
+def _differences(old: Tree, section: Section, new: Tree, prefix: str) -> Iterator[KeyChange]:
+    old = section.present_names(old)
     for name, field in type(section).model_fields.items():
         inner, before = dict(section)[name], old.get(name)
         if name not in old:
             before = None if field.is_required() else json.loads(json.dumps(field.get_default(), default=_plain))
-        if isinstance(inner, BaseModel) and isinstance(before, dict):
+        if isinstance(inner, Section) and isinstance(before, dict):
             yield from _differences(before, inner, new[name], f"{prefix}{name}.")
         elif before != new[name]:
             yield KeyChange(f"{prefix}{name}", before, new[name])

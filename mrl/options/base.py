@@ -65,6 +65,13 @@ CustomOptions = dict[str, OptionValue]
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
+    gone: ClassVar[Mapping[str, str]] = {}  # former keys -> what to write instead
+
+    @classmethod
+    def present_names(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the section of an older checkpoint in the present keys."""
+        return dict(given)
+
 
 class Options(Section):
     """Options of one algorithm alone, a class each; `class Mine(LossOptions, name="mine")` registers it."""

@@ -99,7 +99,7 @@ class Plan:
         """True if engines on their own GPUs sample while the trainer trains."""
         engines = self.cfg.engines()
         alone = all(self._engine_at(rank) is None for rank in range(self.cluster.gpus))
-        return engines is not None and engines[0].overlap != "none" and alone
+        return engines is not None and engines[0].max_staleness > 0 and alone
 
     @property
     def seconds(self) -> float:

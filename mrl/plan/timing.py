@@ -219,7 +219,7 @@ def overlapped(parts: Sequence[TimedPart]) -> list[TimedPart]:
     """Returns the time saved by sampling while training on the last samples: the shorter of the two."""
     sampling = sum(part.seconds for part in parts if part.phase == "rollout")
     learning = sum(part.seconds for part in parts if part.phase not in ("rollout", "sync", "moving memory"))
-    return [TimedPart("rollout", "overlapped with training", -min(sampling, learning), "rollout.overlap")]
+    return [TimedPart("rollout", "overlapped with training", -min(sampling, learning), "rollout.max_staleness")]
 
 
 def step(rates: ClusterRates, work: StepWorkload, engine: EnginePlan | None, apart: int = 0) -> list[TimedPart]:

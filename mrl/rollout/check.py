@@ -87,11 +87,11 @@ def _check_router(client: EngineClient, end: float) -> None:
 
 
 def _tidy(client: EngineClient, end: float) -> None:
-    """A run that was killed may have left an update of the weights half-way, the engine paused and requests running."""
-    for tidy in (client.end_weight_update, client.abort_all, client.go_on, client.abort_all):
+    """Ends what a killed run may have left: an open weight update and running requests."""
+    for tidy in (client.end_weight_update, client.abort_all):
         client.timeout_s = max(0.1, end - time.monotonic())
         with contextlib.suppress(EngineError):  # nothing is open
-            tidy()  # who waits for a paused engine is not aborted before it goes on
+            tidy()
 
 
 def _get_to_know(client: EngineClient, end: float, model_path: str, model_type: str) -> ServerInfo:

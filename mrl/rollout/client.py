@@ -60,17 +60,8 @@ class EngineClient:
         return self._call(protocol.GENERATE, body)
 
     def abort_all(self) -> None:
-        """Ends every request that runs or waits, whoever sent it."""
+        """Ends every request that runs or waits, whoever sent it. Each is answered with the tokens that it has."""
         self._call(protocol.ABORT, protocol.AbortBody(rid="", abort_all=True))
-
-    def pause(self) -> None:
-        """Draws no token until `go_on`. What runs goes back to its queue: after `flush_cache`, which is not refused
-        then, it goes on as if the weights of now had computed all of it. New requests wait."""
-        self._call(protocol.PAUSE, protocol.PauseBody(mode="retract"))
-
-    def go_on(self) -> None:
-        """After `pause`; harmless without."""
-        self._call(protocol.CONTINUE, protocol.EmptyBody())
 
     def flush_cache(self) -> None:
         """Forget every cached prefix. Refused with 400 while requests run."""

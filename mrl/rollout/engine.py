@@ -184,12 +184,14 @@ class Engine:
             self.close_dispatcher()
             raise
 
-    def generation(self, sampling: SamplingParams, *, is_async: bool = False, has_spans: bool = False) -> Generation:
+    def generation(
+        self, sampling: SamplingParams, *, is_background: bool = False, is_interruptible: bool = False
+    ) -> Generation:
         """Returns how `dispatcher` is to sample.
 
         Args:
-            is_async: weights may be synced while requests wait or run.
-            has_spans: a response goes on over such a sync.
+            is_background: weights may be synced before the request has its sample.
+            is_interruptible: a response continues after such a sync.
 
         Raises RolloutError for stop strings that the engines do not understand.
         """
@@ -201,15 +203,16 @@ class Engine:
             )
         current = None if self.weight_version is None else {self.weight_version}
         routed = self.routed if sampling.return_routed_experts else None
-        versions = self.versions if is_async else current
-        expected = Expected(self.vocab_size, sampling.max_new_tokens, versions, has_spans, routed)
-        return Generation(sampling, expected, self.adapter)
+        versions = self.versions if is_background else current
+        expected = Expected(self.vocab_size, sampling.max_new_tokens, versions, is_interruptible, routed)
+        return Generation(sampling, expected, is_background)
 
     @property
     def dispatcher(self) -> RequestDispatcher:
         if self._dispatcher is None:
             self.pool.forget_losses()
             self._dispatcher = RequestDispatcher(self.pool, self.concurrent_requests, self.request_timeout_s)
+            self._dispatcher.adapter = self.adapter
         return self._dispatcher
 
     def close_dispatcher(self) -> None:
@@ -262,7 +265,7 @@ class Engine:
         """To be called before each push: samples that are under way may come back with this version as soon as the
         engines go on."""
         self.versions.add(version)
-        self.pool.stall.begin("all servers")
+        self.pool.is_syncing = True
 
     def has_pushed(self, version: str, adapter: str | None = None) -> None:
         """To be called after each push of weights to all servers: from now on samples of others are refused.
@@ -270,11 +273,12 @@ class Engine:
         adapter: the name of what was pushed, where it is not the whole model
         """
         self.weight_version, self.adapter = version, adapter
-        self.pool.stall.end("all servers")
+        self.pool.is_syncing = False
         self.pool.welcome()
         for server in self.pool.servers:
             server.has_weights = True
         if self._dispatcher is not None:
+            self._dispatcher.adapter = adapter
             self._dispatcher.have_weights()
 
     def present(self) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -14,7 +14,7 @@ from mrl.rollout.access import Access
 from mrl.rollout.client import EngineClient
 from mrl.rollout.elsewhere import OtherNode
 from mrl.rollout.errors import EngineError, EngineStartError, PortTaken, RolloutError
-from mrl.rollout.load import Meter, Stall
+from mrl.rollout.load import Meter
 from mrl.rollout.process import EngineProcess, Started, wait_ready
 from mrl.rollout.restarts import Restarts
 from mrl.rollout.server import DEATH_POLL_S, DEATH_WAIT_S, Parts, Server
@@ -53,7 +53,7 @@ class EnginePool:
     accepts_stop_strings: True if all checked servers do
     tensor: tensor-parallel ranks of each checked server; None before the first check
     waiting: meter of requests that have not been sent to a server yet
-    stall: time of weight syncs
+    is_syncing: all engines are receiving weights
     restarts: restarts of lost servers; none are allowed before `restarts.allow`
     silence_s: seconds until a server that has left is known to have
     nodes: other nodes that run some of the servers
@@ -81,7 +81,7 @@ class EnginePool:
         self.prefix_caches: set[str] = set()  # addresses of servers that have one
         self.restarts = Restarts(max_restarts)
         self.waiting = Meter()
-        self.stall = Stall()
+        self.is_syncing = False
         self._nodes = nodes
         self._check, self._startup_timeout_s = check, startup_timeout_s
         self._memory_timeout_s = memory_timeout_s

@@ -150,7 +150,7 @@ def cpu_threads(cfg: RolloutConfig, arch: ModelArch, machine: Machine) -> int:
     if cfg.tensor > 1 or num_parameters(arch) < SMALL_MODEL:
         return 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    training = machine.local_world_size if cfg.overlap != "none" or cfg.early_passes is not None else 0
+    training = machine.local_world_size if cfg.max_staleness or cfg.early_passes is not None else 0
     return max(1, (cores - training) // cfg.servers)
 
 

@@ -31,43 +31,6 @@ class Load:
         return self.tokens / max(self.seconds, 1e-9)
 
 
-class Stall:
-    """Counts the seconds in which weights go to engines and requests are not answered. Thread-safe.
-
-    Several weight syncs may overlap, each under its own name: the time counts once, until the last of them ends.
-    """
-
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self._now, self._seconds, self._since = now, 0.0, 0.0
-        self._syncs: set[str] = set()
-        self._lock = threading.Lock()
-
-    def begin(self, sync: str) -> None:
-        """Begins a weight sync; no effect if it has begun."""
-        with self._lock:
-            if not self._syncs:
-                self._since = self._now()
-            self._syncs.add(sync)
-
-    def end(self, sync: str) -> None:
-        """Ends a weight sync; no effect if it has ended."""
-        with self._lock:
-            if self._syncs == {sync}:
-                self._seconds += self._now() - self._since
-            self._syncs.discard(sync)
-
-    @property
-    def is_on(self) -> bool:
-        """Whether a weight sync is in progress."""
-        return bool(self._syncs)
-
-    @property
-    def seconds(self) -> float:
-        """Total until now."""
-        with self._lock:
-            return self._seconds + (self._now() - self._since if self._syncs else 0.0)
-
-
 class Meter:
     """Counts what is under way at one place, for threads. now: gives seconds that only rise"""
 

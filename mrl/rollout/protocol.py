@@ -94,12 +94,6 @@ class AbortBody(TypedDict):
     abort_all: bool
 
 
-class PauseBody(TypedDict):
-    """What becomes of requests that run: they go back to the queue, and are computed anew from their tokens."""
-
-    mode: Literal["retract"]
-
-
 class SessionBody(TypedDict):
     """Which of the engine's models the updates to come are of."""
 
@@ -212,8 +206,6 @@ class MetaInfo(TypedDict):
     prompt_tokens: int
     completion_tokens: int
     weight_version: str
-    # {"version", "start", "end"} of each span of output_ids that one version has drawn, of engines that can be paused
-    weight_versions: NotRequired[list[Any]]
     # base64 of int32 [tokens of prompt and response - 1, layers, experts a token]: which experts each token but the
     # last went to, 0 in layers without experts; without the first routed_experts_start_len tokens
     routed_experts: NotRequired[str]
@@ -294,8 +286,6 @@ GENERATE = Endpoint[GenerateBody, Any]("generate", lambda answer: answer)  # a G
 ABORT = Endpoint[AbortBody, None]("abort_request", read_nothing)
 FLUSH_CACHE = Endpoint[None, None]("flush_cache", read_nothing)
 # nothing is drawn between the two; pausing twice and continuing unasked are harmless
-PAUSE = Endpoint[PauseBody, None]("pause_generation", read_nothing)
-CONTINUE = Endpoint[EmptyBody, None]("continue_generation", read_nothing)
 BEGIN_UPDATE = Endpoint[SessionBody, None]("begin_weight_update", read_done)
 END_UPDATE = Endpoint[EmptyBody, None]("end_weight_update", read_done)
 UPDATE_FROM_TENSOR = Endpoint[TensorsBody, None]("update_weights_from_tensor", read_done)

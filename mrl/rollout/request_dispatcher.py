@@ -2,7 +2,9 @@
 
 * The event loop has a thread of its own and never waits for the trainer. The main thread gives restarted engines their
   weights, in `serve`; until then they take no requests.
-* A request's time-out starts when it is sent to its engine, and leaves out weight syncs of all engines.
+* A request's time-out starts when it is sent to its engine.
+* No request is in flight during a weight sync: `pause` holds back those of asynchronous sampling and, with `interrupt`,
+  ends those in flight early. Such a response keeps its tokens and continues with the next weights.
 * A failure restarts the engine at which it happened, and no other. Its unfinished requests go to engines that are up,
   with the same seeds.
 * No engine is restarted while all engines receive weights: the sync itself does that (`Engine.revive`).
@@ -16,7 +18,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -31,12 +33,14 @@ from mrl.rollout.client import CONNECT_TIMEOUT_S
 from mrl.rollout.engine_pool import EnginePool
 from mrl.rollout.errors import BadAnswer, EngineError, Refused, RolloutError
 from mrl.rollout.incoming import PLAIN, Incoming
-from mrl.rollout.protocol import GENERATE, GenerateBody
+from mrl.rollout.partial_response import PartialResponse
+from mrl.rollout.protocol import ABORT, GENERATE, AbortBody, GenerateBody
 from mrl.rollout.samples import Expected, generate_body, most_bytes, prefill_body, read_answer
 from mrl.rollout.server import Server
 from mrl.stopping import run_coroutine
 
 WATCH_S = 0.25  # between checks of the engine processes
+INTERRUPT_S = 0.1  # between requests to end the responses in flight early
 ABORT_TIMEOUT_S = 5.0
 CLOSE_S = 15.0  # until the event loop has ended, once it is told to
 ABORTS_AT_ONCE = 64
@@ -49,27 +53,36 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Generation:
-    """How to sample, what to expect of every answer, and the name of the LoRA adapter to sample with."""
+    """How to sample, and what to expect of every answer. is_background: waits while the dispatcher is paused."""
 
     sampling: SamplingParams
     expected: Expected
-    adapter: str | None = None
+    is_background: bool = False
+
+    def after(self, tokens: int) -> Generation:
+        """Returns how to sample what is left of a response that has so many tokens."""
+        left = self.sampling.max_new_tokens - tokens
+        sampling, expected = replace(self.sampling, max_new_tokens=left), replace(self.expected, max_new_tokens=left)
+        return replace(self, sampling=sampling, expected=expected)
 
 
 @dataclass(eq=False)
 class PromptGroup:
-    """Requests of one prompt that are sent together. prefills: of its prompt, by engine and restart"""
+    """Requests of one prompt that are sent together. prefills: of its prompt, by engine, restart and weight sync"""
 
     requests: Sequence[Request]
-    prefills: dict[tuple[Server, int], asyncio.Future[bytes]] = field(default_factory=dict)
+    prefills: dict[tuple[Server, int, int], asyncio.Future[bytes]] = field(default_factory=dict)
 
 
 class RequestDispatcher:
     """Requests in flight over the engines of a pool. The event loop starts with the first `submit`.
 
     concurrent_requests: maximum number in flight
-    sent: requests that an engine has
+    sent: background requests that an engine has
+    adapter: name of the LoRA adapter to sample with
     """
+
+    adapter: str | None = None
 
     def __init__(self, pool: EnginePool, concurrent_requests: int, request_timeout_s: float) -> None:
         self._pool, self.request_timeout_s = pool, request_timeout_s
@@ -80,7 +93,7 @@ class RequestDispatcher:
         self._failure: BaseException | None = None
         self._restarting: set[asyncio.Task[None]] = set()
         self._posts: dict[Server, set[asyncio.Task[Sample]]] = defaultdict(set)
-        self._open = self.sent = 0  # open: requests that have no sample yet
+        self._open = self.sent = self._pauses = 0  # open: requests that have no sample yet
         self._thread: threading.Thread | None = None
         self._started: Future[None] = Future()
 
@@ -168,6 +181,22 @@ class RequestDispatcher:
         """Whether an engine is being started that does not wait for weights yet."""
         return len(self._restarting) > len(self.awaiting_weights)
 
+    def pause(self, *, interrupt: bool) -> Future[None]:
+        """Holds back background requests until `resume`; engines may still work on those that are `sent`.
+
+        Args:
+            interrupt: ends them early; all must be interruptible.
+
+        Returns a future that is done once no further request is sent.
+        """
+        return self.submit(self._pause(interrupt))
+
+    def resume(self) -> None:
+        """Ends a pause, if there is one."""
+        if self._thread is not None:
+            with suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(self._gate.set)
+
     def have_weights(self) -> None:
         """Says that all engines have received weights."""
         self._given(self.awaiting_weights)
@@ -209,7 +238,9 @@ class RequestDispatcher:
         self._loop, main = asyncio.get_running_loop(), asyncio.current_task()
         assert main is not None
         self._main = main
-        self._slots = asyncio.Semaphore(self._concurrent_requests)
+        self._slots = {is_background: asyncio.Semaphore(self._concurrent_requests) for is_background in (True, False)}
+        self._gate = asyncio.Event()  # clear while paused
+        self._gate.set()
         session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, ssl=tls(), keepalive_timeout=KEEP_ALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),  # `_wait_for` bounds the rest
@@ -237,35 +268,46 @@ class RequestDispatcher:
 
     async def generate(self, request: Request, how: Generation, group: PromptGroup | None = None) -> Sample:
         """Returns the sample of a request, whichever engine it comes from. Raises RolloutError."""
+        slots = self._slots[how.is_background]
         self._open += 1
         self._pool.waiting.begin(1)
         try:
-            await self._slots.acquire()
+            await slots.acquire()
         except BaseException:
             self._open -= 1
             raise
         finally:
             self._pool.waiting.end(1)
+        response, most, stop = PartialResponse.empty(), how.sampling.max_new_tokens, how.sampling.stop
         try:
-            while (sample := await self._attempt(request, how, group)) is None:
-                pass
-            return sample
+            while True:
+                tokens = len(response.ids)
+                sample = await self._attempt(response.rest_of(request), how.after(tokens) if tokens else how, group)
+                if sample is None:  # its engine was lost
+                    continue
+                if not how.expected.is_interruptible:
+                    return sample
+                response = response.longer(sample, most, stop)
+                if response.finish:
+                    return response.sample(request)
         finally:
-            self._slots.release()
+            slots.release()
             self._open -= 1
 
     async def _attempt(self, request: Request, how: Generation, group: PromptGroup | None) -> Sample | None:
         """Returns None if its engine was lost."""
-        server = await self._choose(group)
+        server = await self._choose(group, how)
         life = server.life
         post = asyncio.create_task(self._generate(server, request, how, group))
         post.add_done_callback(lambda done: done.cancelled() or done.exception())  # also where nobody waits any more
         self._posts[server].add(post)
-        self.sent += 1
+        self.sent += how.is_background
         server.meter.begin(1)
         sample: Sample | None = None
         try:
-            await self._wait_for(post)
+            done, _ = await asyncio.wait([post], timeout=self.request_timeout_s)
+            if not done:
+                raise TimeoutError(f"no whole answer in {self.request_timeout_s:g} s")
             sample = None if post.cancelled() else post.result()
             return sample
         except (aiohttp.ClientError, OSError, BadAnswer) as error:  # TimeoutError is an OSError
@@ -274,43 +316,58 @@ class RequestDispatcher:
         finally:
             post.cancel()
             self._posts[server].discard(post)
-            self.sent -= 1
+            self.sent -= how.is_background
+            if not self._gate.is_set():
+                self._notify()
             server.meter.end(1, () if sample is None else (sample,))
 
-    async def _choose(self, group: PromptGroup | None) -> Server:
-        """Waits until an engine is up."""
-        while (least := self._pool.least_loaded()) is None:
+    async def _choose(self, group: PromptGroup | None, how: Generation) -> Server:
+        """Waits until an engine is up and, for a background request, until the dispatcher is not paused."""
+        while True:
+            if how.is_background:
+                await self._gate.wait()
+            if (least := self._pool.least_loaded()) is not None:
+                break
             await asyncio.sleep(WATCH_S)  # for one to be restarted or to join
-        for server, life in group.prefills if group is not None else ():
-            if server.up and server.life == life and server.meter.running < least.meter.running + PREFIX_SLACK:
+        for server, life, pauses in group.prefills if group is not None else ():
+            is_same = server.up and (life, pauses) == (server.life, self._pauses)
+            if is_same and server.meter.running < least.meter.running + PREFIX_SLACK:
                 return server
         return least
 
-    async def _wait_for(self, post: asyncio.Task[Sample]) -> None:
-        """Raises TimeoutError after rollout.request_timeout_s without the time of weight syncs."""
-        stalled, left = self._pool.stall.seconds, self.request_timeout_s
-        while left > 0:
-            done, _ = await asyncio.wait([post], timeout=left)
-            if done:
-                return
-            before, stalled = stalled, self._pool.stall.seconds
-            left = stalled - before
-        raise TimeoutError(f"no whole answer in {self.request_timeout_s:g} s")
+    async def _pause(self, interrupt: bool) -> None:
+        self._pauses += self._gate.is_set()
+        self._gate.clear()
+        if interrupt:
+            self._background.create_task(self._interrupt())
+
+    async def _interrupt(self) -> None:
+        """Has engines answer the background requests with the tokens that they have. A request that is on its way to
+        its engine is ended by a later try."""
+        while self.sent and not self._gate.is_set():
+            await asyncio.gather(*(self._abort(server.url) for server, posts in self._posts.items() if posts))
+            await asyncio.sleep(INTERRUPT_S)
+
+    async def _abort(self, url: str) -> None:
+        body, limit = orjson.dumps(AbortBody(rid="", abort_all=True)), aiohttp.ClientTimeout(ABORT_TIMEOUT_S)
+        with suppress(aiohttp.ClientError, OSError):  # its requests find out what is wrong with the engine
+            async with self._http.post(f"{url}{ABORT.path}", data=body, timeout=limit, allow_redirects=False):
+                pass
 
     async def _generate(self, server: Server, request: Request, how: Generation, group: PromptGroup | None) -> Sample:
         asks = how.expected.routed is not None
         if group is not None and server.url in self._pool.prefix_caches and not asks:
             await self._prefill(server, how, group)
-        body = generate_body(request, how.sampling, how.adapter, experts=asks)
+        body = generate_body(request, how.sampling, self.adapter, experts=asks)
         content = await self._post(server, body, most_bytes(request, how.expected))
         return read_answer(request, content, how.expected, body["rid"])
 
     async def _prefill(self, server: Server, how: Generation, group: PromptGroup) -> None:
         """Has the engine prefill a prompt of several requests once, before the first of them is sent there."""
-        body = prefill_body(group.requests, how.sampling, how.adapter)
+        body = prefill_body(group.requests, how.sampling, self.adapter)
         if body is None:
             return
-        key = server, server.life
+        key = server, server.life, self._pauses
         if key not in group.prefills:
             most = most_bytes(group.requests[0], how.expected)
             group.prefills[key] = asyncio.ensure_future(self._post(server, body, most))
@@ -370,7 +427,7 @@ class RequestDispatcher:
     async def _lose(self, server: Server, life: int, explain: Callable[[], RolloutError]) -> None:
         """Begins the restart of a lost engine, unless it has left with its node or a weight sync restarts it. Raises
         RolloutError if it cannot be restarted."""
-        while self._pool.stall.is_on:
+        while self._pool.is_syncing:
             await asyncio.sleep(WATCH_S)
         if not server.up or server.life != life:
             return

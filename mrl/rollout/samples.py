@@ -90,14 +90,14 @@ class Expected:
     """What every sample must comply with.
 
     versions: names of the weights that may have generated it; None: any
-    has_spans: a response may have tokens of several of them, and says which
+    is_interruptible: an answer may hold the beginning of a response, which ends with "abort"
     routed: shape of the routed experts, where they are asked for
     """
 
     vocab_size: int
     max_new_tokens: int
     versions: Collection[str] | None = None
-    has_spans: bool = False
+    is_interruptible: bool = False
     routed: RoutedShape | None = None
 
 
@@ -129,10 +129,12 @@ def read_answer(request: Request, content: bytes, expected: Expected, name: str 
         _check_name(request, answer, name)
     try:
         meta = field(answer, "meta_info", dict)
-        reason = _finish_reason(meta)
-        _check_prompt(request.prompt, field(meta, "prompt_tokens", int))
+        reason = _finish_reason(meta, expected.is_interruptible)
         version = field(meta, "weight_version", str)
-        if not (expected.has_spans or expected.versions is None or version in expected.versions):
+        if reason == "abort" and "prompt_tokens" not in meta:  # SGLang's, of a request that waited in its queue
+            return Sample(request, np.empty(0), np.empty(0), reason, version)
+        _check_prompt(request.prompt, field(meta, "prompt_tokens", int))
+        if not (expected.versions is None or version in expected.versions):
             given = ", ".join(map(repr, sorted(expected.versions)))
             raise BadAnswer(
                 f"weight_version is {shown(version)}, but the run gave the engine {given}: somebody else changes its "
@@ -143,12 +145,10 @@ def read_answer(request: Request, content: bytes, expected: Expected, name: str 
         log_probs = _log_probs(meta, ids)
         count = len(ids)
         _check_count(count, reason, expected)
-        versions = _versions(meta, count, expected.versions or ()) if expected.has_spans else None
         every = None
-        if expected.routed is not None:
+        if expected.routed is not None and count:
             every = expected.routed.read(meta, len(request.prompt.token_ids) + count, request.routed_experts_start)
-        drawn = request, np.array(ids), log_probs, reason, version
-        return Sample(*drawn, token_weight_versions=versions, routed_experts=every)
+        return Sample(request, np.array(ids), log_probs, reason, version, routed_experts=every)
     except BadAnswer as error:
         raise BadAnswer(f"sample {request.sample_id}: {error}") from error
 
@@ -174,7 +174,7 @@ def _check_prompt(prompt: Prompt, seen: int) -> None:
 
 
 def _check_count(count: int, reason: str, expected: Expected) -> None:
-    if not count:
+    if not count and reason != "abort":
         raise BadAnswer("output_ids is empty, not even the token that ended it is there")
     if reason == "length" and count < expected.max_new_tokens:
         raise BadAnswer(
@@ -183,31 +183,12 @@ def _check_count(count: int, reason: str, expected: Expected) -> None:
         )
 
 
-def _versions(meta: dict[str, Any], tokens: int, known: Collection[str]) -> np.ndarray:
-    """[tokens] int32: of the weights that drew each, from the spans that the engine names."""
-    found: list[int] = []
-    for span in field(meta, "weight_versions", list):
-        version, start, end = field(span, "version", str), field(span, "start", int), field(span, "end", int)
-        if start != len(found) or end < start:
-            raise BadAnswer(f"weight_versions is {shown(meta['weight_versions'])}, expected spans without a gap")
-        if end > tokens:
-            raise BadAnswer(f"weight_versions is of {shown(end)} tokens, output_ids has {tokens}")
-        if version not in known:
-            raise BadAnswer(
-                f"weight_versions names {shown(version)}, which the run gave to no engine: somebody else changes them"
-            )
-        found += [int(version)] * (end - start)
-    if len(found) != tokens:
-        raise BadAnswer(f"weight_versions is of {len(found)} tokens, output_ids has {tokens}")
-    return np.array(found, dtype=np.int32)
-
-
-def _finish_reason(meta: dict[str, Any]) -> str:
+def _finish_reason(meta: dict[str, Any], is_interruptible: bool) -> str:
     reason = field(meta, "finish_reason", dict)
     kind = field(reason, "type", str)
-    if kind == "abort":
+    if kind == "abort" and not is_interruptible:
         raise BadAnswer(f"aborted by the engine: {shown(reason.get('message', 'no reason given'))}")
-    if kind not in FINISH_REASONS:
+    if kind not in (*FINISH_REASONS, "abort"):
         raise BadAnswer(f"finish_reason is {shown(kind)}, expected one of {', '.join(FINISH_REASONS)}")
     return kind
 

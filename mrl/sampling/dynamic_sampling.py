@@ -77,7 +77,7 @@ class DynamicSampling:
         score: waits for the scores of a group, and returns its samples whose environment and reward did not fail.
     """
 
-    is_sequential = False
+    is_sequential = keeps_groups = False
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class DynamicSampling:
         found: dict[Verdict, dict[GroupNumber, Group]] = {"kept": {}, "equal": {}, "refused": {}}
 
         async def judged(index: int) -> tuple[Group, Verdict]:
-            made = await group(index)
+            made = await group(step, index)
             verdict = await asyncio.to_thread(self._judge, await self._score(made))
             if verdict != "kept" and len(tasks) < most:
                 start()

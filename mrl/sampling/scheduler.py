@@ -4,8 +4,8 @@
   generated: no token is older than `max_staleness` steps when it is trained on.
 * A group has a number, (step, index), from which prompt and seeds follow: the samples of a step do not depend on which
   engine was faster.
-* Nothing is dropped and nothing overtakes: a group that takes long is waited for, so that training is not biased
-  towards short responses.
+* Nothing is dropped. In the order `fifo` a group that takes long is waited for, so that training is not biased towards
+  short responses.
 * Everything runs in the dispatcher's event loop. The main thread starts steps, waits for them, and gives restarted
   engines their weights meanwhile.
 """
@@ -17,15 +17,16 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from mrl.core import Request, Sample
 from mrl.rollout.request_dispatcher import PromptGroup, RequestDispatcher
 from mrl.sampling.saved_samples import plain, restored
 
+Interrupt = Literal["never", "at_sync", "at_step_end"]
 Group = list[Sample]
 GroupNumber = tuple[int, int]  # the step that it is numbered for, and its index there
-GenerateGroup = Callable[[int], Awaitable[Group]]  # by its index in the step
+GenerateGroup = Callable[[int, int], Awaitable[Group]]  # by its number
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,14 @@ class StepSamples:
 
 
 class Policy(Protocol):
-    """Decides which groups a step trains on. is_sequential: a step is drawn after the one before it"""
+    """Decides which groups a step trains on.
+
+    is_sequential: a step is drawn after the one before it
+    keeps_groups: groups that a step does not train on are kept for later ones, and no step is drawn ahead
+    """
 
     is_sequential: bool
+    keeps_groups: bool
 
     async def draw(self, step: int, group: GenerateGroup) -> StepSamples: ...
 
@@ -60,13 +66,13 @@ class Policy(Protocol):
 class WholeSteps:
     """Every step trains on the `wanted` groups that are numbered for it."""
 
-    is_sequential = False
+    is_sequential = keeps_groups = False
 
     def __init__(self, wanted: int) -> None:
         self._wanted = wanted
 
     async def draw(self, step: int, group: GenerateGroup) -> StepSamples:
-        found = await asyncio.gather(*map(group, range(self._wanted)))
+        found = await asyncio.gather(*(group(step, index) for index in range(self._wanted)))
         return StepSamples({(step, index): made for index, made in enumerate(found)})
 
 
@@ -97,6 +103,7 @@ class Scheduler:
             SGLang samples others in another way, so that their tokens would depend on the batch.
         steps: of the whole run; nothing is generated for later ones.
         max_staleness: how many steps ahead of training groups are generated.
+        interrupt: when responses in flight end early, to continue with the next weights.
         give_weights: brings the engine at an address to the weights of the others, in the main thread.
         activity: whether anything still happens.
     """
@@ -112,12 +119,13 @@ class Scheduler:
         has_greedy: bool,
         steps: int,
         max_staleness: int,
+        interrupt: Interrupt,
         give_weights: Callable[[str], None],
         activity: Activity,
     ) -> None:
         self._engines, self._policy, self._requests, self._sample = engines, policy, requests, sample
         self._discard, self._has_greedy = discard, has_greedy
-        self._steps, self._max_staleness = steps, max_staleness
+        self._steps, self._max_staleness, self._interrupt = steps, max_staleness, interrupt
         self._give_weights, self._activity = give_weights, activity
         self._draws: dict[int, Future[StepSamples]] = {}
         self._finished: dict[GroupNumber, Group] = {}  # groups of steps that were not taken
@@ -131,7 +139,9 @@ class Scheduler:
     def wait(self, step: int) -> None:
         """Starts what may be generated in step `step` (from 0), and waits until its samples are there. Raises what
         failed, and RolloutError if nothing makes progress for longer than any part takes."""
-        for number in range(step, min(step + self._max_staleness + 1, self._steps)):
+        self.resume()
+        ahead = 0 if self._policy.keeps_groups else self._max_staleness
+        for number in range(step, min(step + ahead + 1, self._steps)):
             if number not in self._draws:
                 self._draws[number] = self._engines.dispatcher.submit(self._draw(number))
         is_synchronous = self._max_staleness == 0
@@ -147,26 +157,47 @@ class Scheduler:
         if not _is_good(draw):
             del self._draws[step]  # a later call tries again
         draw.result()
+        if self._interrupt == "at_step_end":
+            self.rest()
 
     def rest(self) -> None:
-        """Waits until nothing is generated any more, or only at engines that wait for the next weight sync. Raises as
-        `wait`."""
+        """Waits until no engine generates for this run any more. Raises as `wait`.
+
+        One step ahead in order and without interruptions, the next step is generated to its end: all its samples are of
+        one version of the weights. Otherwise further requests are held back until `resume`, and those in flight end
+        early or, with `interrupt: never`, are waited for. Engines that wait for a weight sync generate nothing.
+        """
         draws, dispatcher = self._draws.values(), self._engines.dispatcher
+        if self._max_staleness <= 1 and self._interrupt == "never" and not self._policy.keeps_groups:
+            steps = [*self._draws]
 
-        def is_at_rest() -> bool:
-            return all(draw.done() for draw in draws) or bool(dispatcher.awaiting_weights and not dispatcher.sent)
+            def is_at_rest() -> bool:
+                return all(draw.done() for draw in draws) or bool(dispatcher.awaiting_weights and not dispatcher.sent)
 
-        self._serve([*self._draws], is_at_rest, None)
+        else:
+            steps, paused = [], dispatcher.pause(interrupt=self._interrupt != "never")
+
+            def is_at_rest() -> bool:
+                return paused.done() and not dispatcher.sent
+
+        self._serve(steps, is_at_rest, None)
+
+    def resume(self) -> None:
+        """Ends a `rest`: held back requests are sent."""
+        self._engines.dispatcher.resume()
 
     def take(self, step: int) -> StepSamples:
         """Returns the samples of the step that was waited for, with metrics if others are generated meanwhile."""
         found = self._draws.pop(step).result()
-        for number in [number for number in self._finished.copy() if number[0] == step]:
-            group = self._finished.pop(number)
-            if number[1] >= 0 and number not in found.groups | found.others:
+        used = found.groups | found.others
+        for number, group in self._finished.copy().items():
+            is_left = number not in used and number[0] == step and not self._policy.keeps_groups
+            if is_left and number[1] >= 0:
                 self._discard(group)
+            if is_left or number in used:
+                del self._finished[number]
         self._restored.pop(step, None)
-        if self._max_staleness == 0:
+        if self._max_staleness == 0 and self._interrupt == "never":
             return found
         ready, running = len(self._finished), self._running
         more = {"perf/wait_s": self._waited_s, "queue/groups": float(ready), "queue/running": float(running)}
@@ -176,27 +207,25 @@ class Scheduler:
         self, steps: Sequence[int], until: Callable[[], bool], give_weights: Callable[[str], None] | None
     ) -> None:
         began = time.monotonic()
+        what = f"the samples of step {', '.join(str(step + 1) for step in steps)} are not there"
         late = (
-            f"the samples of step {', '.join(str(step + 1) for step in steps)} are not there, and no response, score "
-            f"or engine has come for {self._activity.most_s:g} s, which is more than any of them may take"
+            f"{what if steps else 'responses in flight do not end before the weight sync'}, and no response, score or "
+            f"engine has come for {self._activity.most_s:g} s, which is more than any of them may take"
         )
         self._engines.dispatcher.serve(until, give_weights, lambda: self._activity.left_s(began), lambda: late)
 
     # ---- the event loop
 
     async def _draw(self, step: int) -> StepSamples:
-        def group(index: int) -> Awaitable[Group]:
-            return self._group(step, index)
-
         if step in self._restored:
             return self._restored[step]
         if not (self._policy.is_sequential or self._has_greedy):
-            return await self._policy.draw(step, group)
+            return await self._policy.draw(step, self._group)
         async with self._in_order:
-            found = await self._policy.draw(step, group)
+            found = await self._policy.draw(step, self._group)
             if not self._has_greedy:
                 return found
-            greedy = await asyncio.gather(*(group(-1 - index) for _, index in found.groups))
+            greedy = await asyncio.gather(*(self._group(step, -1 - index) for _, index in found.groups))
             return replace(found, greedy=dict(zip(found.groups, (one for [one] in greedy), strict=True)))
 
     async def _group(self, step: int, index: int) -> Group:

@@ -7,13 +7,14 @@ from tests.helpers.bad_sampling_configs import ESTIMATOR, GRPO
 
 SAMPLING, ONE_STEP, CORRECTION = (
     "rollout:\n",
-    "rollout:\n  overlap: one_step\n",
+    "rollout:\n  max_staleness: 1\n",
     "  rollout_correction: {rollout_is: token}\n",
 )
 AHEAD = GRPO.replace(SAMPLING, ONE_STEP).replace(ESTIMATOR, ESTIMATOR + CORRECTION)
 AGENT = GRPO + "agent:\n  rollout: mine.py:Env\n  max_tokens: 64\n"
-BOUNDED, STALENESS = "rollout:\n  overlap: bounded\n  max_staleness: 1\n", "rollout.max_staleness"
-OVERLAP, ENGINE = "rollout.overlap", "  old_log_probs: engine\n  policy_loss:\n    loss_mode: gpg\n"
+STALENESS, INTERRUPT = "rollout.max_staleness", "rollout.interrupt"
+PARTIAL = "rollout:\n  interrupt: at_step_end\n"
+ENGINE = "  old_log_probs: engine\n  policy_loss:\n    loss_mode: gpg\n"
 
 BAD_ROLLOUT = [
     Bad(
@@ -21,7 +22,7 @@ BAD_ROLLOUT = [
         SAMPLING,
         ONE_STEP,
         "algorithm.rollout_correction.rollout_is",
-        ("off-policy", OVERLAP, "algorithm.old_log_probs"),
+        ("off-policy", STALENESS, "algorithm.old_log_probs"),
         "algorithm:",
         base=GRPO,
     ),
@@ -30,7 +31,7 @@ BAD_ROLLOUT = [
         CORRECTION,
         ENGINE,
         "algorithm.policy_loss.loss_mode",
-        ("gpg has no ratio", OVERLAP),
+        ("gpg has no ratio", STALENESS),
         base=AHEAD,
     ),
     Bad(
@@ -38,7 +39,7 @@ BAD_ROLLOUT = [
         ONE_STEP,
         ONE_STEP + "  release: cache\n",
         "rollout.release",
-        ("cannot generate meanwhile", OVERLAP),
+        ("cannot generate meanwhile", STALENESS),
         base=AHEAD,
     ),
     Bad(
@@ -46,13 +47,13 @@ BAD_ROLLOUT = [
         SAMPLING,
         SAMPLING + "  oversample: 2.0\n",
         "rollout.oversample",
-        ("no effect", "rollout.segment_tokens"),
+        ("no effect", INTERRUPT),
         base=GRPO,
     ),
     Bad(
         "segments that do not divide a response",
         ONE_STEP,
-        ONE_STEP + "  oversample: 2.0\n  segment_tokens: 3\n",
+        PARTIAL + "  oversample: 2.0\n  segment_tokens: 3\n",
         "rollout.segment_tokens",
         ("3 does not divide 8",),
         base=AHEAD,
@@ -60,53 +61,53 @@ BAD_ROLLOUT = [
     Bad(
         "segments of groups that a step waits for",
         ONE_STEP,
-        "rollout:\n  segment_tokens: 4\n",
+        PARTIAL + "  segment_tokens: 4\n",
         "rollout.oversample",
-        ("must be above 1", "rollout.segment_tokens"),
+        ("must be above 1", INTERRUPT),
         "rollout:\n",
         base=AHEAD,
     ),
     Bad(
-        "further ahead by no bound",
-        "one_step",
-        "bounded",
-        STALENESS,
-        ("required with bounded", OVERLAP),
-        "rollout:\n",
+        "a former key",
+        "max_staleness: 1",
+        "overlap: one_step",
+        "rollout.overlap",
+        ("is no key any more", "one_step is max_staleness: 1"),
         base=AHEAD,
     ),
     Bad(
-        "a bound of nothing that goes on",
+        "segments that never continue",
         ONE_STEP,
-        ONE_STEP + "  max_staleness: 1\n",
-        STALENESS,
-        ("no effect", OVERLAP),
-        base=AHEAD,
-    ),
-    Bad(
-        "over pushes by an engine that cannot stop",
-        ONE_STEP,
-        "rollout:\n  engine: transformers\n  max_staleness: 1\n  overlap: bounded\n",
-        OVERLAP,
-        ("transformers cannot update weights in the middle", "rollout.engine"),
-        base=AHEAD,
-    ),
-    Bad(
-        "in segments over pushes",
-        ONE_STEP,
-        BOUNDED + "  oversample: 2.0\n  segment_tokens: 4\n",
+        ONE_STEP + "  segment_tokens: 4\n",
         "rollout.segment_tokens",
-        ("continue across weight syncs", OVERLAP),
+        ("no effect", INTERRUPT),
         base=AHEAD,
     ),
     Bad(
-        "adapters that are in use over pushes",
-        "reward:\n",
-        "sync: {lora: adapter}\nreward:\n",
-        "sync.lora",
-        ("still use the old adapter", OVERLAP),
-        "sync:",
-        base=AHEAD.replace(ONE_STEP, BOUNDED).replace("actor:\n", "actor:\n  lora: {rank: 4}\n"),
+        "responses of a step that end early with another one",
+        ONE_STEP,
+        PARTIAL + "  max_staleness: 1\n  oversample: 2.0\n",
+        INTERRUPT,
+        ("are not generated during training", STALENESS),
+        "  interrupt:",
+        base=AHEAD,
+    ),
+    Bad(
+        "an order of groups that are all waited for",
+        SAMPLING,
+        SAMPLING + "  order: first_done\n",
+        "rollout.order",
+        ("no effect", STALENESS),
+        base=GRPO,
+    ),
+    Bad(
+        "greedy responses of other weights",
+        ONE_STEP,
+        ONE_STEP + "  interrupt: at_sync\n",
+        "algorithm.adv_estimator",
+        ("needs a greedy response of the same weights", INTERRUPT),
+        "  adv_estimator:",
+        base=AHEAD.replace("adv_estimator: grpo", "adv_estimator: remax"),
     ),
     Bad(
         "a program that is not there",

@@ -15,15 +15,18 @@ from mrl.rollout.load import Load, Meter
 
 
 class SimulatedDispatcher:
-    """now: seconds; capacity: requests that run at once; busy_s: seconds of all that ran"""
+    """now: seconds; capacity: requests that run at once; busy_s: seconds of all that ran; sent: how many run;
+    interruptions: times of interruptions"""
 
-    is_restarting, sent = False, 0
+    is_restarting = False
 
     def __init__(self, capacity: int = 1 << 20) -> None:
         self.loop, self.now, self.busy_s = asyncio.new_event_loop(), 0.0, 0.0
         self.awaiting_weights: tuple[str, ...] = ()
         self._sleeping: list[tuple[float, int, asyncio.Future[None]]] = []
         self._numbers, self._slots = count(), asyncio.Semaphore(capacity)
+        self.sent, self._gate, self.interruptions = 0, asyncio.Event(), list[float]()
+        self._gate.set()
 
     def submit(self, program: Coroutine[Any, Any, Any]) -> Future[Any]:
         done: Future[Any] = Future()
@@ -39,13 +42,35 @@ class SimulatedDispatcher:
         self.loop.create_task(program).add_done_callback(tell)
         return done
 
-    async def run_for(self, seconds: float) -> None:
-        """A request of so many seconds, once there is room for it."""
+    async def run_for(self, seconds: float, started: Callable[[], object] = lambda: None) -> None:
+        """A request of so many seconds, once there is room for it. started: called when it begins or continues"""
         async with self._slots:
-            woken = self.loop.create_future()
-            heapq.heappush(self._sleeping, (self.now + seconds, next(self._numbers), woken))
-            await woken
-            self.busy_s += seconds
+            while seconds > 1e-9:
+                await self._gate.wait()
+                started()
+                began, woken = self.now, self.loop.create_future()
+                heapq.heappush(self._sleeping, (began + seconds, next(self._numbers), woken))
+                self.sent += 1
+                await woken
+                self.sent -= 1
+                self.busy_s += self.now - began
+                seconds -= self.now - began
+
+    def pause(self, *, interrupt: bool) -> Future[None]:
+        self._gate.clear()
+        if interrupt:
+            self.interruptions.append(self.now)
+            for _, _, woken in self._sleeping:
+                if not woken.done():
+                    woken.set_result(None)
+            self._sleeping = []
+            self._settle()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def resume(self) -> None:
+        self._gate.set()
 
     def serve(
         self,

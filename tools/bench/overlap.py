@@ -1,5 +1,5 @@
-"""What sampling beside learning gains and costs: wall time and idle shares by `rollout.overlap`, and curves of rewards
-by the age of samples, with and without correction.
+"""What sampling beside learning gains and costs: wall time and idle shares by `rollout.max_staleness` and
+`rollout.interrupt`, and curves of rewards by the age of samples, with and without correction.
 
     python tools/bench/overlap.py time|early [--steps 40] [--rounds 2] [--trainer-core 0] [--engine-core 1]
     python tools/bench/overlap.py curves [--steps 100] [--seeds 1] [--ways 0,1,4]
@@ -44,9 +44,9 @@ from tools.bench import record  # noqa: E402
 CORRECTION = "algorithm.rollout_correction={rollout_is: token}"
 WAYS = {
     "none": (),
-    "one_step": ("rollout.overlap=one_step", CORRECTION),
-    "bounded 1": ("rollout.overlap=bounded", "rollout.max_staleness=1", CORRECTION),
-    "bounded 2": ("rollout.overlap=bounded", "rollout.max_staleness=2", CORRECTION),
+    "one_step": ("rollout.max_staleness=1", CORRECTION),
+    "bounded 1": ("rollout.interrupt=at_sync", "rollout.max_staleness=1", CORRECTION),
+    "bounded 2": ("rollout.interrupt=at_sync", "rollout.max_staleness=2", CORRECTION),
 }
 EARLY_WAYS = {"after all samples": (), "3 parts": ("rollout.early_passes=3",)}
 LARGER = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4}
@@ -209,7 +209,7 @@ def curves_config(folder: Path, task: Path, engine: dict[str, Any], steps: int) 
         "model": {"path": str(task / "model_init")},
         "data": {"train": str(task / "train.jsonl"), "validation": str(task / "validation.jsonl")},
         "actor": {"parallel": {"tensor": 1, "pipeline": 1}},
-        "rollout": {"overlap": "bounded", "mismatch": limits, **engine},
+        "rollout": {"interrupt": "at_sync", "mismatch": limits, **engine},
         "algorithm": {"rollout_correction": {"rollout_is": "token"}},
         "validation": {"every_steps": steps},
     }

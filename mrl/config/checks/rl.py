@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from mrl.config.checks import (
     agent,
     algorithm,
+    asynchronous,
     batch,
     components,
     models,
-    overlap,
     placement,
     policy,
     reuse,
@@ -42,7 +42,7 @@ def check(cfg: RLConfig, archs: Archs, machine: Machine) -> Iterator[Problem]:
     yield from rollout.check(cfg, archs["actor"], machine)
     yield from placement.check(cfg, machine)
     yield from policy.check(cfg)
-    yield from overlap.check(cfg)
+    yield from asynchronous.check(cfg)
     yield from agent.check(cfg)
     yield from algorithm.check(cfg)
     yield from reward.check(cfg)

@@ -45,9 +45,3 @@ def _engine(cfg: RLConfig) -> Iterator[Problem]:
         named = " or ".join(name for name, kind in ENGINES.items() if kind.returns_experts)
         message = f"{rollout.engine} does not return routed experts: use {named}, or routing_replay: trainer"
         yield Problem((KEY, "rollout.engine"), message)
-    if rollout.overlap == "bounded":
-        message = (
-            "after an in-flight weight update the engine recomputes its cache and returns the routing of the new "
-            "weights: use overlap: one_step, segment_tokens, or routing_replay: trainer"
-        )
-        yield Problem((KEY, "rollout.overlap"), message)

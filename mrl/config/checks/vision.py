@@ -52,16 +52,9 @@ def _unseen(cfg: Config) -> Iterator[Problem]:
 
 
 def _prompts_alone(cfg: Config) -> Iterator[Problem]:
-    """Checks that engines get whole prompts of the data only, since images belong to the prompt."""
-    engines = cfg.engines()
+    """Checks that engines get prompts of the data only, since images belong to the prompt."""
     if cfg.has_turns:
         yield Problem(("agent", "model.path"), "is not supported for vision models: later turns would lack the images")
-    if engines is not None and engines[0].segment_tokens is not None:
-        message = "is not supported for vision models: later segments would lack the images"
-        yield Problem(("rollout.segment_tokens", "model.path"), message)
-    if engines is not None and engines[0].overlap == "bounded":
-        message = "in-flight weight updates are not tested with vision models: use one_step"
-        yield Problem(("rollout.overlap", "model.path"), message)
 
 
 def _data(cfg: Config) -> Iterator[Problem]:

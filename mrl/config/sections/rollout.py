@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -61,18 +62,22 @@ class RolloutConfig(Section):
     # what colocated engines release while the models compute (sleep mode). cache: KV cache and CUDA graphs; all: also
     # the weights, which the next weight sync restores
     release: Literal["none", "cache", "all"] = "none"
-    # asynchronous training. one_step: generates the next batch while training on the current one, with weights that are
-    # one step old. bounded: fully asynchronous rollout with in-flight weight updates; a response is trained on at most
-    # max_staleness steps after its start
-    overlap: Literal["none", "one_step", "bounded"] = "none"
-    max_staleness: NonNegativeInt | None = None  # maximum staleness of a token, in steps; with overlap: bounded
+    # asynchronous training: how many steps before their training samples may be generated. 0: synchronous, on-policy;
+    # 1: engines generate the next batch while the current one is trained on
+    max_staleness: NonNegativeInt = 0
+    # when responses in flight end early and continue with the next weights. at_sync: in-flight weight updates;
+    # at_step_end: partial rollouts; never: a weight sync waits for them
+    interrupt: Literal["never", "at_sync", "at_step_end"] = "never"
+    # fifo: a step trains on the groups that started first; first_done: on those that end first, which prefers short
+    # responses at the beginning
+    order: Literal["fifo", "first_done"] = "fifo"
     # number of parts in which log-probs and values of a step are computed, each as soon as its samples are complete,
     # while engines generate the others; null: one pass over all samples
     early_passes: Annotated[int, Field(ge=2, le=64)] | None = None
-    # partial rollouts: tokens generated at a time; a response may continue in the next step, with the next weights;
-    # null: whole responses
+    # with interrupt: at_step_end, tokens generated at a time: responses then end early by their length and not by time,
+    # so that runs are repeatable; null: they end early as soon as enough groups are finished
     segment_tokens: PositiveInt | None = None
-    # in-flight groups as a multiple of the groups that a step trains on; with segment_tokens
+    # with interrupt: at_step_end, groups in flight as a multiple of the groups that a step trains on
     oversample: Annotated[float, Field(ge=1, le=16)] = 1.0
     sampling: SamplingConfig = SamplingConfig()
     concurrent_requests: PositiveInt = 256  # responses in flight at once, over all engines
@@ -98,15 +103,25 @@ class RolloutConfig(Section):
     mismatch: MismatchConfig = MismatchConfig()
     server_args: tuple[str, ...] = ()  # further arguments for SGLang's command line
 
-    @property
-    def steps_ahead(self) -> int:
-        """How many steps before their training samples may be generated."""
-        return {"none": 0, "one_step": 1, "bounded": self.max_staleness or 0}[self.overlap]
+    gone: ClassVar[Mapping[str, str]] = {
+        "overlap": "none is max_staleness: 0, one_step is max_staleness: 1, and bounded is interrupt: at_sync"
+    }
 
     @property
     def is_behind(self) -> bool:
         """True if samples may come from older weights than those being trained (off-policy)."""
-        return self.overlap != "none" or self.segment_tokens is not None
+        return self.max_staleness > 0 or self.interrupt == "at_step_end"
+
+    @classmethod
+    def present_names(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the section of an older checkpoint in the present keys."""
+        if "overlap" not in given:
+            return dict(given)
+        staleness = {"none": 0, "one_step": 1, "bounded": given.get("max_staleness") or 0}[given["overlap"]]
+        interrupt = "at_sync" if given["overlap"] == "bounded" else "never"
+        if given.get("segment_tokens") is not None:
+            interrupt = "at_step_end"
+        return {**given, "max_staleness": staleness, "interrupt": interrupt}
 
 
 class SyncConfig(Section):

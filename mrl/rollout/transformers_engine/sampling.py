@@ -31,7 +31,7 @@ INERT = {  # values of parameters that this engine does not know
 class Job:
     """One sample being generated. inputs: its pictures; asks: whether it is to say which experts its tokens went to, as
     `experts` [tokens of prompt and response - 1, layers with experts, experts a token] then does. `log_probs` grows
-    with the tokens."""
+    with the tokens. is_aborted: it is to end with its next token."""
 
     prompt: list[int]
     temperature: float
@@ -46,6 +46,7 @@ class Job:
     experts: Tensor | None = None
     log_probs: list[float] = field(default_factory=list)
     finish: dict[str, Any] | None = None
+    is_aborted: bool = False
 
     @property
     def live(self) -> bool:
@@ -178,4 +179,4 @@ class PerRowStop(StoppingCriteria):
                 return {"type": "stop", "matched": matched}
         if len(tokens) >= job.max_new_tokens:
             return {"type": "length", "length": len(tokens)}
-        return None
+        return {"type": "abort", "message": "aborted by request"} if job.is_aborted else None

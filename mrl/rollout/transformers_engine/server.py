@@ -3,7 +3,7 @@
     MRL_ENGINE_KEY=... python -m mrl.rollout.transformers_engine.server --model-path DIR --port N --context-length N
 
 Every request must carry the key, as `Authorization: Bearer KEY`; what comes without it is not read.
-Not here: update groups (use the shared_memory, http or disk transport), pausing, prefix caching.
+Not here: update groups (use the shared_memory, http or disk transport), prefix caching.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Endpoints:
             protocol.MODEL_INFO.path: self.model_info,
             protocol.SERVER_INFO.path: self.server_info,
             protocol.FLUSH_CACHE.path: lambda body: {"success": True},
-            protocol.ABORT.path: lambda body: {"success": True},
+            protocol.ABORT.path: self.abort,
             protocol.GENERATE.path: self.generate,
             protocol.BEGIN_UPDATE.path: lambda body: _attempt(worker.begin_update),
             protocol.END_UPDATE.path: lambda body: _attempt(worker.end_update),
@@ -81,6 +81,12 @@ class Endpoints:
         if "rid" in body:
             answer["meta_info"]["id"] = body["rid"]
         return answer
+
+    def abort(self, body: dict[str, Any]) -> Any:
+        if not body.get("abort_all"):
+            raise BadRequest("only all requests can be aborted: set abort_all")
+        self._worker.abort()
+        return {"success": True}
 
     def _read(self, ids: list[int], urls: list[str]) -> tuple[list[int], Inputs | None]:
         if self._worker.sight is not None:

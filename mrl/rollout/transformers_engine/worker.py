@@ -36,7 +36,7 @@ _LOCAL: Any = {"trust_remote_code": False, "local_files_only": True}  # a model'
 GATHER_S = 0.005  # after the first request: how long others may join its batch
 
 
-@dataclass
+@dataclass(eq=False)
 class _Generation:
     job: Job
     done: Future[list[int]]
@@ -69,6 +69,7 @@ class Worker:
         self.model.generation_config = GenerationConfig()  # what a request leaves open would be taken from the model's
         self._tokenizer_path = model_path  # a push from disk has none
         self._tokenizer: Any = None
+        self._generations: set[_Generation] = set()  # queued or running
         self._queue: queue.Queue[_Generation | _Task] = queue.Queue()
         self._session = False
         self._released: frozenset[MemoryPart] = frozenset()
@@ -78,8 +79,17 @@ class Worker:
 
     def generate(self, job: Job) -> list[int]:
         generation = _Generation(job, Future())
-        self._queue.put(generation)
-        return generation.done.result()
+        self._generations.add(generation)
+        try:
+            self._queue.put(generation)
+            return generation.done.result()
+        finally:
+            self._generations.discard(generation)
+
+    def abort(self) -> None:
+        """Ends all responses at their next token; they are answered with the tokens that they have."""
+        for generation in self._generations.copy():
+            generation.job.is_aborted = True
 
     def begin_update(self) -> None:
         self._do(self._begin)

@@ -24,6 +24,7 @@ from mrl.reward.manager import RewardManager
 from mrl.rollout import Engine, sample_seed
 from mrl.rollout.request_dispatcher import PromptGroup, by_prompt
 from mrl.sampling.dynamic_sampling import DynamicSampling, GroupFilter, SamplingError, in_order, value_of
+from mrl.sampling.first_done import FirstDone
 from mrl.sampling.partial_rollouts import PartialRollouts
 from mrl.sampling.scheduler import Activity, Group, GroupNumber, Policy, Scheduler, StepSamples, WholeSteps
 from mrl.trainers.rl.sample_metrics import load_metrics, sample_metrics, validation_metrics
@@ -68,7 +69,8 @@ class Generator:
             self.rewards.discard,
             has_greedy=cfg.algorithm.needs_greedy,
             steps=cfg.run.last_step,
-            max_staleness=rollout.steps_ahead,
+            max_staleness=rollout.max_staleness,
+            interrupt="never" if rollout.segment_tokens is not None else rollout.interrupt,
             give_weights=self.engine.restarts.give_weights,
             activity=activity,
         )
@@ -76,15 +78,20 @@ class Generator:
     @property
     def kept(self) -> list[Stateful]:
         """What checkpoints keep of the samples in flight."""
-        return [self.scheduler, *([self._policy] if isinstance(self._policy, PartialRollouts) else [])]
+        return [self.scheduler, *([self._policy] if isinstance(self._policy, PartialRollouts | FirstDone) else [])]
 
     def _make_policy(self) -> Policy:
-        cfg, groups = self.cfg, self.cfg.algorithm.filter_groups
+        cfg, groups, rollout = self.cfg, self.cfg.algorithm.filter_groups, self.cfg.rollout
         wanted, members = cfg.batch.prompts_per_step, cfg.batch.samples_per_prompt
-        if cfg.rollout.segment_tokens is not None:
-            most, in_flight = cfg.rollout.sampling.max_new_tokens, math.ceil(wanted * cfg.rollout.oversample)
-            own = cfg.rollout.segment_tokens, most, wanted, in_flight, members
+        in_flight = math.ceil(wanted * rollout.oversample)
+        if rollout.segment_tokens is not None:
+            own = rollout.segment_tokens, rollout.sampling.max_new_tokens, wanted, in_flight, members
             return PartialRollouts(*own, lambda group, member: self._requests(0, group)[member], self._segment)
+        if rollout.interrupt == "at_step_end":
+            return FirstDone(wanted, in_flight, wanted * cfg.run.last_step, max_age=None)
+        if rollout.order == "first_done":  # with more in flight a step would have to wait for its oldest groups
+            in_flight = math.ceil(wanted * (1 + rollout.max_staleness / 2))
+            return FirstDone(wanted, in_flight, wanted * cfg.run.last_step, rollout.max_staleness)
         if groups.is_on:
             return DynamicSampling(wanted, prompts_per_round(cfg), groups, GroupFilter(groups), self._scored)
         return WholeSteps(wanted)
@@ -109,7 +116,7 @@ class Generator:
 
     def step(self, step: int) -> tuple[Rollout, dict[str, float]]:
         """Waits for the step's samples, scores them and writes them down. Raises SamplingError."""
-        algorithm, is_async = self.cfg.algorithm, self.cfg.rollout.steps_ahead > 0
+        algorithm, is_async = self.cfg.algorithm, self.cfg.rollout.max_staleness > 0
         if not is_async:
             self.engine.take_loads()  # a validation's
         self.scheduler.wait(step)
@@ -215,19 +222,19 @@ class Generator:
 
     async def _sample(self, request: Request, group: PromptGroup, is_greedy: bool) -> Sample:
         params = self._unfiltered(0.0) if is_greedy else self.sampling_params()
-        sample = await self._generated(request, group, params, is_async=self.cfg.rollout.steps_ahead > 0)
+        sample = await self._generated(request, group, params, is_background=self.cfg.rollout.is_behind)
         if not is_greedy:
             self.engine.dispatcher.post(lambda: self.on_sample(sample))
         return sample
 
     async def _generated(
-        self, request: Request, group: PromptGroup, params: SamplingParams, *, is_async: bool = False
+        self, request: Request, group: PromptGroup, params: SamplingParams, *, is_background: bool = False
     ) -> Sample:
         """Returns a sample whose scoring has begun."""
-        spans = is_async and self.cfg.rollout.overlap == "bounded"
+        is_interruptible = is_background and self.cfg.rollout.interrupt != "never"
 
         async def generate(request: Request, params: SamplingParams) -> Sample:
-            how = self.engine.generation(params, is_async=is_async, has_spans=spans)
+            how = self.engine.generation(params, is_background=is_background, is_interruptible=is_interruptible)
             sample = await self.engine.dispatcher.generate(request, how, None if self.agents else group)
             self.is_active(sample)
             return sample
@@ -244,7 +251,7 @@ class Generator:
 
     async def _segment(self, request: Request, tokens: int) -> Sample:
         params = replace(self.sampling_params(), max_new_tokens=tokens)
-        how = self.engine.generation(params, is_async=self.cfg.rollout.steps_ahead > 0)
+        how = self.engine.generation(params, is_background=True)
         sample = await self.engine.dispatcher.generate(request, how)
         self.is_active(sample)
         return sample

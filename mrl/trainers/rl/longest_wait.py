@@ -25,6 +25,6 @@ def longest_turn(cfg: RLConfig) -> float:
     """Seconds until an agent's program has its turn at the latest: all that were asked for with it are drawn in turn,
     and engines are started again."""
     rollout = cfg.rollout
-    samples = max(most_samples_per_step(cfg) * (1 + (rollout.max_staleness or 0)), rollout.concurrent_requests)
+    samples = max(most_samples_per_step(cfg) * (1 + rollout.max_staleness), rollout.concurrent_requests)
     rounds = math.ceil(samples / rollout.concurrent_requests) + rollout.max_restarts
     return rounds * rollout.request_timeout_s + rollout.max_restarts * rollout.startup_timeout_s

@@ -57,8 +57,8 @@ def learn(run: RLRun, step: int, rollout: Rollout, stats: StepStats) -> Experien
 
 
 def publish(run: RLRun, step: int, stats: StepStats) -> None:
-    """Gives the engines the weights that the step has made; with `one_step`, when nothing is generated any more."""
-    if run.cfg.rollout.overlap == "one_step":
+    """Gives the engines the weights that the step has made, while nothing is generated."""
+    if run.cfg.rollout.max_staleness:
         trained, began = stats.seconds.get("experience", 0.0) + stats.seconds.get("update", 0.0), time.monotonic()
         with run.phase("rollout", stats):
             run.rest()
@@ -83,6 +83,7 @@ def log(
     stats.metrics |= run.speed.metrics(stats, experience.rollout, rollout.num_response_tokens, seconds)
     if (step + 1) % cfg.validation.every_steps == 0 or step + 1 == cfg.run.steps:
         validate(run, step + 1, stats)
+    run.go_on()
     stats.metrics |= run.engines | {"rollout/engine_restarts": run.engine_restarts - restarts}
     run.phase.end_of_step(stats)
     run.recorder.log(stats)

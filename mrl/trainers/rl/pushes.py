@@ -29,7 +29,6 @@ def make_sync(main: MainParts, models: Models, engines: Ready) -> EngineSync:
         access=access,
         plain=ENGINES[rollout.engine].is_plain,
         guard=guard,
-        in_flight=main.cfg.rollout.overlap == "bounded",
         nodes=main.nodes.nodes if main.nodes is not None else None,
         homes=main.nodes.all_homes(urls) if main.nodes is not None else None,
         apart=main.cfg.placement.is_apart,

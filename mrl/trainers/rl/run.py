@@ -79,7 +79,7 @@ class RLRun(Run):
 
         def make() -> tuple[Rollout, dict[str, float]]:
             generator = self._generator
-            if self.cfg.rollout.steps_ahead == 0:
+            if self.cfg.rollout.max_staleness == 0:
                 generator.on_sample = self.passes.seeing(step, self._ticker(samples_per_step(self.cfg)))
             return generator.step(step)
 
@@ -89,8 +89,13 @@ class RLRun(Run):
 
     def rest(self) -> None:
         """Waits until no response is being generated. Collective."""
-        if self.cfg.rollout.steps_ahead:
+        if self.cfg.rollout.max_staleness:
             self.world.from_main("waiting for samples", lambda: self._generator.scheduler.rest())
+
+    def go_on(self) -> None:
+        """Lets engines generate samples of later steps, after `rest`."""
+        if self.cfg.rollout.max_staleness and self.generator is not None:
+            self.generator.scheduler.resume()
 
     def trains_actor(self, step: int) -> bool:
         """Whether step `step` (from 0) does; the first ones may be the critic's alone."""
@@ -158,7 +163,7 @@ class RLRun(Run):
 
     def _look_for_engines(self) -> bool:
         """Looks which engines the next weight sync is for; returns whether one of them is new. Collective."""
-        if not (self.cfg.rollout.steps_ahead or self.cfg.placement.is_apart):
+        if not (self.cfg.rollout.is_behind or self.cfg.placement.is_apart):
             return False
         urls, new = self.world.from_main("looking for engines", lambda: self._generator.engine.present())
         self.sync.set_engines(urls, new)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -12,14 +11,12 @@ from typing import TypeVar
 from mrl.config.schema import SyncConfig
 from mrl.rollout.access import OPEN, Access
 from mrl.rollout.client import EngineClient
-from mrl.rollout.errors import EngineError
 from mrl.weights.agreement import SyncAgreement
 from mrl.weights.sync.checksum import Key, StreamHasher
 from mrl.weights.sync.payload import WeightSource
 from mrl.weights.sync.transports import RELAY_GRACE_S, Deadline, Engines, HopCosts
 from mrl.weights.sync.verify import Verifier, ask_layout, check
 
-CLEANUP_TIMEOUT_S = 5.0
 GRACE_S = 2 * RELAY_GRACE_S  # a rank that has just timed out still has to report that to the others
 T = TypeVar("T")
 Guard = Callable[[str], None]  # of an engine's URL: raises EngineError if that engine must not get weights now
@@ -53,7 +50,6 @@ class EngineSync(ABC):
 
     proved: the weights that engines are verified against
     engine_tensor: tensor-parallel size of each engine. access: credentials. guard: rank 0's.
-    in_flight: requests may be running: they are paused during the sync, and continue with the new weights
     """
 
     def __init__(
@@ -65,9 +61,7 @@ class EngineSync(ABC):
         *,
         access: Access = OPEN,
         guard: Guard | None = None,
-        in_flight: bool = False,
     ) -> None:
-        self._in_flight = in_flight
         self._proved, self._cfg, self._access, self._guard = proved, sync, access, guard
         self._agreement = SyncAgreement(sync.timeout_s + GRACE_S)
         self._rank = self._agreement.rank
@@ -127,23 +121,7 @@ class EngineSync(ABC):
 
     def _timed(self, verify: bool, again: bool) -> SyncReport:
         self._engines.deadline = Deadline(self._cfg.timeout_s)
-        started = time.monotonic()
-        if not self._in_flight:
-            return self._update_weights(verify, again, started)
-        try:
-            self._on_rank_0("pausing the engines", lambda: self._engines.call(EngineClient.pause))
-            report = self._update_weights(verify, again, started)
-        except BaseException:
-            self._resume_engines_anyway()
-            raise
-        self._on_rank_0("resuming the engines", lambda: self._engines.call(EngineClient.go_on))
-        return report
-
-    def _resume_engines_anyway(self) -> None:
-        """Resumes the engines after a failure: a paused engine would not answer. An engine that is gone is ignored."""
-        if self._rank == 0:
-            with contextlib.suppress(EngineError):
-                self._engines.call(EngineClient.go_on, CLEANUP_TIMEOUT_S)
+        return self._update_weights(verify, again, time.monotonic())
 
     def _check_guard(self) -> None:
         for client in self._engines.clients:
@@ -154,19 +132,8 @@ class EngineSync(ABC):
         """Flushes the engines' prefix caches and sets their weight version. Waits for running requests of others, such
         as health checks.
         """
-        self._engines.call(self._flush)
+        self._engines.call(lambda client: client.flush_when_idle(self._engines.deadline.left()))
         self._engines.call(lambda client: client.update_weight_version(version))
-
-    def _flush(self, client: EngineClient) -> None:
-        if not self._in_flight:
-            return client.flush_when_idle(self._engines.deadline.left())
-        try:
-            client.flush_cache()
-        except EngineError as error:
-            if error.status != 400:
-                raise
-            text = f"{error.text} (while paused for rollout.overlap: bounded, which needs SGLang 0.5.23 or later)"
-            raise EngineError(client.url, error.endpoint, error.status, text) from error
 
     # ---- verification
 

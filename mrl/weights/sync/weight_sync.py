@@ -23,7 +23,7 @@ from mrl.rollout.errors import EngineError
 from mrl.weights.errors import SyncError, SyncMismatch
 from mrl.weights.sync import transports
 from mrl.weights.sync.checksum import StreamHasher
-from mrl.weights.sync.engine_sync import CLEANUP_TIMEOUT_S, EngineSync, Guard, SyncReport
+from mrl.weights.sync.engine_sync import EngineSync, Guard, SyncReport
 from mrl.weights.sync.filler import BucketFiller
 from mrl.weights.sync.payload import Bucket, WeightSource, plan_buckets
 from mrl.weights.sync.transports import (
@@ -34,6 +34,8 @@ from mrl.weights.sync.transports import (
     SenderLocation,
     Transport,
 )
+
+CLEANUP_TIMEOUT_S = 5.0
 
 __all__ = ["SyncError", "SyncMismatch", "SyncReport", "WeightSync"]
 
@@ -48,7 +50,6 @@ class WeightSync(EngineSync):
     its tensor-parallel ranks; with several nodes only.
     apart: the engines have nodes of their own, on whatever machine: single-machine transports are not used.
     guard: on rank 0, takes an engine's URL; raises EngineError if that engine must not get weights now.
-    in_flight: as in EngineSync.
     """
 
     def __init__(
@@ -65,9 +66,8 @@ class WeightSync(EngineSync):
         homes: Mapping[str, tuple[int, ...]] | None = None,
         apart: bool = False,
         guard: Guard | None = None,
-        in_flight: bool = False,
     ) -> None:
-        super().__init__(exporter, urls, sync, engine_tensor, access=access, guard=guard, in_flight=in_flight)
+        super().__init__(exporter, urls, sync, engine_tensor, access=access, guard=guard)
         self._exporter, self._directory, self._plain, self._apart = exporter, directory, plain, apart
         self._metas = exporter.metas()
         self._senders = tuple(sorted({meta.sender for meta in self._metas}))

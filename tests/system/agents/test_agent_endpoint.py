@@ -495,7 +495,7 @@ def test_a_run_learns_from_a_harness(tiny_models: TinyModels, sglang_engine: Eng
         actor={"parallel": {"context": 2}, "optimizer": {"lr": 1e-3}},
         data={"train": str(tmp_path / "train.jsonl"), "max_prompt_tokens": 64, "chat_template": True},
         rollout={
-            **{"overlap": "bounded", "max_staleness": 1, "sampling": {"max_new_tokens": 4}},
+            **{"interrupt": "at_sync", "max_staleness": 1, "sampling": {"max_new_tokens": 4}},
             **given(sglang_engine, tmp_path),
         },
         agent={

@@ -494,7 +494,7 @@ def test_turns_of_a_run_have_the_log_probs_of_one_pass_and_are_written_down(
         tiny_models("llama"),
         run={"steps": 3},
         actor={"parallel": {"context": 2}, "optimizer": {"lr": 1e-3}},
-        rollout={"overlap": "one_step", "sampling": {"max_new_tokens": 4}, **given(sglang_engine, tmp_path)},
+        rollout={"max_staleness": 1, "sampling": {"max_new_tokens": 4}, **given(sglang_engine, tmp_path)},
         agent={"rollout": f"{programs}:Guess", "max_turns": 3, "max_tokens": 200},
         reward={"function": "environment"},
         algorithm={"adv_estimator": "grpo", "rollout_correction": {"rollout_is": "token"}},
@@ -526,7 +526,7 @@ def test_turns_go_on_over_pushes_of_weights(
         run={"steps": 6},
         actor={"optimizer": {"lr": 1e-3}},
         rollout={
-            **{"overlap": "bounded", "max_staleness": 2, "sampling": {"max_new_tokens": 4}},
+            **{"interrupt": "at_sync", "max_staleness": 2, "sampling": {"max_new_tokens": 4}},
             **given(sglang_engine, tmp_path),
         },
         agent={"rollout": f"{programs}:Guess", "max_turns": 3, "max_tokens": 200},

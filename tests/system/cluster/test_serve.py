@@ -188,7 +188,7 @@ def test_a_run_that_is_started_again_finds_its_engines(story: Story) -> None:
 @pytest.mark.slow
 def test_responses_go_on_over_pushes_to_engines_of_other_nodes(tiny_models: TinyModels, tmp_path: Path) -> None:
     """By the `distributed` transport, to engines that hold what they draw meanwhile."""
-    behind = {"engine": "sglang", "overlap": "bounded", "max_staleness": 2}
+    behind = {"engine": "sglang", "interrupt": "at_sync", "max_staleness": 2}
     sections = RUN | {
         "run": {"steps": 5},
         "actor": {"optimizer": {"lr": 2e-4}, "parallel": {"pipeline": 2}},

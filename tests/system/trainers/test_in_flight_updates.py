@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import wait
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from mrl.config.engines import ENGINES, EngineKind
 from mrl.config.schema import RolloutConfig
 from mrl.core import Prompt, Request, Sample, SamplingParams
 from mrl.rollout import Engine, sample_seed, start_engine
-from mrl.rollout.check import check_server
+from mrl.rollout.client import EngineClient
 from mrl.rollout.errors import EngineError
 from tests.conftest import TinyModels
 from tests.helpers.runs import difference, results, samples, train
@@ -37,39 +37,33 @@ FAULTS = ROOT / "tests/worlds/faults"
 FAR = ("rollout.mismatch={warn: null, stop: null, warn_sample: null, stop_sample: null}",)  # of what fp8 rounds here
 
 
-def request(group: int, member: int) -> Request:
+def prompted(group: int, member: int) -> Request:
     return Request(group * MEMBERS + member, group, Prompt(group, (1, 2), {}), sample_seed(1, group, member))
 
 
 # ---- real engines
 
 
-def test_each_span_has_the_log_probs_of_the_weights_that_it_names(
-    tiny_models: TinyModels, sglang_engine: Engine
+@pytest.mark.parametrize("engine", ["sglang", "transformers"])
+def test_each_token_has_the_log_prob_of_the_weights_that_it_names(
+    tiny_models: TinyModels, request: pytest.FixtureRequest, tmp_path: Path, engine: str
 ) -> None:
     """All weights are exchanged in the middle of long responses, again and again."""
     weights = [tiny_models("llama"), tiny_models("llama", seed=1)]
-    sampling = SamplingParams(max_new_tokens=160)
-    sglang_engine.versions |= {str(number) for number in range(1000)}
-    with closing(sglang_engine.client(sglang_engine.urls[0])) as client:
-        client.update_weights_from_disk(str(weights[0]), weight_version="0")
-        asked = [request(group, member) for group in range(2) for member in range(MEMBERS)]
-        drawing = sglang_engine.dispatcher.submit(generated(sglang_engine, asked, sampling))
-        version, end = 0, time.monotonic() + WAIT_S
-        while not drawing.done() and time.monotonic() < end:
-            version += 1
-            client.pause()
-            client.update_weights_from_disk(str(weights[version % 2]), weight_version=str(version))
-            client.flush_cache()
-            client.go_on()
-            wait([drawing], 0.3)
-        found = drawing.result(WAIT_S)
-        client.update_weights_from_disk(str(weights[0]), weight_version="default")
-    assert len(found) == 2 * MEMBERS
+    with ExitStack() as stack:
+        if engine == "sglang":
+            found = exchanged(request.getfixturevalue("sglang_engine"), weights)
+        else:
+            cfg = RolloutConfig.model_validate({"engine": engine})
+            started = stack.enter_context(start_engine(cfg, str(weights[0]), "float32", tmp_path))
+            started.wait_ready()
+            found = exchanged(started, weights)
     models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for path in weights]
     mixed = 0
     for sample in found:
-        assert sample.token_weight_versions is not None
+        assert sample.token_weight_versions is not None and len(sample.token_weight_versions) == len(
+            sample.response_ids
+        )
         gaps = [gap(model, sample) for model in models]
         own = sample.token_weight_versions % 2
         assert max(float(gaps[n][own == n].max()) for n in {*own.tolist()}) < 1e-4
@@ -78,9 +72,34 @@ def test_each_span_has_the_log_probs_of_the_weights_that_it_names(
     assert mixed, "no response has gone on over a change of weights"
 
 
+def exchanged(engine: Engine, weights: list[Path]) -> list[Sample]:
+    engine.versions |= {str(number) for number in range(1000)}
+    dispatcher, version, end = engine.dispatcher, 0, time.monotonic() + WAIT_S
+    with closing(engine.client(engine.urls[0])) as client:
+        change(client, weights[0], "0")
+        asked = [prompted(group, member) for group in range(2) for member in range(MEMBERS)]
+        drawing = dispatcher.submit(generated(engine, asked, SamplingParams(max_new_tokens=160)))
+        wait([drawing], 0.3)
+        while not drawing.done() and time.monotonic() < end:
+            version += 1
+            paused = dispatcher.pause(interrupt=True)
+            dispatcher.serve(lambda: paused.done() and not dispatcher.sent)  # noqa: B023
+            change(client, weights[version % 2], str(version))
+            dispatcher.resume()
+            wait([drawing], 0.3)
+        found = drawing.result(WAIT_S)
+        change(client, weights[0], "default")
+    return found
+
+
+def change(client: EngineClient, weights: Path, version: str) -> None:
+    client.flush_when_idle(WAIT_S)  # a request that has just been answered still counts as running
+    client.update_weights_from_disk(str(weights), weight_version=version)
+
+
 async def generated(engine: Engine, asked: list[Request], sampling: SamplingParams) -> list[Sample]:
     """Samples of an asynchronous run."""
-    how = engine.generation(sampling, is_async=True, has_spans=True)
+    how = engine.generation(sampling, is_background=True, is_interruptible=True)
     return await asyncio.gather(*(engine.dispatcher.generate(one, how) for one in asked))
 
 
@@ -91,14 +110,6 @@ def gap(model: Any, sample: Sample) -> np.ndarray:
         log_probs = model(ids[None]).logits[0, :-1].log_softmax(-1)
     found = log_probs.gather(1, ids[1:, None]).flatten()[-len(sample.response_ids) :]
     return np.abs(found.numpy() - sample.log_probs)
-
-
-def test_an_engine_that_a_killed_trainer_left_paused_goes_on(tiny_models: TinyModels, sglang_engine: Engine) -> None:
-    url = sglang_engine.urls[0]
-    with closing(sglang_engine.client(url)) as client:
-        client.pause()
-    cfg = RolloutConfig(startup_timeout_s=WAIT_S)
-    check_server(url, sglang_engine.access, cfg, str(tiny_models("llama")), "llama", "float32", outlives=True)
 
 
 def config(folder: Path, model: Path, **rollout: Any) -> Path:
@@ -121,7 +132,7 @@ def test_a_bound_of_nothing_is_the_synchronous_loop_to_the_bit(
 ) -> None:
     file = config(tmp_path, tiny_models("llama"), **given(sglang_engine, tmp_path))
     train(tmp_path, file, "run.name=waits", "run.steps=4")
-    bounded = ("rollout.overlap=bounded", "rollout.max_staleness=0", "sync.transport=distributed")
+    bounded = ("rollout.interrupt=at_sync", "rollout.max_staleness=0", "sync.transport=distributed")
     train(tmp_path, file, "run.name=goes_on", "run.steps=4", *bounded)
     waits, goes_on = (tmp_path / "runs" / name for name in ("waits", "goes_on"))
     assert set(difference(waits, goes_on).values()) == {0.0}
@@ -143,7 +154,7 @@ def test_other_ways_of_pushing_and_learning(
 ) -> None:
     """numerics: of engine and trainer under the same weights, in nats a token. None: no more than a single token of the
     first step has, for a step may have one token that is so new"""
-    behind = {"overlap": "bounded", "max_staleness": 1}
+    behind = {"interrupt": "at_sync", "max_staleness": 1}
     file = config(tmp_path, tiny_models("llama"), **behind, **given(sglang_engine, tmp_path))
     train(tmp_path, file, "run.steps=4", *ways)
     rows = results(tmp_path / "runs/run")
@@ -188,8 +199,8 @@ def learnt_once(run_dir: Path, steps: int) -> None:
 def test_over_a_kill_in_a_push_no_prompt_is_lost_or_learnt_twice(
     tiny_models: TinyModels, sglang_engine: Engine, tmp_path: Path
 ) -> None:
-    """The trainer is killed while its engine is paused, and goes on with the same engine."""
-    behind = {"overlap": "bounded", "max_staleness": 2}
+    """The trainer is killed during a weight sync, and goes on with the same engine."""
+    behind = {"interrupt": "at_sync", "max_staleness": 2}
     file = config(tmp_path, tiny_models("llama"), **behind, **given(sglang_engine, tmp_path))
     by = "sync.transport=shared_memory"
     with Held(tmp_path, file, "run.steps=50", by, calls=[{"call": "begin_weight_update", "nth": 6}]) as run:
@@ -206,11 +217,11 @@ def test_over_a_kill_in_a_push_no_prompt_is_lost_or_learnt_twice(
 
 
 @pytest.mark.slow
-def test_engines_that_are_killed_while_they_are_paused_and_in_a_push_cost_no_prompt(
+def test_engines_that_are_killed_in_a_weight_sync_cost_no_prompt(
     tiny_models: TinyModels, sglang_engine: Engine, tmp_path: Path
 ) -> None:
     """With long responses under way; the run's own SGLang."""
-    behind = {"overlap": "bounded", "max_staleness": 2}
+    behind = {"interrupt": "at_sync", "max_staleness": 2}
     file = config(tmp_path, tiny_models("llama"), **behind, sampling={"max_new_tokens": 100})
     calls = [{"call": "begin_weight_update", "nth": 3}, {"call": "end_weight_update", "nth": 6}]
     with Held(tmp_path, file, "run.steps=8", "actor.parallel.tensor=1", calls=calls) as run:
@@ -250,7 +261,7 @@ def test_a_lost_engine_is_started_again_and_gets_its_weights_from_the_main_threa
     light_engine.restarts.allow(
         lambda line: notes.append(f"{line} {threading.current_thread() is main}"), given_to.append
     )
-    dispatcher, asked = light_engine.dispatcher, [request(0, member) for member in range(MEMBERS)]
+    dispatcher, asked = light_engine.dispatcher, [prompted(0, member) for member in range(MEMBERS)]
     for is_given in (True, False):
         kill(light_engine)
         drawn = dispatcher.submit(generated(light_engine, asked, SamplingParams(max_new_tokens=4)))
@@ -271,9 +282,7 @@ def test_an_engine_that_a_weight_sync_starts_again_is_asked_nothing_before_it_ha
     light_engine.restarts.allow(print, print)
     light_engine.is_pushing("1")
     kill(light_engine)
-    drawn = light_engine.dispatcher.submit(
-        generated(light_engine, [request(0, 0)], SamplingParams(max_new_tokens=4))
-    )
+    drawn = light_engine.dispatcher.submit(generated(light_engine, [prompted(0, 0)], SamplingParams(max_new_tokens=4)))
     assert light_engine.revive(EngineError(light_engine.urls[0], "begin_weight_update", None, "gone"))
     assert not wait([drawn], 1.0).done, "it was asked for tokens of the weights of its directory"
     light_engine.has_pushed("1")

@@ -40,7 +40,7 @@ class Runs:
 
     def __init__(self, folder: Path, model: Path, engine: Engine) -> None:
         sampling = {"max_new_tokens": 16, "stop_token_ids": list(range(3, 320, 7))}
-        behind = {"overlap": "one_step", "segment_tokens": 4, "oversample": 2.0}
+        behind = {"max_staleness": 1, "interrupt": "at_step_end", "segment_tokens": 4, "oversample": 2.0}
         rollout = {**behind, "sampling": sampling, **given(engine, folder)}
         data = {"validation": str(folder / "validation.jsonl")}
         self.folder, self.model = folder, model
@@ -104,7 +104,7 @@ def test_ages_are_told_and_a_validation_is_of_the_weights_of_its_step(runs: Runs
 
 @pytest.mark.slow
 def test_an_engine_that_dies_in_the_middle_gets_the_next_weights(tiny_models: TinyModels, tmp_path: Path) -> None:
-    rollout = {"overlap": "one_step", "engine": "transformers", "sampling": {"max_new_tokens": 16}}
+    rollout = {"max_staleness": 1, "engine": "transformers", "sampling": {"max_new_tokens": 16}}
     algorithm = {"rollout_correction": {"rollout_is": "token"}}
     config = write_config(tmp_path, tiny_models("llama"), rollout=rollout, algorithm=algorithm, run={"steps": 16})
     with Train(tmp_path, config) as run:

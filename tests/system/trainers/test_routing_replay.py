@@ -212,13 +212,13 @@ AGENT = {"agent": {"rollout": "mine.py:Env", "max_tokens": 64}}
     [
         ("engine", "qwen3", {}, "engine needs a model with experts"),
         ("trainer", "qwen3", {}, "trainer needs a model with experts"),
+        ("engine", "qwen3_moe", {"rollout": {"interrupt": "at_sync", "max_staleness": 1}}, None),
         (
             "engine",
             "qwen3_moe",
-            {"rollout": {"overlap": "bounded", "max_staleness": 1}},
-            "after an in-flight weight update",
+            {"rollout": {"interrupt": "at_step_end", "oversample": 2.0}},
+            None,
         ),
-        ("engine", "qwen3_moe", {"rollout": {"segment_tokens": 4, "oversample": 2.0}}, None),
         ("engine", "qwen3_moe", AGENT, None),
         ("trainer", "qwen3_moe", {"batch": {"samples_per_minibatch": 8}}, "has no effect: the only update of a step"),
         (
@@ -234,7 +234,7 @@ AGENT = {"agent": {"rollout": "mine.py:Env", "max_tokens": 64}}
             "has no effect: only replay of the engine's routing",
         ),
         ("trainer", "qwen3_moe", {}, None),
-        ("engine", "qwen3_moe", {"actor": {"routing_compare_steps": 2}, "rollout": {"overlap": "one_step"}}, None),
+        ("engine", "qwen3_moe", {"actor": {"routing_compare_steps": 2}, "rollout": {"max_staleness": 1}}, None),
         ("off", "qwen3", {}, None),
     ],
 )
@@ -317,8 +317,8 @@ REPLAYED: dict[str, Any] = {
 def replayed(tiny_models: TinyModels, served: Engine, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run by GRPO at EP2 with real SGLang, the samples of a step drawn one step ahead, in segments."""
     folder = tmp_path_factory.mktemp("replayed")
-    rollout = {"overlap": "one_step", **given(served, folder), "sampling": {"max_new_tokens": 16}}
-    rollout |= {"segment_tokens": 8, "oversample": 1.5}
+    rollout = {"max_staleness": 1, **given(served, folder), "sampling": {"max_new_tokens": 16}}
+    rollout |= {"interrupt": "at_step_end", "segment_tokens": 8, "oversample": 1.5}
     run = {"nproc": 2}
     file = write_config(folder, tiny_models("glm4_moe"), run=run, rollout=rollout, **REPLAYED)
     train(folder, file, "run.name=whole", "run.steps=4")

@@ -145,7 +145,6 @@ def test_sglang_sees_what_the_trainer_sees_after_every_update_of_the_tower(folde
             ["rollout.quantization=fp8", "rollout.engine=sglang"],
             "rollout.quantization: is not supported for vision models",
         ),
-        (["rollout.segment_tokens=4"], "would lack the images"),
         (["agent={rollout: agent.py:play}"], "would lack the images"),
     ],
 )

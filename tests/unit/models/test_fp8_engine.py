@@ -32,11 +32,6 @@ from tests.helpers.fake_fp8 import parameter_of
 
 WIDE = DENSE | {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 4}
 FP8 = ("rollout.quantization=fp8",)
-BOUNDED = (
-    "rollout.overlap=bounded",
-    "rollout.max_staleness=1",
-    "algorithm.rollout_correction={rollout_is: token}",
-)
 GPUS = 4
 
 
@@ -113,11 +108,6 @@ REFUSED = {
         [*FP8, "rollout.engine=transformers"],
         "rollout.quantization",
         ("no effect", "SGLang", "transformers"),
-    ),
-    "over pushes": (
-        [*FP8, *BOUNDED],
-        "rollout.quantization",
-        ("in-flight weight updates are not supported for fp8", "rollout.overlap"),
     ),
     "given engines": ([*FP8, "rollout.urls=[http://127.0.0.1:3]"], "rollout.quantization", ("no effect",)),
     "no blocks": ([*FP8, "model.path=dense"], "rollout.quantization", ("multiples of 128", "hidden size 64")),

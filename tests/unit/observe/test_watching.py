@@ -34,7 +34,7 @@ from mrl.plan.forecast import PHASES, Samples, forecast  # noqa: E402
 from mrl.plan.placement import Placement  # noqa: E402
 from mrl.plan.plan import Plan, machine_of, make_plan, read_shapes  # noqa: E402
 from mrl.plan.workload import models_of  # noqa: E402
-from mrl.rollout.load import Load, Meter, Stall  # noqa: E402
+from mrl.rollout.load import Load, Meter  # noqa: E402
 from mrl.trainers import sft  # noqa: E402
 from mrl.trainers.rl.sample_metrics import load_metrics  # noqa: E402
 from mrl.trainers.shared import run_plan as beside  # noqa: E402
@@ -281,26 +281,6 @@ def test_a_meter_counts_requests_at_once_and_the_time_with_any() -> None:
     assert load.mean == pytest.approx((2 * 2 + 6 * 1 + 1 * 1) / 4)
     assert meter.take().most == 1, "what is still under way"
     assert load_metrics([], load) == load_metrics([Load(0, 0, 0, 0.0, 0.0, 0)], load) == {}, "nothing was measured"
-
-
-def test_the_time_of_overlapping_weight_syncs_counts_once() -> None:
-    seconds = iter(range(1, 20))
-    stall = Stall(now=lambda: float(next(seconds)))
-    assert stall.seconds == 0
-    stall.begin("all servers")  # at 1
-    stall.begin("http://restarted")  # within it
-    stall.end("http://restarted")
-    stall.end("http://restarted")
-    assert stall.seconds == 1, "the other one goes on: at 2"
-    stall.begin("all servers")  # a second try after a failure
-    stall.end("all servers")  # at 3
-    assert stall.seconds == 2
-    stall.end("all servers")
-    stall.begin("http://restarted")  # at 4
-    stall.begin("all servers")
-    stall.end("http://restarted")
-    stall.end("all servers")  # at 5
-    assert stall.seconds == 3
 
 
 def test_no_request_is_lost_between_the_thread_that_draws_and_the_one_that_takes_the_counts() -> None:

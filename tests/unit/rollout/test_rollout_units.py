@@ -369,8 +369,8 @@ def test_engines_of_a_model_that_is_not_tiny_share_the_cores_that_ranks_leave(
         assert threads(tiny, engine=engine, threads=3) == "3"
         assert threads(real, engine=engine) == "8"
         assert threads(real, 4, engine=engine, servers=2) == "4"  # ranks wait for them
-        assert threads(real, 4, engine=engine, overlap="one_step") == "4"
-        assert threads(real, 8, engine=engine, overlap="one_step") == "1"
+        assert threads(real, 4, engine=engine, max_staleness=1) == "4"
+        assert threads(real, 8, engine=engine, max_staleness=1) == "1"
     assert threads(real, tensor=2) == "1"
 
 

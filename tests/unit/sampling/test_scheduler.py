@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from contextlib import closing
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from mrl.core import Prompt, Request, Sample
 from mrl.rollout import sample_seed
 from mrl.rollout.request_dispatcher import PromptGroup
 from mrl.sampling.dynamic_sampling import DynamicSampling, SamplingError
+from mrl.sampling.first_done import FirstDone
 from mrl.sampling.scheduler import Group, Policy, Scheduler, WholeSteps
 from tests.helpers.simulated import SimulatedDispatcher
 
@@ -46,13 +48,15 @@ class Run:
         has_greedy: bool = False,
         steps: int = STEPS,
         dispatcher: SimulatedDispatcher | None = None,
+        interrupt: str = "never",
     ) -> None:
+        self.ahead, self.interrupt = ahead, interrupt
         self.random, self.version, self.begun = random.Random(seed), 0, list[tuple[int, int]]()
         self.dispatcher = dispatcher or SimulatedDispatcher()
         self.fails, self.hangs, self.made = False, -1, list[Sample]()
         policy = policy or WholeSteps(WANTED)
         weights = {"give_weights": lambda url: None, "activity": ACTIVITY}
-        own = {"has_greedy": has_greedy, "steps": steps, "max_staleness": ahead, **weights}
+        own = {"has_greedy": has_greedy, "steps": steps, "max_staleness": ahead, "interrupt": interrupt, **weights}
         self.discarded: list[Sample] = []
         self.scheduler = Scheduler(self, policy, requests, self.sample, self.discarded.extend, **own)  # type: ignore[arg-type]
 
@@ -63,11 +67,12 @@ class Run:
         self.begun.append(request.prompt.token_ids)
         if request.prompt.token_ids[0] == self.hangs:
             await self.dispatcher.loop.create_future()
-        first = self.version
-        await self.dispatcher.run_for(self.random.lognormvariate(1, 1))
-        versions = np.array([first, self.version], np.int32)
+        started: list[int] = []
+        seconds = self.random.lognormvariate(1, 1)
+        await self.dispatcher.run_for(seconds, lambda: started.append(self.version))
+        versions = np.array([started[0], started[-1]], np.int32)
         ids, score = np.array([request.seed % 99, 5]), float(request.seed % 2)
-        own = request, ids, np.array([-1.0, -2.0]), "stop", str(first), "", score
+        own = request, ids, np.array([-1.0, -2.0]), "stop", str(started[-1]), "", score
         self.made.append(Sample(*own, token_weight_versions=versions))
         return self.made[-1]
 
@@ -78,7 +83,12 @@ class Run:
             self.scheduler.wait(step)
             found.append([*self.scheduler.take(step).groups.values()])
             self.dispatcher.pass_s(self.random.random() * 4)
+            if self.ahead:
+                self.scheduler.rest()
+                assert not self.dispatcher.sent, "a response is in flight during a weight sync"
             self.version = step + 1
+            if self.ahead:
+                self.scheduler.resume()
         return found
 
     def close(self) -> None:
@@ -92,10 +102,12 @@ def numbers(steps: list[list[Group]]) -> list[tuple[int, ...]]:
 EVERY = [(step, index) for step in range(STEPS) for index in range(WANTED)]
 
 
-@settings(max_examples=25, deadline=None)
-@given(st.sampled_from([0, 1, 4]), st.integers(0, 1 << 20))
-def test_groups_are_trained_on_once_in_order_and_no_token_is_older_than_the_bound(ahead: int, seed: int) -> None:
-    with closing(Run(ahead, seed)) as run:
+@settings(max_examples=50, deadline=None)
+@given(st.sampled_from([0, 1, 2, 4]), st.sampled_from(["never", "at_sync"]), st.integers(0, 1 << 20))
+def test_groups_are_trained_on_once_in_order_and_no_token_is_older_than_the_bound(
+    ahead: int, interrupt: str, seed: int
+) -> None:
+    with closing(Run(ahead, seed, interrupt=interrupt)) as run:
         found = run.train(range(STEPS))
     assert numbers(found) == EVERY
     assert sorted(run.begun) == sorted(EVERY * MEMBERS), "a sample was generated twice, or for nothing"
@@ -103,6 +115,10 @@ def test_groups_are_trained_on_once_in_order_and_no_token_is_older_than_the_boun
     ages = [step - int(s.token_weight_versions[0]) for step, s in samples if s.token_weight_versions is not None]
     assert 0 <= min(ages) and max(ages) <= ahead
     assert (max(ages) > 0) == (ahead > 0)
+    spans = {len({*s.token_weight_versions}) for _, s in samples if s.token_weight_versions is not None}
+    assert spans == ({1, 2} if interrupt == "at_sync" and ahead else {1})
+    if (ahead, interrupt) == (1, "never"):
+        assert {*ages[WANTED * MEMBERS :]} == {1}, "a repeated run would have samples of other weights"
     assert [s.response_ids[0] for _, s in samples] == [r.seed % 99 for number in EVERY for r in requests(*number)]
 
 
@@ -177,6 +193,64 @@ def test_a_rest_ends_where_an_engine_waits_for_the_next_weights() -> None:
         run.scheduler.wait(0)
         run.dispatcher.awaiting_weights = ("http://one",)
         run.scheduler.rest()
+
+
+# ---- groups that end first
+
+
+def first_done(ahead: int, interrupt: str = "never") -> FirstDone:
+    in_flight = 2 * WANTED if interrupt == "at_step_end" else math.ceil(WANTED * (1 + ahead / 2))
+    return FirstDone(WANTED, in_flight, WANTED * STEPS, None if interrupt == "at_step_end" else ahead)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.sampled_from([(1, "never"), (2, "never"), (3, "at_sync"), (0, "at_step_end")]),
+    st.integers(0, 1 << 20),
+    st.integers(1, STEPS - 1),
+)
+def test_groups_that_overtake_each_other_are_trained_on_once_and_none_is_too_old(
+    kind: tuple[int, Any], seed: int, end: int
+) -> None:
+    """Also over a kill after step `end`."""
+    ahead, interrupt = kind
+    found: list[list[Group]] = []
+    states: list[dict[str, Any]] = [{}, {}]
+    for begin, until in [(0, end), (end, STEPS)]:
+        policy = first_done(ahead, interrupt)
+        with closing(Run(ahead, seed + begin, policy, interrupt=interrupt)) as run:
+            run.version = begin
+            run.scheduler.load_state_dict(states[0])
+            policy.load_state_dict(states[1])
+            found += run.train(range(begin, until))
+            states = [saved(run.scheduler), policy.state_dict()]
+            assert not run.discarded
+    assert sorted(numbers(found)) == EVERY and all(len(groups) == WANTED for groups in found)
+    samples = [(step, sample) for step, groups in enumerate(found) for group in groups for sample in group]
+    ages = [step - int(s.token_weight_versions[0]) for step, s in samples if s.token_weight_versions is not None]
+    assert min(ages) >= 0 and (interrupt == "at_step_end" or max(ages) <= ahead)
+
+
+def test_a_long_response_does_not_hold_up_a_step_of_those_that_end_first() -> None:
+    with closing(Run(4, 0, first_done(4))) as run:
+        run.hangs = 1  # all of step 1 but never those of other steps
+        run.scheduler.wait(0)
+        run.scheduler.wait(1)
+        assert len(groups := run.scheduler.take(1).groups) == WANTED and 1 not in {step for step, _ in groups}
+    with closing(Run(1, 0)) as run:
+        run.hangs = 1
+        run.scheduler.wait(0)
+        with pytest.raises(RuntimeError, match="the samples of step 2 are not there"):
+            run.scheduler.wait(1)
+
+
+@pytest.mark.parametrize("interrupt", ["at_sync", "at_step_end"])
+def test_responses_in_flight_end_early_once_a_step(interrupt: Any) -> None:
+    ahead = 2 if interrupt == "at_sync" else 0
+    policy = first_done(0, interrupt) if ahead == 0 else None
+    with closing(Run(ahead, 0, policy, interrupt=interrupt)) as run:
+        run.train(range(5))
+        assert len(run.dispatcher.interruptions) == 5
 
 
 # ---- dynamic sampling

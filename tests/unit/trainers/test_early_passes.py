@@ -82,7 +82,7 @@ def test_a_part_is_computed_by_itself_whenever_it_is_whole(order: list[int], ear
             "has no effect",
         ),
         ("rollout.early_passes=9", "9 parts exceed the 8 samples of a step"),
-        ("rollout.overlap=one_step", "the next samples are generated"),
+        ("rollout.max_staleness=1", "the next samples are generated"),
         ("actor.offload=optimizer", "actor.offload"),
         ("algorithm.filter_groups.enable=true", "only known once all are generated"),
     ],

@@ -42,7 +42,9 @@ class Disk(Transport):
             save_file(dict(bucket.views(flat)), partial, metadata={"format": "pt"})
 
     def commit(self, version: str) -> None:
-        directory = str(self._directory)
+        directory, deadline = str(self._directory), self.engines.deadline
+        # refused while requests run, and one that has just been answered still counts
+        self.engines.call(lambda client: client.flush_when_idle(deadline.left()))
         self.engines.call(lambda client: client.update_weights_from_disk(directory, weight_version=version))
 
     def release(self, failed: bool) -> None:

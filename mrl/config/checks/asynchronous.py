@@ -5,33 +5,32 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mrl.config.checks.base import without_effect
-from mrl.config.engines import ENGINES
 from mrl.config.problems import Problem
 from mrl.config.schema import RLConfig
 from mrl.config.trainers.rl import samples_per_step
 
-OVERLAP, SEGMENT, OVERSAMPLE = "rollout.overlap", "rollout.segment_tokens", "rollout.oversample"
-STALENESS, EARLY = "rollout.max_staleness", "rollout.early_passes"
+STALENESS, INTERRUPT, ORDER = "rollout.max_staleness", "rollout.interrupt", "rollout.order"
+SEGMENT, OVERSAMPLE, EARLY = "rollout.segment_tokens", "rollout.oversample", "rollout.early_passes"
 CORRECTION, OLD = "algorithm.rollout_correction.rollout_is", "algorithm.old_log_probs"
 
 
 def check(cfg: RLConfig) -> Iterator[Problem]:
-    if cfg.rollout.is_behind:
-        yield from _learning(cfg, OVERLAP if cfg.rollout.overlap != "none" else SEGMENT)
-    if cfg.rollout.overlap != "none":
+    rollout = cfg.rollout
+    if rollout.is_behind:
+        yield from _learning(cfg, STALENESS if rollout.max_staleness else INTERRUPT)
+    if rollout.max_staleness:
         yield from _ahead(cfg)
-    if cfg.rollout.overlap == "bounded":
-        yield from _bounded(cfg)
+    if rollout.interrupt == "at_step_end":
+        yield from _partial_rollouts(cfg)
     else:
-        yield from without_effect(
-            cfg.rollout, "rollout", ["max_staleness"], "responses do not span weight syncs", OVERLAP
-        )
-    if cfg.rollout.segment_tokens is None:
-        yield from without_effect(cfg.rollout, "rollout", ["oversample"], "there are no partial rollouts", SEGMENT)
-    else:
-        yield from _segments(cfg, cfg.rollout.segment_tokens)
-    if cfg.rollout.early_passes is not None:
-        yield from _early(cfg, cfg.rollout.early_passes)
+        why = "responses do not continue in the next step without interrupt: at_step_end"
+        yield from without_effect(rollout, "rollout", ["segment_tokens", "oversample"], why, INTERRUPT)
+    if rollout.order == "first_done":
+        yield from _first_done(cfg)
+    if rollout.is_behind and (rollout.max_staleness > 1 or rollout.interrupt != "never"):
+        yield from _greedy(cfg, STALENESS if rollout.interrupt == "never" else INTERRUPT)
+    if rollout.early_passes is not None:
+        yield from _early(cfg, rollout.early_passes)
 
 
 def _learning(cfg: RLConfig, key: str) -> Iterator[Problem]:
@@ -49,35 +48,24 @@ def _learning(cfg: RLConfig, key: str) -> Iterator[Problem]:
 
 
 def _ahead(cfg: RLConfig) -> Iterator[Problem]:
+    """Checks generation during training."""
     if cfg.rollout.release != "none":
         message = f"{cfg.rollout.release}: engines that release memory for training cannot generate meanwhile: use none"
-        yield Problem(("rollout.release", OVERLAP), message)
+        yield Problem(("rollout.release", STALENESS), message)
     if cfg.reward.model is not None:
-        message = "the ranks that score samples with it train during generation: leave rollout.overlap out"
-        yield Problem(("reward.model", OVERLAP), message)
+        message = "the ranks that score samples with it train during generation: leave rollout.max_staleness out"
+        yield Problem(("reward.model", STALENESS), message)
 
 
-def _bounded(cfg: RLConfig) -> Iterator[Problem]:
-    """Checks fully asynchronous rollout, whose responses continue across weight syncs."""
-    rollout = cfg.rollout
-    if rollout.max_staleness is None:
-        message = (
-            "required with bounded: set the maximum number of steps between start and training of a response (0: no "
-            "overlap)"
-        )
-        yield Problem((STALENESS, OVERLAP), message)
-    if not ENGINES[rollout.engine].pauses:
-        message = f"{rollout.engine} cannot update weights in the middle of a response: use one_step"
-        yield Problem((OVERLAP, "rollout.engine"), message)
-    if cfg.actor.lora is not None and cfg.sync.lora == "adapter":
-        message = "requests in flight still use the old adapter at a weight sync: set sync.lora: merge"
-        yield Problem(("sync.lora", OVERLAP), message)
-    if rollout.quantization != "none":
-        message = "in-flight weight updates are not supported for fp8 weights: set quantization: none, or one_step"
-        yield Problem(("rollout.quantization", OVERLAP), message)
-    if rollout.segment_tokens is not None:
-        yield Problem((SEGMENT, OVERLAP), "with bounded, responses continue across weight syncs anyway: leave it out")
-    yield from _greedy(cfg, OVERLAP)
+def _first_done(cfg: RLConfig) -> Iterator[Problem]:
+    if cfg.rollout.interrupt == "at_step_end":
+        message = "has no effect: with interrupt: at_step_end a step trains on the groups that end first anyway"
+        yield Problem((ORDER, INTERRUPT), f"{message}; leave it out")
+    elif not cfg.rollout.max_staleness:
+        yield Problem((ORDER, STALENESS), "has no effect: a step trains on all groups of a synchronous run")
+    if cfg.algorithm.filter_groups.is_on:
+        message = "the kept groups are the first that pass, in the order of their prompts: use order: fifo"
+        yield Problem((ORDER, "algorithm.filter_groups"), message)
 
 
 def _early(cfg: RLConfig, parts: int) -> Iterator[Problem]:
@@ -89,8 +77,8 @@ def _early(cfg: RLConfig, parts: int) -> Iterator[Problem]:
         yield Problem((EARLY, "batch.prompts_per_step"), f"{parts} parts exceed the {samples} samples of a step")
     not_known = "the samples to train on are only known once all are generated"
     others = {
-        OVERLAP: (rollout.overlap != "none", "the ranks train while the next samples are generated"),
-        SEGMENT: (rollout.segment_tokens is not None, not_known),
+        STALENESS: (rollout.max_staleness > 0, "the ranks train while the next samples are generated"),
+        INTERRUPT: (rollout.interrupt == "at_step_end", not_known),
         "algorithm.filter_groups": (cfg.algorithm.filter_groups.is_on, not_known),
         "replay": (cfg.replay is not None, not_known),
         "agent": (cfg.agent is not None, not_known),
@@ -112,20 +100,24 @@ def _greedy(cfg: RLConfig, key: str) -> Iterator[Problem]:
         yield Problem(("algorithm.adv_estimator", key), message)
 
 
-def _segments(cfg: RLConfig, tokens: int) -> Iterator[Problem]:
+def _partial_rollouts(cfg: RLConfig) -> Iterator[Problem]:
     rollout, most = cfg.rollout, cfg.rollout.sampling.max_new_tokens
+    if rollout.oversample == 1:
+        message = "must be above 1: otherwise a step waits for all its groups, and no response continues in the next"
+        yield Problem((OVERSAMPLE, INTERRUPT), message)
+    if cfg.algorithm.filter_groups.is_on:
+        message = "groups that continue in the next step cannot be filtered: leave it out"
+        yield Problem(("algorithm.filter_groups", INTERRUPT), message)
+    if (tokens := rollout.segment_tokens) is None:
+        if rollout.max_staleness:
+            message = "responses that end early with their step are not generated during training: use at_sync"
+            yield Problem((INTERRUPT, STALENESS), f"{message}, or set segment_tokens")
+        return
     if most % tokens:
         message = f"{tokens} does not divide {most}: choose a divisor, since all segments have the same maximum"
         yield Problem((SEGMENT, "rollout.sampling.max_new_tokens"), message)
-    if rollout.oversample == 1:
-        message = "must be above 1: otherwise a step waits for all its groups, and no response continues in the next"
-        yield Problem((OVERSAMPLE, SEGMENT), message)
     if rollout.sampling.stop:
         message = "a stop text could span two segments: leave it out"
         yield Problem(("rollout.sampling.stop", SEGMENT), message)
-    if cfg.algorithm.filter_groups.is_on:
-        message = "groups that continue in the next step cannot be filtered: leave it out"
-        yield Problem(("algorithm.filter_groups", SEGMENT), message)
-    yield from _greedy(cfg, SEGMENT)
     if cfg.agent is not None:
-        yield Problem(("agent", SEGMENT), "partial rollouts do not support the turns of an agent: leave it out")
+        yield Problem(("agent", SEGMENT), "segments do not support the turns of an agent: leave segment_tokens out")

@@ -1,0 +1,62 @@
+"""Steps that train on the groups that end first: long responses do not hold them up."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from mrl.sampling.scheduler import GenerateGroup, Group, StepSamples
+
+
+class FirstDone:
+    """Policy by which groups overtake each other. Short responses are trained on earlier than long ones, so the first
+    steps of a run see more of them: metrics response/* and staleness/* show how much.
+
+    Args:
+        wanted: groups that a step trains on.
+        in_flight: groups that run or are finished at the beginning of a step, at least `wanted`.
+        groups: of the whole run.
+        max_age: a step waits for the groups that began so many steps before it; None: groups may have any age.
+    """
+
+    is_sequential = keeps_groups = True
+
+    def __init__(self, wanted: int, in_flight: int, groups: int, max_age: int | None) -> None:
+        self._wanted, self._in_flight, self._groups, self._max_age = wanted, in_flight, groups, max_age
+        self._next = 0
+        self._began: dict[int, int] = {}  # number of a group that no step has taken -> the step in which it began
+        self._tasks: dict[int, asyncio.Task[Group]] = {}
+
+    async def draw(self, step: int, group: GenerateGroup) -> StepSamples:
+        """Returns the first `wanted` groups that are finished, and those of `max_age` among them."""
+        while len(self._began) < self._in_flight and self._next < self._groups:
+            self._began[self._next] = step
+            self._next += 1
+        for number in self._began:
+            if number not in self._tasks or self._tasks[number].cancelled():
+                self._tasks[number] = asyncio.ensure_future(group(*divmod(number, self._wanted)))
+        oldest = {n for n, began in self._began.items() if self._max_age is not None and step - began >= self._max_age}
+        while len(done := self._done()) < self._wanted or not oldest <= done.keys():
+            running = [task for task in self._tasks.values() if not task.done()]
+            await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        others = [number for number in done if number not in oldest]
+        taken = sorted([*oldest, *others[: self._wanted - len(oldest)]])
+        for number in taken:
+            del self._began[number], self._tasks[number]
+        return StepSamples({divmod(number, self._wanted): done[number] for number in taken})
+
+    def _done(self) -> dict[int, Group]:
+        """Returns the finished groups. Raises what failed; its group begins again if the step is drawn again."""
+        done = [number for number, task in self._tasks.items() if task.done()]
+        for number in done:
+            if self._tasks[number].exception() is not None:
+                self._tasks.pop(number).result()
+        return {number: self._tasks[number].result() for number in done}
+
+    # ---- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"groups_next": self._next, "groups_began": dict(self._began)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._next, self._began = state.get("groups_next", 0), dict(state.get("groups_began") or {})
