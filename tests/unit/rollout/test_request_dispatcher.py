@@ -12,31 +12,23 @@ import pytest
 
 from mrl.core import Prompt, Request, Sample, SamplingParams
 from mrl.rollout import request_dispatcher
-from mrl.rollout.access import Access
 from mrl.rollout.engine import Engine
-from mrl.rollout.engine_pool import Checked, EnginePool
 from mrl.rollout.errors import RolloutError
 from mrl.rollout.request_dispatcher import by_prompt
-from mrl.rollout.server import Server
-from mrl.rollout.serving import Server as HttpServer
+from tests.helpers import stub_process
+from tests.helpers.stub_process import StubProcess
 
-KEY = "sesame"
 SAMPLING = SamplingParams(max_new_tokens=1)
 META = {"finish_reason": {"type": "stop"}, "weight_version": "0", "output_token_logprobs": [[-1.0, 4, None]]}
 
 
-class Process:
-    """An engine that serves in this process. `behave` runs before each answer; a restart ends it."""
-
-    name, log, is_gone = "engine", "engine.log", False
+class Process(StubProcess):
+    """`behave` runs before each answer; a restart ends it."""
 
     def __init__(self, behave: Callable[[], object]) -> None:
         self.behave: Callable[[], object] = behave
-        self.restarts, self.answered = 0, list[float]()
-        routes = {"/generate": self.generate, "/abort_request": lambda body: {}}
-        self.http = HttpServer(0, KEY, routes)
-        self.url = f"http://127.0.0.1:{self.http.server_port}"
-        threading.Thread(target=self.http.serve_forever, args=(0.05,), daemon=True).start()
+        self.answered: list[float] = []
+        super().__init__({"/abort_request": lambda body: {}})
 
     def generate(self, body: dict[str, Any]) -> Any:
         self.behave()
@@ -44,18 +36,9 @@ class Process:
         meta = META | {"prompt_tokens": len(body["input_ids"]), "id": body["rid"]}
         return {"output_ids": [4], "meta_info": meta}
 
-    def exit_code(self) -> int | None:
-        return None
-
     def restart(self) -> None:
-        self.restarts += 1
+        super().restart()
         self.behave = lambda: None
-
-    def is_ready(self, timeout_s: float) -> bool:
-        return True
-
-    def obituary(self) -> str:
-        return ""
 
 
 Start = Callable[..., tuple[Engine, list[Process]]]
@@ -69,19 +52,8 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         def make(*behaviors: Callable[[], object], timeout_s: float = 60.0) -> tuple[Engine, list[Process]]:
             processes = [Process(behave) for behave in behaviors]
             for process in processes:
-                stack.callback(process.http.server_close)
-                stack.callback(process.http.shutdown)
-            servers = [Server(process.url, process) for process in processes]  # type: ignore[arg-type]
-            pool = EnginePool(
-                servers,
-                Access(KEY),
-                lambda url: Checked((), True),
-                startup_timeout_s=9.0,
-                max_restarts=1,
-                memory_timeout_s=9.0,
-            )
-            pool._ready = True
-            return Engine(pool, vocab_size=9, concurrent_requests=8, request_timeout_s=timeout_s), processes
+                stack.callback(process.close)
+            return stack.enter_context(stub_process.start(processes, timeout_s=timeout_s)), processes
 
         yield make
 

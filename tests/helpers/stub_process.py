@@ -1,0 +1,67 @@
+"""Engines that serve in this process, and a pool of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from mrl.rollout.access import Access
+from mrl.rollout.engine import Engine
+from mrl.rollout.engine_pool import Checked, EnginePool
+from mrl.rollout.server import Server
+from mrl.rollout.serving import Route
+from mrl.rollout.serving import Server as HttpServer
+
+KEY = "sesame"
+
+
+class StubProcess:
+    """An engine, as a pool sees it; a subclass says how it generates. routes: further ones"""
+
+    name, log, is_gone = "engine", "engine.log", False
+
+    def __init__(self, routes: Mapping[str, Route]) -> None:
+        self.restarts = 0
+        self.http = HttpServer(0, KEY, {"/generate": self.generate, **routes})
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+        threading.Thread(target=self.http.serve_forever, args=(0.05,), daemon=True).start()
+
+    def generate(self, body: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+    def exit_code(self) -> int | None:
+        return None
+
+    def restart(self) -> None:
+        self.restarts += 1
+
+    def is_ready(self, timeout_s: float) -> bool:
+        return True
+
+    def obituary(self) -> str:
+        return ""
+
+    def close(self) -> None:
+        self.http.shutdown()
+        self.http.server_close()
+
+
+@contextmanager
+def start(
+    processes: Sequence[StubProcess], *, concurrent_requests: int = 8, vocab_size: int = 9, timeout_s: float = 60.0
+) -> Iterator[Engine]:
+    servers = [Server(process.url, process) for process in processes]  # type: ignore[arg-type]
+    pool = EnginePool(
+        servers,
+        Access(KEY),
+        lambda url: Checked((), True),
+        startup_timeout_s=9.0,
+        max_restarts=1,
+        memory_timeout_s=9.0,
+    )
+    pool._ready = True
+    engine = Engine(pool, vocab_size=vocab_size, concurrent_requests=concurrent_requests, request_timeout_s=timeout_s)
+    yield engine
+    engine.close_dispatcher()
