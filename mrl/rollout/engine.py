@@ -34,7 +34,6 @@ class Engine:
     concurrent_requests: in flight at once, over all servers
     request_timeout_s: of one request
     weight_version: the name of the weights that the run gave them last, once it did; a sample of others is refused
-    adapter: the name of the one that samples are drawn with, where the run gives them adapters
     versions: all names of weights that the run has given them
     routed: of a model that has experts
     """
@@ -52,7 +51,6 @@ class Engine:
         self.vocab_size = vocab_size
         self.concurrent_requests, self.request_timeout_s = concurrent_requests, request_timeout_s
         self.weight_version: str | None = None
-        self.adapter: str | None = None
         self.versions: set[str] = set()
         self.routed = routed
         self._dispatcher: RequestDispatcher | None = None
@@ -212,7 +210,6 @@ class Engine:
         if self._dispatcher is None:
             self.pool.forget_losses()
             self._dispatcher = RequestDispatcher(self.pool, self.concurrent_requests, self.request_timeout_s)
-            self._dispatcher.adapter = self.adapter
         return self._dispatcher
 
     def close_dispatcher(self) -> None:
@@ -272,13 +269,12 @@ class Engine:
 
         adapter: the name of what was pushed, where it is not the whole model
         """
-        self.weight_version, self.adapter = version, adapter
+        self.weight_version, self.pool.adapter = version, adapter
         self.pool.is_syncing = False
         self.pool.welcome()
         for server in self.pool.servers:
             server.has_weights = True
         if self._dispatcher is not None:
-            self._dispatcher.adapter = adapter
             self._dispatcher.have_weights()
 
     def present(self) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -54,6 +54,7 @@ class EnginePool:
     tensor: tensor-parallel ranks of each checked server; None before the first check
     waiting: meter of requests that have not been sent to a server yet
     is_syncing: all engines are receiving weights
+    adapter: name of the LoRA adapter to sample with, where weight syncs send adapters
     restarts: restarts of lost servers; none are allowed before `restarts.allow`
     silence_s: seconds until a server that has left is known to have
     nodes: other nodes that run some of the servers
@@ -82,6 +83,7 @@ class EnginePool:
         self.restarts = Restarts(max_restarts)
         self.waiting = Meter()
         self.is_syncing = False
+        self.adapter: str | None = None
         self._nodes = nodes
         self._check, self._startup_timeout_s = check, startup_timeout_s
         self._memory_timeout_s = memory_timeout_s

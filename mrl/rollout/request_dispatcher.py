@@ -79,10 +79,7 @@ class RequestDispatcher:
 
     concurrent_requests: maximum number in flight
     sent: background requests that an engine has
-    adapter: name of the LoRA adapter to sample with
     """
-
-    adapter: str | None = None
 
     def __init__(self, pool: EnginePool, concurrent_requests: int, request_timeout_s: float) -> None:
         self._pool, self.request_timeout_s = pool, request_timeout_s
@@ -358,13 +355,13 @@ class RequestDispatcher:
         asks = how.expected.routed is not None
         if group is not None and server.url in self._pool.prefix_caches and not asks:
             await self._prefill(server, how, group)
-        body = generate_body(request, how.sampling, self.adapter, experts=asks)
+        body = generate_body(request, how.sampling, self._pool.adapter, experts=asks)
         content = await self._post(server, body, most_bytes(request, how.expected))
         return read_answer(request, content, how.expected, body["rid"])
 
     async def _prefill(self, server: Server, how: Generation, group: PromptGroup) -> None:
         """Has the engine prefill a prompt of several requests once, before the first of them is sent there."""
-        body = prefill_body(group.requests, how.sampling, self.adapter)
+        body = prefill_body(group.requests, how.sampling, self._pool.adapter)
         if body is None:
             return
         key = server, server.life, self._pauses

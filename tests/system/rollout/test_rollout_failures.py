@@ -209,20 +209,6 @@ def test_a_time_out_names_the_sample(stub_engine: Callable[..., tuple[Stub, Engi
         engine.generate(asked, LONG)
 
 
-def test_a_time_out_does_not_count_the_time_of_a_weight_sync(stub_engine: Callable[..., tuple[Stub, Engine]]) -> None:
-    meta = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-1.0, 4, None]], "weight_version": "0"}
-
-    def reply(handler: BaseHTTPRequestHandler) -> None:
-        time.sleep(1.2)
-        answer(handler, 200, {"output_ids": [4], "meta_info": meta | {"prompt_tokens": 2}})
-
-    _, engine = stub_engine(reply, request_timeout_s=0.5)
-    engine.wait_ready()
-    engine.is_pushing("0")
-    threading.Timer(1.0, lambda: engine.has_pushed("0")).start()
-    assert [sample.response_ids.tolist() for sample in engine.generate(requests([(1, 2)] * 3), LONG)] == [[4]] * 3
-
-
 def test_an_answer_that_does_not_fit_the_request_is_refused(stub_engine: Callable[..., tuple[Stub, Engine]]) -> None:
     meta = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-1.0, 4, None]], "weight_version": "0"}
     meta["prompt_tokens"] = 2

@@ -154,7 +154,7 @@ def test_a_directory_of_adapters_is_one_that_sglang_loads(engine: Engine, model:
     )
     load = Endpoint[dict[str, str], tuple[str, ...]]("load_lora_adapter", read_adapters)
     assert "saved" in client._call(load, {"lora_name": "saved", "lora_path": str(tmp_path)})
-    engine.adapter, engine.weight_version = "saved", None
+    engine.pool.adapter, engine.weight_version = "saved", None
     assert gap(drawn(engine), model, adapters) < LOG_PROB_TOLERANCE
     client.unload_adapter("saved")
 
@@ -167,13 +167,20 @@ def test_an_engine_beside_other_weights_is_found_out(engine: Engine, model: Path
     assert ".qkv_proj.weight (made of" in str(caught.value)
 
 
-def test_a_run_on_it_learns_what_its_engine_draws_with(engine: Engine, config: Path) -> None:
+IN_FLIGHT = (
+    *("rollout.max_staleness=1", "rollout.interrupt=at_sync", "rollout.sampling.max_new_tokens=48"),
+    "algorithm.rollout_correction={rollout_is: token}",
+)
+
+
+@pytest.mark.parametrize("how", [(), pytest.param(IN_FLIGHT, marks=pytest.mark.slow)], ids=["synchronous", "in flight"])
+def test_a_run_on_it_learns_what_its_engine_draws_with(engine: Engine, config: Path, how: tuple[str, ...]) -> None:
     folder = config.parent
     told = [f"rollout.{key}={value}" for key, value in given(engine, folder).items()]
-    with Train(folder, config, *told, "run.steps=3") as run:
+    with Train(folder, config, *told, *how, f"run.name=run_{len(how)}", "run.steps=3") as run:
         assert run.wait(240) == 0, run.terminal
-    rows = results(folder / "runs/run")
-    assert all(row["mismatch/max_abs"] < LOG_PROB_TOLERANCE for row in rows.values())
+    rows, of = results(folder / f"runs/run_{len(how)}"), "mismatch/age_0" if how else "mismatch/max_abs"
+    assert max(row[of] for row in rows.values() if of in row) < LOG_PROB_TOLERANCE
     assert rows[3]["kl/ref"] > 1e-3, "the adapters do nothing: what was compared is the model without them"
 
 

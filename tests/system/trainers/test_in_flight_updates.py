@@ -164,6 +164,36 @@ def test_other_ways_of_pushing_and_learning(
     assert numerics is None or rows[4]["mismatch/age_1"] > limit, "nothing was learnt, or nothing was pushed"
 
 
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param({"interrupt": "at_step_end", "oversample": 2.0}, id="partial rollouts"),
+        pytest.param({"max_staleness": 2, "order": "first_done"}, id="first done", marks=pytest.mark.slow),
+        pytest.param({"max_staleness": 3, "interrupt": "never"}, id="three steps ahead", marks=pytest.mark.slow),
+        pytest.param(
+            {"max_staleness": 2, "interrupt": "at_sync", "engine": "transformers"},
+            id="transformers",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_no_prompt_is_lost_or_learnt_twice_over_a_resume(
+    tiny_models: TinyModels, request: pytest.FixtureRequest, tmp_path: Path, how: dict[str, Any]
+) -> None:
+    engine = {} if "engine" in how else given(request.getfixturevalue("sglang_engine"), tmp_path)
+    file = config(tmp_path, tiny_models("llama"), **how, **engine)
+    train(tmp_path, file, "run.steps=4")
+    train(tmp_path, file, "run.steps=6")
+    rows, drawn = results(tmp_path / "runs/run"), samples(tmp_path / "runs/run")
+    learnt = [row["index"] for step in range(1, 7) for row in drawn[f"step_{step}.jsonl"][::2]]
+    most = 2 if how.get("interrupt") == "at_step_end" or "order" in how else 1  # some of the next pass may come earlier
+    assert len(learnt) == 24 and max(map(learnt.count, learnt)) <= most
+    assert max(row["staleness/max"] for step, row in rows.items() if step) > 0, "no token is of earlier weights"
+    assert max(row["staleness/max"] for step, row in rows.items() if step) <= how.get("max_staleness", 6)
+    fresh = [row["mismatch/age_0"] for step, row in rows.items() if "mismatch/age_0" in row]
+    assert max(fresh) < 1e-4, "a token is not of the weights that it names"
+
+
 class Held(Train):
     """A run that is held before these calls of engines."""
 

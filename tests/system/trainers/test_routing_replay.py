@@ -335,6 +335,25 @@ def test_a_run_learns_by_the_engines_experts(replayed: Path) -> None:
     assert [step for step, row in rows.items() if "mismatch_free/max_abs" in row] == [1, 3]
 
 
+@pytest.mark.slow
+def test_experts_are_replayed_over_in_flight_weight_updates(
+    tiny_models: TinyModels, served: Engine, tmp_path: Path
+) -> None:
+    """Those of a token are of the weights that generated it."""
+    rollout = {
+        "max_staleness": 2,
+        "interrupt": "at_sync",
+        **given(served, tmp_path),
+        "sampling": {"max_new_tokens": 48},
+    }
+    file = write_config(tmp_path, tiny_models("glm4_moe"), run={"nproc": 2}, rollout=rollout, **REPLAYED)
+    train(tmp_path, file, "run.steps=6")
+    rows = results(tmp_path / "runs/run")
+    assert max(row.get("staleness/mixed", 0.0) for row in rows.values()) > 0, "no response has continued"
+    assert max(row["mismatch/age_0"] for row in rows.values() if "mismatch/age_0" in row) < 1e-4
+    assert max(row.get("mismatch/routing", 0.0) for row in rows.values()) > 0
+
+
 def test_a_checkpoint_has_the_experts_of_what_was_drawn_ahead(replayed: Path) -> None:
     kept = torch.load(replayed / "runs/whole/checkpoints/step_2/kept.pt", weights_only=True)
     [step] = kept["sampled_steps"]

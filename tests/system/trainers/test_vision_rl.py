@@ -121,12 +121,19 @@ def test_a_frozen_tower_stays_as_it_is_when_memory_is_given_up_and_the_run_goes_
 @pytest.mark.engine
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="the engine tests need sglang")
 @pytest.mark.parametrize("family", LAYOUT)
-def test_sglang_sees_what_the_trainer_sees_after_every_update_of_the_tower(folder: Path, family: str) -> None:
-    name = f"sglang_{family}"
-    config = settings(folder, family, name, rollout={"sampling": {"max_new_tokens": 8}})
+@pytest.mark.parametrize("is_async", [False, True], ids=["synchronous", "in-flight updates"])
+def test_sglang_sees_what_the_trainer_sees_after_every_update_of_the_tower(
+    folder: Path, family: str, is_async: bool
+) -> None:
+    name = f"sglang_{family}_{is_async}"
+    config = settings(folder, family, name, rollout={"sampling": {"max_new_tokens": 40 if is_async else 8}})
+    if is_async:
+        config["rollout"] |= {"max_staleness": 1, "interrupt": "at_sync"}
+        config["algorithm"]["rollout_correction"] = {"rollout_is": "token"}
     train(folder, config, "run.steps=3", *(["model.path=" + str(folder / "patch_14")] if "2_5" in family else []))
     rows = metrics(folder, name)
-    assert len(rows) == 3 and max(row["mismatch/max_abs"] for row in rows) < 1e-4
+    fresh = "mismatch/age_0" if is_async else "mismatch/max_abs"
+    assert len(rows) == 3 and max(row[fresh] for row in rows if fresh in row) < 1e-4
 
 
 @pytest.mark.parametrize(
