@@ -147,7 +147,8 @@ class AgentRunner:
 
     def _start(self, request: Request) -> Message:
         prompt, seed = request.prompt, sample_seed(request.seed, WORLD_STREAM, 0)
-        return {"start": {"row": prompt.row, "tools": self._tools(prompt), "prompt": prompt.text, "seed": seed}}
+        tools = self._variables(prompt).get("tools", [])
+        return {"start": {"row": prompt.row, "tools": tools, "prompt": prompt.text, "seed": seed}}
 
     def _no_turn(self, trajectory: Trajectory, answer: Message, turn_tokens: int) -> Message | None:
         """Sets the position of the next turn; returns the message for the program if there is no next turn."""
@@ -179,7 +180,7 @@ class AgentRunner:
             history = [*begin, *trajectory.messages, *words]
             trajectory.next = TurnPosition(TokenSequence(tuple(self.suffix.whole(history, more))), (), words)
         else:
-            ids = self.suffix(words, sequence.ids[-1], self._told(trajectory.request.prompt))
+            ids = self.suffix(words, sequence.ids[-1], self._variables(trajectory.request.prompt))
             if ids is None:
                 return "the last turn has no end token"
             trajectory.next = TurnPosition(sequence, ids, words)
@@ -195,11 +196,6 @@ class AgentRunner:
         begin, more = self._begins(prompt)
         return tuple(self.suffix.whole([*begin, *self.suffix.messages(words)], more))
 
-    def _tools(self, prompt: Prompt) -> list[Message]:
-        """Returns the tools that the prompt's row declares, whether or not a chat template receives them."""
-        tools: list[Message] = self._begins(prompt)[1].get("tools", []) if self._begins is not None else []
-        return tools
-
-    def _told(self, prompt: Prompt) -> Message:
-        """Returns the row's variables of the chat template besides the messages."""
-        return self._begins(prompt)[1] if self._is_chat and self._begins is not None else {}
+    def _variables(self, prompt: Prompt) -> Message:
+        """Returns the row's variables of a chat template besides the messages, whether or not there is a template."""
+        return self._begins(prompt)[1] if self._begins is not None else {}

@@ -16,7 +16,6 @@ import asyncio
 import json
 import os
 import threading
-import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,9 +24,9 @@ from mrl.agents.context import Context, NoTurnsLeft, Program, load_program, pars
 from mrl.agents.endpoint import EndpointServer, Session
 from mrl.agents.tool_call_parsers import Parser, load_parser
 from mrl.user_functions import FunctionError
-from mrl.workers.child import PoolConnection
+from mrl.workers.child import PoolConnection, describe
 
-MAX_TRACEBACK_CHARS = 1 << 20  # the middle of a longer one, such as of an endless recursion, is left out
+MAX_TRACEBACK_CHARS = 1 << 20
 MAX_LINE_CHARS = 2000
 CLEAN_UP_S = 1.0  # time for the `finally` of a program that is cancelled
 
@@ -126,12 +125,8 @@ class _Trajectories:
                 result = None
             return {"done": score_of(result, ctx), "over": ctx.why_over or session.why_over}
         except (Exception, asyncio.CancelledError) as error:
-            text = "".join(traceback.format_exception(error))
-            if len(text) > MAX_TRACEBACK_CHARS:
-                half = MAX_TRACEBACK_CHARS // 2
-                text = f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"
             line = " ".join(f"{type(error).__name__}: {error}".split())
-            return {"error": line[:MAX_LINE_CHARS], "traceback": text}
+            return {"error": line[:MAX_LINE_CHARS], "traceback": describe(error, MAX_TRACEBACK_CHARS)}
 
     async def _until_ended(self, ctx: Context, prompt: str) -> Any:
         """Returns the program's result; None if it keeps requesting turns after it was told that there are none."""

@@ -178,7 +178,11 @@ class RewardManager:
                 sample.reward_error = sample.reward_error or str(error)
                 continue
             sample.score += weights[name] * outcome.score
-            sample.score_parts |= _parts(name, outcome) if len(self.plan.components) > 1 else outcome.parts
+            if len(self.plan.components) > 1:
+                parts = {f"{name}/{part}": value for part, value in outcome.parts.items()}
+                sample.score_parts |= {name: outcome.score, **parts}
+            else:
+                sample.score_parts |= outcome.parts
         if self.cfg.truncated_score is not None and sample.finish_reason == "length":
             sample.score = self.cfg.truncated_score
         if sample.reward_error:
@@ -262,10 +266,6 @@ def _settings(cfg: RewardConfig, max_response_tokens: int) -> dict[str, dict[str
     if cfg.overlong is not None:
         found["overlong"] = {**cfg.overlong.model_dump(), "max_tokens": max_response_tokens}
     return found
-
-
-def _parts(name: str, outcome: Outcome) -> dict[str, float]:
-    return {name: outcome.score, **{f"{name}/{part}": value for part, value in outcome.parts.items()}}
 
 
 def prompt_text(prompt: object) -> str:

@@ -7,7 +7,6 @@ one a call]}, or {"error": text, "no_verdict": bool}.
 from __future__ import annotations
 
 import pickle
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from mrl.reward.images import load_images
 from mrl.reward.loading import Settings, check_result, check_results, load, load_batch
 from mrl.reward.plan import Component
 from mrl.reward.score_requests import ScoreRequest
-from mrl.workers.child import PoolConnection
+from mrl.workers.child import PoolConnection, describe
 
 BatchFunction = Callable[[list[ScoreRequest]], list[Any]]
 Functions = dict[str, BatchFunction]
@@ -51,7 +50,9 @@ def _score(functions: Functions, payload: bytes) -> dict[str, Any]:
         name, calls = pickle.loads(payload)
         results = functions[name](calls)
     except BaseException as error:  # noqa: BLE001 - a user's sys.exit() must not end the worker; it is reported
-        return {"error": _describe(error), "no_verdict": isinstance(error, NoVerdict)}
+        inner = error.__traceback__ and error.__traceback__.tb_next  # without this file's own frame
+        text = describe(error.with_traceback(inner), MAX_TRACEBACK_CHARS)
+        return {"error": text, "no_verdict": isinstance(error, NoVerdict)}
     return {"results": [_checked(result) for result in results]}
 
 
@@ -61,13 +62,6 @@ def _checked(result: object) -> dict[str, Any]:
     except (TypeError, ValueError) as error:
         return {"error": f"{type(error).__name__}: {error}"}
     return {"score": outcome.score, "parts": outcome.parts}
-
-
-def _describe(error: BaseException) -> str:
-    """Returns the traceback below this file's own frame."""
-    inner = error.__traceback__.tb_next if error.__traceback__ else None
-    text = "".join(traceback.format_exception(type(error), error, inner))
-    return text if len(text) <= MAX_TRACEBACK_CHARS else "...\n" + text[-MAX_TRACEBACK_CHARS:]
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import os
 import struct
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
@@ -65,3 +66,11 @@ class PoolConnection:
                 self._connection.send_bytes(data)
             except OSError:
                 os._exit(0)  # the pool is gone
+
+
+def describe(error: BaseException, max_chars: int) -> str:
+    """Returns the traceback, without the middle of a longer one, such as of an endless recursion."""
+    text, half = "".join(traceback.format_exception(error)), max_chars // 2
+    if len(text) <= max_chars:
+        return text
+    return f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"
