@@ -71,10 +71,10 @@ class WorkerPool:
     async def session(self) -> AsyncIterator[Session]:
         """Yields a session in a process that is ready."""
         async with self._slots:
-            for i, worker in enumerate(self.workers):
-                if worker.is_spent or worker.process.poll() is not None:
-                    self.workers[i] = self._new()
-            worker = min(self.workers, key=lambda each: (len(each.sessions), not each.loaded.done()))
+            worker = self._least_busy()
+            while worker.process.poll() is not None:  # it has ended between sessions
+                worker.is_spent = True
+                worker = self._least_busy()
             session = Session(worker, next(self._numbers))
             try:
                 await self._ready(worker)
@@ -85,6 +85,10 @@ class WorkerPool:
     async def _start(self) -> None:
         self.workers += [self._new() for _ in range(self._size)]
         await asyncio.gather(*map(self._ready, self.workers))
+
+    def _least_busy(self) -> WorkerProcess:
+        self.workers = [self._new() if worker.is_spent else worker for worker in self.workers]
+        return min(self.workers, key=lambda worker: (len(worker.sessions), not worker.loaded.done()))
 
     async def _ready(self, worker: WorkerProcess) -> None:
         if problem := await asyncio.shield(worker.loaded):

@@ -181,7 +181,9 @@ INSIDE: dict[str, dict[str, tuple[str, ...]]] = {
     "trainers": {"shared": (), "*": ("shared",)},  # no trainer imports another
 }
 ANYTHING = ("api", "cli", "commands", "__main__", "__init__")
-WITHOUT_MEGATRON = ("options", "algo", "reward", "rollout", "data", "config", "observe", "kernels", "core", "units")
+WITHOUT_MEGATRON = (
+    *("options", "algo", "reward", "rollout", "data", "config", "observe", "kernels", "core", "units", "workers"),
+)
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
