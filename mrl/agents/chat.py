@@ -14,7 +14,7 @@ from typing import Any
 
 from mrl import strict_json
 
-Message = dict[str, Any]
+Message = dict[str, Any]  # "role", "content", and what else the chat template knows
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MODEL = "policy"  # the model's name, whatever name the client uses
 MAX_MESSAGES = 10_000

@@ -9,7 +9,6 @@ import asyncio
 import inspect
 import math
 import random
-import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from mrl import strict_json, user_functions
 from mrl.agents.argument_types import Tool
+from mrl.agents.chat import Message
 from mrl.agents.endpoint import Endpoint
 from mrl.agents.tool_call_parsers import ParsedCalls, Parser, ToolCall
 
 if TYPE_CHECKING:
     from mrl.reward.sandbox import ProgramResult
 
-Message = dict[str, Any]  # of a chat: "role", "content", and what else the chat template knows
 Observation = str | list[Message]  # text where there is no chat template
 Ask = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 Program = Callable[["Context", str], Awaitable[Any]]
@@ -187,36 +186,21 @@ def _harness_program(found: Any, spec: str) -> Program:
         raise user_functions.FunctionError(
             f"agent.rollout {spec!r} is not a function (ctx, prompt), which agent.endpoint needs"
         )
-    return lambda ctx, prompt: _in_a_thread(found, ctx, prompt)
 
+    async def play(ctx: Context, prompt: str) -> Any:
+        def run() -> Any:
+            try:
+                return found(ctx, prompt)
+            except SystemExit as error:  # would end the process
+                raise RuntimeError(f"the program ended with SystemExit({error.code!r})") from None
 
-async def _in_a_thread(found: Callable[[Context, str], Any], ctx: Context, prompt: str) -> Any:
-    """Runs the function in its own thread: all may wait for turns at once, and a thread pool may have fewer threads
-    than there are trajectories.
-    """
-    loop, ended = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
-
-    def tell(value: Any, error: BaseException | None) -> None:
-        if ended.cancelled():
-            return
-        if error is None:
-            ended.set_result(value)
-        else:
-            ended.set_exception(error)
-
-    def run() -> None:
-        value: Any = None
-        failed: Exception | None = None
+        thread = ThreadPoolExecutor(1)  # its own: all trajectories may wait for turns at once
         try:
-            value = found(ctx, prompt)
-        except SystemExit as error:
-            failed = RuntimeError(f"the program ended with SystemExit({error.code!r})")
-        except Exception as error:
-            failed = error
-        loop.call_soon_threadsafe(tell, value, failed)
+            return await asyncio.get_running_loop().run_in_executor(thread, run)
+        finally:
+            thread.shutdown(wait=False)
 
-    threading.Thread(target=run, daemon=True, name="harness").start()
-    return await ended
+    return play
 
 
 def _environment_program(kind: type[Any]) -> Program:

@@ -6,13 +6,16 @@ answered, whatever the others do. Its tokens do not depend on the others.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import asyncio
+import json
+import time
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import numpy as np
 
+from mrl.agents.chat import Message
 from mrl.agents.errors import AgentError
-from mrl.agents.pool import AgentWorkerPool, Message, Program, ProgramFault
 from mrl.agents.suffix import Suffix
 from mrl.agents.tool_call_parsers import WITH_SPECIAL_TOKENS
 from mrl.agents.trajectory import TokenSequence, Trajectory, TurnPosition
@@ -20,12 +23,13 @@ from mrl.config.schema import AgentConfig
 from mrl.core import Prompt, Request, Sample, SamplingParams
 from mrl.data import Tokenizer, TokenizerError
 from mrl.rollout.seeds import sample_seed
+from mrl.workers.pool import Session, SessionFault, WorkerPool
 
 DAY_S = 86400.0
 BYTES_PER_TOKEN = 16  # longer text is not tokenised: any language has 2 to 6, code that is mostly spaces up to 12
 WORLD_STREAM = 1 << 46  # keeps the seeds of environments apart from samples'
 
-Generate = Callable[[Request, SamplingParams], Awaitable[Sample]]
+Generate = Callable[[Request, SamplingParams], Coroutine[Any, Any, Sample]]
 PromptMessages = Callable[[Prompt], tuple[list[Message], Message]]  # messages, template variables
 
 
@@ -55,7 +59,15 @@ class AgentRunner:
         setup |= {"endpoint": cfg.endpoint, "answer_timeout_s": turn_timeout_s + cfg.step_timeout_s}
         setup["max_bytes"] = cfg.max_tokens * BYTES_PER_TOKEN
         self._stops, self._shows_special = stops, cfg.parser in WITH_SPECIAL_TOKENS
-        self._pool = AgentWorkerPool(setup, cfg.workers, cfg.step_timeout_s)
+        self._pool = WorkerPool(
+            "agents",
+            "mrl.agents.worker",
+            setup,
+            cfg.workers,
+            what=f"agent.rollout {cfg.rollout!r}",
+            error=AgentError,
+            is_shared=True,
+        )
 
     def close(self) -> None:
         self._pool.close()
@@ -66,48 +78,62 @@ class AgentRunner:
         After the last retry the sample is `left_out`, or AgentError is raised, as `on_error` says. A fault counts only
         against the trajectory that caused it, not against others in the same process. Raises the errors of `generate`.
         """
+        caller = asyncio.get_running_loop()
+
+        async def there(request: Request, params: SamplingParams) -> Sample:
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(generate(request, params), caller))
+
+        return await asyncio.wrap_future(self._pool.loop.submit(self._play(request, params, there)))
+
+    async def _play(self, request: Request, params: SamplingParams, generate: Generate) -> Sample:
         faults = 0
         while True:
             trajectory = Trajectory(request)
             trajectory.limit(self.cfg.trajectory_timeout_s)
             try:
-                async with await self._pool.begin() as program:
-                    return await self._turns(trajectory, program, params, generate)
-            except ProgramFault as fault:
+                async with self._pool.session() as session:
+                    return await self._turns(trajectory, session, params, generate)
+            except SessionFault as fault:
                 faults += fault.is_own
                 if faults <= self.cfg.retries:
                     continue
                 what = f"agent.rollout {self.cfg.rollout!r} on {trajectory.name} {fault}"
-                why = f"{what} (attempts: {faults}; agent.retries)\n{fault.traceback}".rstrip()
+                why = f"{what} (attempts: {faults}; agent.retries)\n{fault.details}".rstrip()
             if self.cfg.on_error == "stop":
                 raise AgentError(why)
             return Sample(request, np.zeros(0), np.zeros(0), "abort", "0", left_out=why)
 
     async def _turns(
-        self, trajectory: Trajectory, program: Program, params: SamplingParams, generate: Generate
+        self, trajectory: Trajectory, session: Session, params: SamplingParams, generate: Generate
     ) -> Sample:
         late = f"did not finish within {self.cfg.trajectory_timeout_s or 0:g} s (agent.trajectory_timeout_s)"
+        step_s = self.cfg.step_timeout_s
+        silent = f"did not respond within {step_s:g} s (agent.step_timeout_s)"
         message = self._start(trajectory.request)
         while True:
-            answer = await program.exchange(message, trajectory.ends_at, late)
+            left_s = max(0.0, trajectory.ends_at - time.monotonic())
+            data = json.dumps(message, default=str).encode()  # a row of a Parquet file may hold NaN
+            answer = await session.exchange(data, min(step_s, left_s), late if left_s < step_s else silent)
+            if "error" in answer:
+                raise SessionFault(f"raised {answer['error']}", details=answer["traceback"])
             trajectory.settle(answer.get("arrived"))
             trajectory.reward(answer.get("reward", 0.0))
             if "done" in answer:
                 if not trajectory.turns:
-                    raise ProgramFault(": ".join(filter(None, ("ended before the model's first turn", answer["over"]))))
+                    raise SessionFault(": ".join(filter(None, ("ended before the model's first turn", answer["over"]))))
                 return trajectory.sample(answer["done"], self._by_turn)
             if trajectory.is_late:
-                raise ProgramFault(late)
+                raise SessionFault(late)
             try:
                 no = self._no_turn(trajectory, answer, params.max_new_tokens)
             except (AgentError, TokenizerError) as error:
-                raise ProgramFault(f"raised {error}") from error
+                raise SessionFault(f"raised {error}") from error
             if no is not None:
                 message = no
                 continue
             turn = await generate(trajectory.next_request(), params)
             if trajectory.is_late:
-                raise ProgramFault(late)
+                raise SessionFault(late)
             text, shown = self._tokenizer.decode_all([turn.response_ids])[0], self._shown(turn)
             message = trajectory.offer(turn, text, shown) if self.cfg.endpoint else trajectory.take(turn, text, shown)
 
@@ -121,7 +147,8 @@ class AgentRunner:
 
     def _start(self, request: Request) -> Message:
         prompt, seed = request.prompt, sample_seed(request.seed, WORLD_STREAM, 0)
-        return {"start": {"row": prompt.row, "tools": self._tools(prompt), "prompt": prompt.text, "seed": seed}}
+        tools = self._variables(prompt).get("tools", [])
+        return {"start": {"row": prompt.row, "tools": tools, "prompt": prompt.text, "seed": seed}}
 
     def _no_turn(self, trajectory: Trajectory, answer: Message, turn_tokens: int) -> Message | None:
         """Sets the position of the next turn; returns the message for the program if there is no next turn."""
@@ -153,7 +180,7 @@ class AgentRunner:
             history = [*begin, *trajectory.messages, *words]
             trajectory.next = TurnPosition(TokenSequence(tuple(self.suffix.whole(history, more))), (), words)
         else:
-            ids = self.suffix(words, sequence.ids[-1], self._told(trajectory.request.prompt))
+            ids = self.suffix(words, sequence.ids[-1], self._variables(trajectory.request.prompt))
             if ids is None:
                 return "the last turn has no end token"
             trajectory.next = TurnPosition(sequence, ids, words)
@@ -169,11 +196,6 @@ class AgentRunner:
         begin, more = self._begins(prompt)
         return tuple(self.suffix.whole([*begin, *self.suffix.messages(words)], more))
 
-    def _tools(self, prompt: Prompt) -> list[Message]:
-        """Returns the tools that the prompt's row declares, whether or not a chat template receives them."""
-        tools: list[Message] = self._begins(prompt)[1].get("tools", []) if self._begins is not None else []
-        return tools
-
-    def _told(self, prompt: Prompt) -> Message:
-        """Returns the row's variables of the chat template besides the messages."""
-        return self._begins(prompt)[1] if self._is_chat and self._begins is not None else {}
+    def _variables(self, prompt: Prompt) -> Message:
+        """Returns the row's variables of a chat template besides the messages, whether or not there is a template."""
+        return self._begins(prompt)[1] if self._begins is not None else {}

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+from mrl.agents.chat import Message
 from mrl.agents.errors import AgentError
 from mrl.data import Tokenizer
 
-Message = dict[str, Any]
 _CALL = {"type": "function", "function": {"name": "f", "arguments": {}}}
 _DUMMY: list[Message] = [
     {"role": "user", "content": "d"},

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from mrl.agents.chat import Message
 from mrl.agents.errors import AgentError
-from mrl.agents.pool import Message
 from mrl.agents.suffix import Suffix
 from mrl.core import Prompt, Request, Sample
 from mrl.rollout.routed import joined, whole

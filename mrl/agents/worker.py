@@ -1,15 +1,13 @@
-"""Worker that runs agents' programs: `python -m mrl.agents.worker FD PARENT_PID`, started by `mrl.agents.pool`.
+"""Worker that runs agents' programs: `python -m mrl.agents.worker FD PARENT_PID`, started by `mrl.workers`.
 
-The socket FD carries JSON objects. The setup {"sys_path", "rollout", "parser", "sandbox", "endpoint",
-"answer_timeout_s", "max_bytes"} is answered by {"ready": true} or {"load_error": text}. Then {"id", "start": {"row",
-"tools", "prompt", "seed"}} begins a trajectory, {"id", "turn": {...}} and {"id", "over": why} answer its request, and
-{"id", "drop": true} ends it. {"ping": true} is answered with {"pong": true}. Each trajectory sends {"id", "say":
-[...]}, which requests a turn, and at its end {"id", "done": {"score", ...}, "over": why} or {"id", "error": one line,
-"traceback": text}; each message has "reward", the sum of the rewards since the previous one.
+Each trajectory is a session, whose messages are JSON. {"start": {"row", "tools", "prompt", "seed"}} begins it, {"turn":
+{...}} and {"over": why} answer its request. The worker sends {"say": [...]}, which requests a turn, and at the end
+{"done": {"score", ...}, "over": why} or {"error": one line, "traceback": text}; each has "reward", the sum of the
+rewards since the previous one.
 
-With an endpoint, {"id", "chat": {"messages", "tools"}} requests a turn, and {"id", "answer": {"text", "finish",
-"tokens"}}, {"id", "over": why} or {"id", "refused": why} answers it. The next request or the end then has "arrived":
-the message that the harness received as the last answer, null if the harness was gone.
+With an endpoint, {"chat": {"messages", "tools"}} requests a turn, and {"answer": {"text", "finish", "tokens"}},
+{"over": why} or {"refused": why} answers it. The next request or the end then has "arrived": the message that the
+harness received as the last answer, null if the harness was gone.
 """
 
 from __future__ import annotations
@@ -17,55 +15,38 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import sys
 import threading
-import traceback
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
 from typing import Any
 
-from mrl import strict_json
 from mrl.agents.argument_types import Tool
 from mrl.agents.context import Context, NoTurnsLeft, Program, load_program, parse_calls, score_of
 from mrl.agents.endpoint import EndpointServer, Session
 from mrl.agents.tool_call_parsers import Parser, load_parser
 from mrl.user_functions import FunctionError
+from mrl.workers.child import PoolConnection, describe
 
-MAX_TRACEBACK_CHARS = 1 << 20  # the middle of a longer one, such as of an endless recursion, is left out
+MAX_TRACEBACK_CHARS = 1 << 20
 MAX_LINE_CHARS = 2000
 CLEAN_UP_S = 1.0  # time for the `finally` of a program that is cancelled
 
 
 def main() -> None:
-    connection = Connection(int(sys.argv[1]))
-    setup = json.loads(connection.recv_bytes())
-    sys.path[:] = setup["sys_path"]
-    try:
-        program = load_program(setup["rollout"], setup["endpoint"])
-        parser = load_parser(setup["parser"]) if setup["parser"] is not None else None
-    except FunctionError as error:
-        _send(connection, {"load_error": str(error)})
-        return
-    _send(connection, {"ready": True})
-    server = EndpointServer() if setup["endpoint"] else None
-    asyncio.run(_Trajectories(connection, program, parser, server, setup).run())
+    pool = PoolConnection()
+    asyncio.run(_Trajectories(pool, *pool.load(_load, FunctionError)).run())
+
+
+def _load(setup: dict[str, Any]) -> tuple[dict[str, Any], Program, Parser | None]:
+    program = load_program(setup["rollout"], setup["endpoint"])
+    return setup, program, load_parser(setup["parser"]) if setup["parser"] is not None else None
 
 
 class _Trajectories:
     """Runs the trajectories of this process, each as a task of its event loop."""
 
-    def __init__(
-        self,
-        connection: Connection,
-        program: Program,
-        parser: Parser | None,
-        server: EndpointServer | None,
-        setup: dict[str, Any],
-    ) -> None:
-        self._connection, self._program, self._parser, self._server = connection, program, parser, server
-        self._limits, self._answer_timeout_s = setup["sandbox"], setup["answer_timeout_s"]
-        self._max_bytes = setup["max_bytes"]
-        self._sending = threading.Lock()
+    def __init__(self, pool: PoolConnection, setup: dict[str, Any], program: Program, parser: Parser | None) -> None:
+        self._pool, self._setup, self._program, self._parser = pool, setup, program, parser
+        self._server = EndpointServer() if setup["endpoint"] else None
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._sessions: dict[int, Session] = {}
@@ -79,27 +60,25 @@ class _Trajectories:
         """Receives messages, and ends the process when the other side is gone. Answers to chats bypass the event loop,
         which a program that waits for one may block.
         """
-        try:
-            while True:
-                message = json.loads(self._connection.recv_bytes())
-                session = self._sessions.get(message.get("id", -1))
-                if session is not None and "drop" not in message:
-                    session.answer(message)
-                else:
-                    loop.call_soon_threadsafe(self._take, message)
-        except (EOFError, OSError):
-            os._exit(0)
+        for number, message in self._pool.messages():
+            session = self._sessions.get(number)
+            if session is not None and message:
+                session.answer(json.loads(message))
+            else:
+                loop.call_soon_threadsafe(self._take, number, message)
+        os._exit(0)
 
-    def _take(self, message: dict[str, Any]) -> None:
-        if "ping" in message:
-            self._say({"pong": True})
+    def _take(self, number: int, data: bytes) -> None:
+        if number == 0:
+            self._pool.send(0, {})
             return
-        number = message["id"]
-        if "drop" in message:
+        if not data:
             self._stop_waiting(number)
             if (task := self._tasks.pop(number, None)) is not None:
                 task.cancel()
-        elif "start" in message:
+            return
+        message = json.loads(data)
+        if "start" in message:
             self._tasks[number] = asyncio.ensure_future(self._play(number, **message["start"]))
         elif (waits := self._waiting.pop(number, None)) is not None and not waits.cancelled():
             waits.set_result(message["turn"] if "turn" in message else {"over": message["over"]})
@@ -111,17 +90,18 @@ class _Trajectories:
     async def _play(self, number: int, row: dict[str, Any], tools: Sequence[Tool], prompt: str, seed: int) -> None:
         async def ask(question: dict[str, Any]) -> dict[str, Any]:
             self._waiting[number] = asyncio.get_running_loop().create_future()
-            self._say({"id": number, **question, "reward": ctx.take_reward()})
+            self._pool.send(number, {**question, "reward": ctx.take_reward()})
             return await self._waiting[number]  # without time-out: this process ends with rank 0
 
         def ask_chat(question: dict[str, Any]) -> None:
-            self._say({"id": number, **question, "reward": ctx.take_reward(), "arrived": session.arrived})
+            self._pool.send(number, {**question, "reward": ctx.take_reward(), "arrived": session.arrived})
 
-        session = Session(ask_chat, self._message, self._answer_timeout_s, self._max_bytes)
+        max_bytes, limits = self._setup["max_bytes"], self._setup["sandbox"]
+        session = Session(ask_chat, self._message, self._setup["answer_timeout_s"], max_bytes)
         endpoint = self._server.open(session) if self._server is not None else None
         if endpoint is not None:
             self._sessions[number] = session
-        ctx = Context(ask, row, seed, self._parser, self._limits, endpoint, tools, self._max_bytes)
+        ctx = Context(ask, row, seed, self._parser, limits, endpoint, tools, max_bytes)
         try:
             answer = await self._result(ctx, prompt, session)
         finally:
@@ -130,7 +110,8 @@ class _Trajectories:
                 self._sessions.pop(number, None)
             self._stop_waiting(number)
         self._tasks.pop(number, None)
-        self._say({"id": number, **answer, "reward": ctx.take_reward(), "arrived": session.arrived})
+        end = {"reward": ctx.take_reward(), "arrived": session.arrived, "last": True}
+        self._pool.send(number, {**answer, **end})
 
     async def _result(self, ctx: Context, prompt: str, session: Session) -> dict[str, Any]:
         try:
@@ -144,12 +125,8 @@ class _Trajectories:
                 result = None
             return {"done": score_of(result, ctx), "over": ctx.why_over or session.why_over}
         except (Exception, asyncio.CancelledError) as error:
-            text = "".join(traceback.format_exception(error))
-            if len(text) > MAX_TRACEBACK_CHARS:
-                half = MAX_TRACEBACK_CHARS // 2
-                text = f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"
             line = " ".join(f"{type(error).__name__}: {error}".split())
-            return {"error": line[:MAX_LINE_CHARS], "traceback": text}
+            return {"error": line[:MAX_LINE_CHARS], "traceback": describe(error, MAX_TRACEBACK_CHARS)}
 
     async def _until_ended(self, ctx: Context, prompt: str) -> Any:
         """Returns the program's result; None if it keeps requesting turns after it was told that there are none."""
@@ -181,14 +158,6 @@ class _Trajectories:
             for i, call in enumerate(found.calls)
         ]
         return {"role": "assistant", "content": found.content, "tool_calls": made}
-
-    def _say(self, message: dict[str, Any]) -> None:
-        with self._sending:
-            _send(self._connection, message)
-
-
-def _send(connection: Connection, message: dict[str, Any]) -> None:
-    connection.send_bytes(strict_json.dumps(message, default=str).encode())
 
 
 if __name__ == "__main__":

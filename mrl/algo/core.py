@@ -34,6 +34,7 @@ from mrl.algo.rollout_correction import geometric_means
 from mrl.algo.sequences import Sequences
 from mrl.algo.stats import masked_mean, masked_var
 from mrl.options.losses import POLICY_LOSSES
+from mrl.verl_config import read
 
 __all__ = [
     "AdaptiveKLController", "FixedKLController", "agg_loss", "compute_entropy_loss", "compute_gae_advantage_return",
@@ -124,21 +125,16 @@ def _weights(mask: Tensor, dtype: torch.dtype, mode: str, whole: Mapping[str, An
     return weights[mask], aggregate.token_weights("token-mean", mask, dtype=dtype)[mask]
 
 
-def _read(source: Any, name: str) -> Any:
-    """Returns the value of a config's key; None if the config has no such key."""
-    return source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
-
-
 def _settings(name: str, config: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options of the policy loss by mrl's names, from verl's names in `options` and `config`."""
-    sources = (options, config, _read(config, "policy_loss"))
+    sources = (options, config, read(config, "policy_loss"))
     found: dict[str, Any] = {}
     known: list[str] = []
     for key in POLICY_LOSSES[name].model_fields:
         verl_name = VERL_NAMES.get(key, key)
         names = (verl_name, "clip_ratio") if verl_name in BOUNDS else (verl_name,)
         known += names
-        values = [value for source in sources for each in names if (value := _read(source, each)) is not None]
+        values = [value for source in sources for each in names if (value := read(source, each)) is not None]
         if values:
             found[key] = values[0]
     if unknown := sorted(options.keys() - {*known}):
@@ -163,7 +159,7 @@ def _policy_loss(
     stats.check_same_shape(**dense, response_mask=response_mask)
     mask, kind, settings = response_mask.bool(), POLICY_LOSSES[name], _settings(name, config, options or {})
     sequences = Sequences.of_mask(mask)
-    weights, means = _weights(mask, log_prob.dtype, mode, _read(config, "global_batch_info") or {})
+    weights, means = _weights(mask, log_prob.dtype, mode, read(config, "global_batch_info") or {})
     if rollout_is_weights is not None:
         factors = rollout_is_weights.detach()[mask]
         weights = weights * (geometric_means(factors, sequences) if kind.one_weight_a_response else factors)
@@ -574,7 +570,7 @@ def get_kl_controller(kl_ctrl: Any) -> AdaptiveKLController | FixedKLController:
     Raises:
         ValueError: For an unknown type or a missing or bad key.
     """
-    kind, *numbers = (_read(kl_ctrl, name) for name in ("type", "kl_coef", "target_kl", "horizon"))
+    kind, *numbers = (read(kl_ctrl, name) for name in ("type", "kl_coef", "target_kl", "horizon"))
     needed = {"fixed": 1, "adaptive": 3}.get(kind, 0)
     if not needed or None in numbers[:needed]:
         raise ValueError(f"{kl_ctrl!r} needs type fixed or adaptive, kl_coef, and for adaptive target_kl and horizon")
@@ -663,7 +659,7 @@ def compute_grpo_passk_outcome_advantage(
     As in verl, norm_adv_by_std_in_grpo of `config` takes precedence over the argument. Arguments, results and errors
     are those of `compute_grpo_outcome_advantage`; a group of one is a ValueError.
     """
-    by_std = _read(config, "norm_adv_by_std_in_grpo")
+    by_std = read(config, "norm_adv_by_std_in_grpo")
     options = {"norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo if by_std is None else by_std, "epsilon": epsilon}
     return _advantages(group_advantages.grpo_passk, token_level_rewards, response_mask, index, **options)
 
@@ -743,7 +739,7 @@ def compute_reinforce_plus_plus_outcome_advantage(
     Raises:
         ValueError: For shapes that do not fit.
     """
-    discount = _read(config, "gamma") if gamma is None else gamma
+    discount = read(config, "gamma") if gamma is None else gamma
     discount = 1.0 if discount is None else float(discount)
     return _advantages("reinforce_plus_plus", token_level_rewards, response_mask, gamma=discount)
 

@@ -14,7 +14,7 @@ from mrl.config.sections.diffusion import ImageRewardConfig
 from mrl.diffusion.conditioning import PromptRow
 from mrl.parallel import CollectiveErrorCheck
 from mrl.parallel.error_check import by_reason
-from mrl.reward.errors import RewardError
+from mrl.reward.errors import RewardError, SampleError
 from mrl.reward.plan import Component, component_name
 from mrl.reward.pool import FunctionPool, PoolSetup
 from mrl.reward.score_requests import Outcome, ScoreRequest
@@ -37,16 +37,16 @@ class ImageRewards:
 
     def __init__(self, cfg: ImageRewardConfig) -> None:
         self._component, self._source = _source(cfg)
-        self._running: dict[int, Future[Outcome]] = {}
+        self._running: dict[int, Future[list[Outcome | SampleError]]] = {}  # by the first sample
 
     def submit(self, ids: range, images: Tensor, prompts: Sequence[PromptRow], step: int) -> None:
         """Submits images [n, C, H, W] in 0..1, samples `ids` of the step, for scoring."""
         levels = (images * 255).round().byte().numpy()
-        for i, image, prompt in zip(ids, levels, prompts, strict=True):
-            call = ScoreRequest(prompt.text, "", prompt.row, image=image)
-            label = f"step {step + 1}, sample {i} (prompt {prompt.text!r})"
-            self._running[i] = self._source.submit(self._component, call, label)
-        self._source.flush(self._component, [self._running[i] for i in ids])
+        calls = [
+            ScoreRequest(each.text, "", each.row, image=image) for image, each in zip(levels, prompts, strict=True)
+        ]
+        labels = [f"step {step + 1}, sample {i} (prompt {each.text!r})" for i, each in zip(ids, prompts, strict=True)]
+        self._running[ids.start] = self._source.submit(self._component, calls, labels)
 
     def collect(self) -> list[Outcome]:
         """Returns the outcomes of all samples submitted since the last call, in sample order.
@@ -54,7 +54,12 @@ class ImageRewards:
         Raises SampleError, which names the sample, if a call failed, timed out, or returned no finite score.
         """
         running, self._running = self._running, {}
-        return [running[i].result() for i in sorted(running)]
+        outcomes: list[Outcome] = []
+        for outcome in (each for first in sorted(running) for each in running[first].result()):
+            if isinstance(outcome, SampleError):
+                raise outcome
+            outcomes.append(outcome)
+        return outcomes
 
     def close(self) -> None:
         """Stops workers and connections; safe to call twice."""

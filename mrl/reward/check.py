@@ -12,10 +12,10 @@ from mrl.reward.loading import answer_problem
 from mrl.reward.manager import pool_setup, prompt_text
 from mrl.reward.plan import Component, Mix, ScoringPlan, make_plan
 from mrl.reward.pool import FunctionPool
-from mrl.reward.process import STARTUP_TIMEOUT_S
 from mrl.reward.sandbox.isolate import readable_through
 from mrl.reward.score_requests import ScoreRequest
 from mrl.reward.server_api import unserializable_value
+from mrl.workers.process import STARTUP_TIMEOUT_S
 
 if TYPE_CHECKING:
     from mrl.config.schema import DataConfig, RewardConfig
@@ -115,12 +115,9 @@ def _try_out(pool: FunctionPool, component: Component, trial: TrialRow, data: Da
     answer = trial.row.get(data.answer_key)
     response = answer if isinstance(answer, str) else ""
     call = ScoreRequest(prompt_text(trial.row.get(data.prompt_key, "")), response, trial.row, pictures=trial.pictures)
-    future = pool.submit(component, call, f"{trial.where}, with the response {response[:40]!r},")
-    pool.flush(component, [future])
+    running = pool.submit(component, [call], [f"{trial.where}, with the response {response[:40]!r},"])
     try:
-        future.result(pool.setup.timeout_s + STARTUP_TIMEOUT_S)
-    except SampleError as error:
-        return f"reward.{component.where}: {error}"
+        [outcome] = running.result(pool.setup.timeout_s + STARTUP_TIMEOUT_S)
     except TimeoutError:
         return f"reward.{component.where}: no score of {trial.where} within {pool.setup.timeout_s:g} s"
-    return None
+    return f"reward.{component.where}: {outcome}" if isinstance(outcome, SampleError) else None

@@ -27,7 +27,8 @@ def brightness(images: np.ndarray, prompts: list[str], rows: list[dict[str, Any]
 
 def jpeg_incompressibility(images: np.ndarray, prompts: list[str], rows: list[dict[str, Any]]) -> list[float]:
     """Returns the size of each image as a JPEG of quality 95, [n] in kilobytes of 1000 bytes (arXiv 2305.13301)."""
-    return [_jpeg_bytes(image) / 1000 for image in images]
+    files = (encode_image((image * 255).round().astype("uint8"), "JPEG", quality=JPEG_QUALITY) for image in images)
+    return [len(file) / 1000 for file in files]
 
 
 def jpeg_compressibility(images: np.ndarray, prompts: list[str], rows: list[dict[str, Any]]) -> list[float]:
@@ -65,10 +66,6 @@ def _stacked(calls: Sequence[ScoreRequest]) -> np.ndarray:
     import numpy as np
 
     return np.stack([call.image for call in calls if call.image is not None]).astype(np.float32) / 255
-
-
-def _jpeg_bytes(image: np.ndarray) -> int:
-    return len(encode_image((image * 255).round().astype("uint8"), "JPEG", quality=JPEG_QUALITY))
 
 
 def encode_image(levels: np.ndarray, kind: str, **settings: Any) -> bytes:

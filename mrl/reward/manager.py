@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, as_completed
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mrl.reward.errors import NoVerdict, RewardError, SampleError
-from mrl.reward.model import RewardModelSource, ScoreSamples
 from mrl.reward.plan import MODEL, Component, ScoringPlan, make_plan
 from mrl.reward.pool import FunctionPool, PoolSetup
 from mrl.reward.score_requests import Outcome, ScoreRequest
@@ -20,14 +21,24 @@ if TYPE_CHECKING:
     from mrl.core import Sample
 
 PROMPT_HEAD_CHARS = 80
+ScoreSamples = Callable[["Sequence[Sample]"], Sequence[float]]
 
 
 class ScoreSource(Protocol):
-    """Scorer of some components' samples. `flush`: the samples of these futures form one batch, which is complete."""
+    """Scorer of some components' samples, in processes or on servers."""
 
-    def submit(self, component: Component, call: ScoreRequest, label: str) -> Future[Outcome]: ...
+    def submit(
+        self, component: Component, calls: Sequence[ScoreRequest], labels: Sequence[str]
+    ) -> Future[list[Outcome | SampleError]]: ...
 
-    def flush(self, component: Component, futures: Collection[Future[Outcome]]) -> None: ...
+
+@dataclass(frozen=True)
+class _Call:
+    """A component's score of one sample."""
+
+    request: ScoreRequest
+    label: str
+    outcome: Future[Outcome] = field(default_factory=Future)
 
 
 class RewardManager:
@@ -55,7 +66,14 @@ class RewardManager:
         self.prompt_key, self.data_source_key = prompt_key, data_source_key
         self.failures = 0
         self.on_scored: Callable[[object], None] = lambda future: None  # after each call, in any thread
+        self._score_model: ScoreSamples | None = None
         self._running: dict[Sample, dict[str, Future[Outcome]]] = {}
+        self._lock = threading.Lock()  # guards the next one
+        # calls of batch functions and the model, until `collect`; the model is the last, as it blocks
+        waiting = sorted(
+            (c.name for c in self.plan.components.values() if c.kind in ("batch", "model")), key=MODEL.__eq__
+        )
+        self._waiting: dict[str, list[_Call]] = {name: [] for name in waiting}
         with ExitStack() as stack:
             self._sources: dict[str, ScoreSource] = _open_sources(
                 cfg, self.plan, answer_key, max_response_tokens, stack
@@ -64,32 +82,40 @@ class RewardManager:
 
     def submit(self, sample: Sample) -> None:
         """Starts scoring `sample` (its response_text must be set). Raises RewardError if its row does not name its
-        scorers.
+        scorers, or cannot be sent to a worker.
         """
-        call, label = self._call(sample)
-        self._running[sample] = {
-            name: self._sources[name].submit(self.plan.components[name], call, label)
-            for name in self._mix(sample, label)
-        }
-        for future in self._running[sample].values():
-            future.add_done_callback(self.on_scored)
+        request, label = self._request(sample)
+        running: dict[str, Future[Outcome]] = {}
+        for name in self._mix(sample, label):
+            call = _Call(request, label)
+            call.outcome.add_done_callback(self.on_scored)
+            running[name] = call.outcome
+            if name in self._waiting:
+                with self._lock:
+                    self._waiting[name].append(call)
+            else:
+                self._start(self.plan.components[name], [call])
+        self._running[sample] = running
 
     def collect(self, samples: Sequence[Sample]) -> None:
         """Waits for `samples` and fills score, score_parts and reward_error; submits samples that are not submitted
-        yet.
+        yet. A batch function and the reward model are called once, with these samples.
 
         Bounded: every call has its time-out. If `on_error` is "stop", raises RewardError at the first failure except
-        NoVerdict; the other samples' results are then dropped.
+        NoVerdict; the other samples' results are then dropped. Raises the model's errors.
         """
         for sample in samples:
             if sample not in self._running:
                 self.submit(sample)
-        for component in sorted(self.plan.components.values(), key=lambda c: c.kind == "model"):  # a model blocks
-            running = [self._running[sample] for sample in samples]
-            futures = [each[component.name] for each in running if component.name in each]
-            self._sources[component.name].flush(component, futures)
+        futures = [future for sample in samples for future in self._running[sample].values()]
+        mine = set(map(id, futures))
         try:
-            futures = [future for sample in samples for future in self._running[sample].values()]
+            for name in self._waiting:
+                with self._lock:
+                    waiting = self._waiting[name]
+                    self._waiting[name] = [call for call in waiting if id(call.outcome) not in mine]
+                if calls := [call for call in waiting if id(call.outcome) in mine]:
+                    self._start(self.plan.components[name], calls)
             if self.cfg.on_error == "stop":
                 for future in as_completed(futures):
                     error = future.exception()
@@ -101,18 +127,36 @@ class RewardManager:
             for sample in samples:
                 self._running.pop(sample, None)
 
+    def _start(self, component: Component, calls: Sequence[_Call]) -> None:
+        """Calls a component's scorer once."""
+        requests, labels = [call.request for call in calls], [call.label for call in calls]
+        if component.kind == "model":
+            _settle(calls, self._scores(requests, labels))
+            return
+        found = self._sources[component.name].submit(component, requests, labels)
+        found.add_done_callback(lambda found: _settle(calls, found.exception() or found.result()))
+
+    def _scores(self, requests: Sequence[ScoreRequest], labels: Sequence[str]) -> list[Outcome | SampleError]:
+        if self._score_model is None:
+            raise RewardError("the reward model is not loaded yet")
+        scores = self._score_model([request.sample for request in requests if request.sample is not None])
+        return [
+            Outcome(score)
+            if math.isfinite(score)
+            else SampleError(f"reward model on {label}: the score must be finite, got {score}")
+            for label, score in zip(labels, scores, strict=True)
+        ]
+
     def discard(self, samples: Sequence[Sample]) -> None:
         """Forgets the scores of samples that nobody will collect."""
         for sample in samples:
             self._running.pop(sample, None)
 
     def use_model(self, score: ScoreSamples) -> None:
-        """Sets the function that runs the reward model, if the configuration has one; call before the first
-        `collect`.
+        """Sets the function that runs the reward model on the trainer's ranks, if the configuration has one; call
+        before the first `collect`.
         """
-        for source in self._sources.values():
-            if isinstance(source, RewardModelSource):
-                source.score = score
+        self._score_model = score
 
     def close(self) -> None:
         """Ends workers and connections; safe to call twice. A caller that waits in `collect` gets a RewardError."""
@@ -134,7 +178,11 @@ class RewardManager:
                 sample.reward_error = sample.reward_error or str(error)
                 continue
             sample.score += weights[name] * outcome.score
-            sample.score_parts |= _parts(name, outcome) if len(self.plan.components) > 1 else outcome.parts
+            if len(self.plan.components) > 1:
+                parts = {f"{name}/{part}": value for part, value in outcome.parts.items()}
+                sample.score_parts |= {name: outcome.score, **parts}
+            else:
+                sample.score_parts |= outcome.parts
         if self.cfg.truncated_score is not None and sample.finish_reason == "length":
             sample.score = self.cfg.truncated_score
         if sample.reward_error:
@@ -149,7 +197,7 @@ class RewardManager:
         except RewardError as error:
             raise RewardError(f"{label}: its row {error}") from None
 
-    def _call(self, sample: Sample) -> tuple[ScoreRequest, str]:
+    def _request(self, sample: Sample) -> tuple[ScoreRequest, str]:
         request = sample.request
         row = request.prompt.row
         label = f"sample {request.sample_id} (row {request.prompt.index})"
@@ -160,8 +208,16 @@ class RewardManager:
         if sample.messages:
             row = {**row, "messages": sample.messages, "environment": sample.environment}
         pictures = request.prompt.pictures if self.cfg.pictures else None
-        call = ScoreRequest(prompt, sample.response_text, row, sample.num_generated_tokens, sample, pictures=pictures)
-        return call, label
+        tokens = sample.num_generated_tokens
+        return ScoreRequest(prompt, sample.response_text, row, tokens, sample, pictures=pictures), label
+
+
+def _settle(calls: Sequence[_Call], found: BaseException | Sequence[Outcome | SampleError]) -> None:
+    for call, outcome in zip(calls, [found] * len(calls) if isinstance(found, BaseException) else found, strict=True):
+        if isinstance(outcome, Outcome):
+            call.outcome.set_result(outcome)
+        else:
+            call.outcome.set_exception(outcome)
 
 
 def longest_call_s(cfg: RewardConfig) -> float:
@@ -188,8 +244,6 @@ def _open_sources(
     for name in (component.spec for component in plan.components.values() if component.kind == "server"):
         sources[name] = client = ServerClient(name, cfg.servers[name])
         stack.callback(client.close)
-    if MODEL in plan.components:
-        sources[MODEL] = RewardModelSource()
     return sources
 
 
@@ -212,10 +266,6 @@ def _settings(cfg: RewardConfig, max_response_tokens: int) -> dict[str, dict[str
     if cfg.overlong is not None:
         found["overlong"] = {**cfg.overlong.model_dump(), "max_tokens": max_response_tokens}
     return found
-
-
-def _parts(name: str, outcome: Outcome) -> dict[str, float]:
-    return {name: outcome.score, **{f"{name}/{part}": value for part, value in outcome.parts.items()}}
 
 
 def prompt_text(prompt: object) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import threading
-from collections.abc import Collection, Sequence
+from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,8 +16,9 @@ import httpx
 
 from mrl.reward.errors import RewardError, SampleError
 from mrl.reward.plan import Component
-from mrl.reward.score_requests import Outcome, PendingScores, ScoreRequest, set_outcome
+from mrl.reward.score_requests import Outcome, ScoreRequest
 from mrl.reward.server_api import APIS, BadResponse, head, known_defect, read_answer
+from mrl.workers.event_loop import EventLoopThread
 
 if TYPE_CHECKING:
     from mrl.config.schema import ServerConfig
@@ -26,18 +27,19 @@ log = logging.getLogger(__name__)
 
 RETRIED = (408, 429, *range(500, 600))
 MAX_ERROR_BYTES = 2000
-CLOSE_TIMEOUT_S = 10.0
 
 
 class _Retryable(Exception):
     """Failure that a retry may fix."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _QueuedSample:
+    """text: of the request; answers: of the batch that it is sent in, at `place`"""
+
     text: str
-    label: str
-    future: Future[Outcome]
+    answers: asyncio.Task[list[Outcome | str]] | None = None
+    place: int = 0
 
 
 class ServerClient:
@@ -55,57 +57,25 @@ class ServerClient:
         parts = urlsplit(self.url)
         shown = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()  # no password in messages
         self._who = f"reward server {name!r} ({shown})"
-        self._pending = PendingScores()
-        self._loop = asyncio.new_event_loop()
-        self._queue: asyncio.Queue[_QueuedSample] = asyncio.Queue()
-        self._main = self._loop.create_task(self._serve())
-        self._thread = threading.Thread(target=self._run, name=f"reward-server-{name}", daemon=True)
-        self._thread.start()
+        self._waiting: deque[_QueuedSample] = deque()
+        self._connections = asyncio.Semaphore(cfg.connections)
+        # trust_env=False: a proxy set for the internet must not see the samples
+        self._http = httpx.AsyncClient(timeout=None, follow_redirects=False, trust_env=False)
+        self._loop = EventLoopThread(f"reward-server-{name}", RewardError("the reward client is closed"))
+        self._loop.submit(self._serve())
+        self.close = self._loop.close
 
-    def submit(self, component: Component, call: ScoreRequest, label: str) -> Future[Outcome]:
-        """Queues a sample; a sample that JSON cannot represent fails at once."""
-        future = self._pending.new()
-        try:
-            item = _QueuedSample(self.api.item(call), label, future)
-        except (TypeError, ValueError, RecursionError) as error:
-            set_outcome(future, SampleError(f"{label}: its row cannot be sent to a reward server: {error}"))
-        else:
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
-        return future
-
-    def flush(self, component: Component, futures: Collection[Future[Outcome]]) -> None:
-        """Does nothing: calls do not wait for full batches."""
-
-    def close(self) -> None:
-        """Ends the client; safe to call twice."""
-        if self._pending.ended is None:
-            self._pending.end(RewardError("the reward client is closed"))
-            self._loop.call_soon_threadsafe(self._main.cancel)
-            self._thread.join(CLOSE_TIMEOUT_S)
-            if self._thread.is_alive():
-                log.warning("%s: calls in flight did not end within %.0f s", self._who, CLOSE_TIMEOUT_S)
-
-    def _run(self) -> None:
-        try:
-            self._loop.run_until_complete(self._main)
-        except asyncio.CancelledError:
-            pass  # closed
-        except Exception as error:
-            self._pending.end(RewardError(f"{self._who} failed: {type(error).__name__}: {error}"))
-            raise
-        finally:
-            self._loop.close()
+    def submit(
+        self, component: Component, calls: Sequence[ScoreRequest], labels: Sequence[str]
+    ) -> Future[list[Outcome | SampleError]]:
+        """Starts scoring samples, from any thread; a sample that JSON cannot represent fails at once."""
+        return self._loop.submit(self._score_all(calls, labels))
 
     async def _serve(self) -> None:
-        # trust_env=False: a proxy set for the internet must not see the samples
-        async with (
-            httpx.AsyncClient(timeout=None, follow_redirects=False, trust_env=False) as self._http,
-            asyncio.TaskGroup() as tasks,
-        ):
-            for _ in range(self.cfg.connections):
-                tasks.create_task(self._connection())
+        async with self._http:
             if self.cfg.api == "sglang":
                 await self._look_at_the_model()
+            await asyncio.Event().wait()  # until it is closed
 
     async def _look_at_the_model(self) -> None:
         """Warns of scores that cannot be right. A server that does not describe its model is accepted."""
@@ -118,37 +88,43 @@ class ServerClient:
         if problem:
             log.warning("%s %s", self._who, problem)
 
-    async def _connection(self) -> None:
-        while True:
-            items = [await self._queue.get()]
-            while len(items) < self.cfg.batch_size and not self._queue.empty():
-                items.append(self._queue.get_nowait())
-            await self._score(items)
+    async def _score_all(self, calls: Sequence[ScoreRequest], labels: Sequence[str]) -> list[Outcome | SampleError]:
+        return await asyncio.gather(*map(self._score, calls, labels))
 
-    async def _score(self, items: Sequence[_QueuedSample]) -> None:
-        """Settles every item."""
-        for item, result in zip(items, await self._results(items), strict=True):
-            if isinstance(result, str):
-                set_outcome(item.future, SampleError(f"{self._who} on {item.label}: {result}"))
-            else:
-                set_outcome(item.future, result)
+    async def _score(self, call: ScoreRequest, label: str) -> Outcome | SampleError:
+        """Waits for a connection, and sends the samples that wait then, unless another one has sent this one."""
+        try:
+            sample = _QueuedSample(self.api.item(call))
+        except (TypeError, ValueError, RecursionError) as error:
+            return SampleError(f"{label}: its row cannot be sent to a reward server: {error}")
+        self._waiting.append(sample)
+        async with self._connections:
+            if sample.answers is None:
+                batch = [self._waiting.popleft() for _ in range(min(self.cfg.batch_size, len(self._waiting)))]
+                answers = asyncio.create_task(self._answers([each.text for each in batch]))
+                for place, each in enumerate(batch):
+                    each.answers, each.place = answers, place
+                await answers
+        assert sample.answers is not None  # the first that wait are sent first
+        result = (await sample.answers)[sample.place]
+        return SampleError(f"{self._who} on {label}: {result}") if isinstance(result, str) else result
 
-    async def _results(self, items: Sequence[_QueuedSample]) -> list[Outcome | str]:
-        """Returns the outcome of each item, or the reason why it has none."""
-        body, attempt = self.api.body([item.text for item in items]), 0
+    async def _answers(self, texts: Sequence[str]) -> list[Outcome | str]:
+        """Returns the outcome of each sample, or the reason why it has none."""
+        body, attempt = self.api.body(texts), 0
         while True:
             attempt += 1
             try:
                 async with asyncio.timeout(self.cfg.timeout_s):
-                    return read_answer(self.api, await self._post(body), len(items))
+                    return read_answer(self.api, await self._post(body), len(texts))
             except BadResponse as error:
-                return [str(error)] * len(items)
+                return [str(error)] * len(texts)
             except _Retryable as error:
                 problem = str(error)
             except TimeoutError:
                 problem = f"no response within {self.cfg.timeout_s:g} s (timeout_s)"
             if attempt > self.cfg.retries:
-                return [f"{problem}; attempts: {attempt}"] * len(items)
+                return [f"{problem}; attempts: {attempt}"] * len(texts)
             await asyncio.sleep(self.cfg.backoff_s * 2 ** (attempt - 1))
 
     async def _post(self, body: str) -> bytes:

@@ -24,6 +24,7 @@ from mrl import user_functions
 from mrl.reward import loading, shaping
 from mrl.reward.errors import RewardError
 from mrl.reward.score_requests import ScoreRequest
+from mrl.verl_config import read
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -161,15 +162,15 @@ class DAPORewardManager(NaiveRewardManager):
     ) -> None:
         super().__init__(tokenizer, num_examine, compute_score, reward_fn_key)
         self.overlong: dict[str, Any] = {}
-        if _read(overlong_buffer_cfg, "enable"):
-            buffer = _read(overlong_buffer_cfg, "len")
+        if read(overlong_buffer_cfg, "enable"):
+            buffer = read(overlong_buffer_cfg, "len")
             if max_resp_len is None or buffer is None or not 0 < buffer <= max_resp_len:
                 raise ValueError(f"overlong_buffer_cfg needs 0 < len <= max_resp_len, got {buffer} and {max_resp_len}")
-            factor = _read(overlong_buffer_cfg, "penalty_factor")
+            factor = read(overlong_buffer_cfg, "penalty_factor")
             if factor is None:
                 raise ValueError("overlong_buffer_cfg.enable needs penalty_factor; DAPO takes 1.0")
             self.overlong = {"max_tokens": max_resp_len, "buffer_tokens": buffer, "penalty_factor": factor}
-        self.logs_overlong = bool(_read(overlong_buffer_cfg, "log"))
+        self.logs_overlong = bool(read(overlong_buffer_cfg, "log"))
 
     def _score(self, data: Mapping[str, Any]) -> dict[str, Any]:
         found = super()._score(data)
@@ -204,16 +205,16 @@ def load_reward_manager(config: Any, tokenizer: Any, num_examine: int, **reward_
         RewardError: For another manager: `batch`, remote servers and reward models are in `mrl.reward.manager`.
         mrl.user_functions.FunctionError: If the custom function cannot be loaded.
     """
-    name = _read(config, "reward_model", "reward_manager") or "naive"
+    name = read(config, "reward_model", "reward_manager") or "naive"
     if name not in MANAGERS:
         raise RewardError(f"reward_model.reward_manager: {name!r} is none of {', '.join(MANAGERS)}")
-    compute_score, custom = None, _read(config, "custom_reward_function")
-    if path := _read(custom, "path"):
-        more = dict(_read(custom, "reward_kwargs") or {})
+    compute_score, custom = None, read(config, "custom_reward_function")
+    if path := read(custom, "path"):
+        more = dict(read(custom, "reward_kwargs") or {})
         named = dict.fromkeys(("data_source", "solution_str", "ground_truth", "extra_info")) | more
-        spec, signature = f"{path}:{_read(custom, 'name') or 'compute_score'}", f"({', '.join(named)})"
+        spec, signature = f"{path}:{read(custom, 'name') or 'compute_score'}", f"({', '.join(named)})"
         compute_score = partial(user_functions.load(spec, "custom_reward_function", (), signature, named), **more)
-    key = _read(config, "data", "reward_fn_key") or "data_source"
+    key = read(config, "data", "reward_fn_key") or "data_source"
     return MANAGERS[name](tokenizer, num_examine, compute_score, key, **reward_kwargs)
 
 
@@ -230,10 +231,3 @@ def compute_reward(data: Mapping[str, Any], reward_fn: Callable[..., Any]) -> tu
     """
     found = reward_fn(data, return_dict=True)
     return found["reward_tensor"], found.get("reward_extra_info", {})
-
-
-def _read(config: Any, *keys: str) -> Any:
-    """Returns a nested value of objects or mappings; None if there is none."""
-    for key in keys:
-        config = config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
-    return config

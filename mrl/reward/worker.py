@@ -1,58 +1,39 @@
-"""Reward worker: `python -m mrl.reward.worker FD PARENT_PID`, started by `mrl.reward.process`.
+"""Reward worker: `python -m mrl.reward.worker FD PARENT_PID`, started by `mrl.workers`.
 
-On the socket FD it receives a pickled setup (sys_path, components, answer_key, settings, pictures) and sends {"ready":
-true} or {"load_error": text}. It then receives lists of jobs, each a pickled (component's name, calls), and answers
-each at once with one JSON object, in order: {"results": [{"score", "parts"} or {"error"}, one a call]}, or {"error":
-text, "no_verdict": bool}. It exits when the other side closes, and the kernel kills it when the thread that started it
-ends.
+Each message is a pickled (component's name, calls), and is answered by {"results": [{"score", "parts"} or {"error"},
+one a call]}, or {"error": text, "no_verdict": bool}.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import pickle
-import sys
-import traceback
-from collections.abc import Callable
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from mrl.forks import die_with_parent
 from mrl.reward.errors import NoVerdict, RewardError
 from mrl.reward.images import load_images
 from mrl.reward.loading import Settings, check_result, check_results, load, load_batch
 from mrl.reward.plan import Component
 from mrl.reward.score_requests import ScoreRequest
+from mrl.workers.child import PoolConnection, describe
 
 BatchFunction = Callable[[list[ScoreRequest]], list[Any]]
+Functions = dict[str, BatchFunction]
 MAX_TRACEBACK_CHARS = 8000
 
 
 def main() -> None:
-    fd, parent = int(sys.argv[1]), int(sys.argv[2])
-    die_with_parent()
-    if os.getppid() != parent:
-        os._exit(1)
-    connection = Connection(fd)
-    try:
-        setup = connection.recv()
-        sys.path[:] = setup["sys_path"]
-        try:
-            known = setup["answer_key"], setup["settings"], setup["pictures"]
-            functions = {c.name: _load(c, *known) for c in setup["components"]}
-        except RewardError as error:
-            _send(connection, {"load_error": str(error)})
-            return
-        _send(connection, {"ready": True})
-        while True:
-            for payload in connection.recv():
-                _send(connection, _score(functions, payload))
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        return  # the pool is gone
+    pool = PoolConnection()
+    functions = pool.load(lambda setup: _load(**setup), RewardError)
+    for number, payload in pool.messages():
+        pool.send(number, {**_score(functions, payload), "last": True})
 
 
-def _load(component: Component, answer_key: str, settings: Settings, pictures: bool) -> BatchFunction:
+def _load(components: Sequence[Component], settings: Settings, answer_key: str, pictures: bool) -> Functions:
+    return {each.name: _function(each, settings, answer_key, pictures) for each in components}
+
+
+def _function(component: Component, settings: Settings, answer_key: str, pictures: bool) -> BatchFunction:
     """Returns a component's function as a function of a list of calls."""
     if component.kind in ("batch", "images"):
         if component.kind == "images":
@@ -64,12 +45,14 @@ def _load(component: Component, answer_key: str, settings: Settings, pictures: b
     return lambda calls: [single(call) for call in calls]
 
 
-def _score(functions: dict[str, BatchFunction], payload: bytes) -> dict[str, Any]:
+def _score(functions: Functions, payload: bytes) -> dict[str, Any]:
     try:
         name, calls = pickle.loads(payload)
         results = functions[name](calls)
     except BaseException as error:  # noqa: BLE001 - a user's sys.exit() must not end the worker; it is reported
-        return {"error": _describe(error), "no_verdict": isinstance(error, NoVerdict)}
+        inner = error.__traceback__ and error.__traceback__.tb_next  # without this file's own frame
+        text = describe(error.with_traceback(inner), MAX_TRACEBACK_CHARS)
+        return {"error": text, "no_verdict": isinstance(error, NoVerdict)}
     return {"results": [_checked(result) for result in results]}
 
 
@@ -79,17 +62,6 @@ def _checked(result: object) -> dict[str, Any]:
     except (TypeError, ValueError) as error:
         return {"error": f"{type(error).__name__}: {error}"}
     return {"score": outcome.score, "parts": outcome.parts}
-
-
-def _describe(error: BaseException) -> str:
-    """Returns the traceback below this file's own frame."""
-    inner = error.__traceback__.tb_next if error.__traceback__ else None
-    text = "".join(traceback.format_exception(type(error), error, inner))
-    return text if len(text) <= MAX_TRACEBACK_CHARS else "...\n" + text[-MAX_TRACEBACK_CHARS:]
-
-
-def _send(connection: Connection, message: dict[str, Any]) -> None:
-    connection.send_bytes(json.dumps(message).encode())
 
 
 if __name__ == "__main__":

@@ -32,8 +32,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *("core", "families", "config", "forks", "files", "gloo_loop", "imports", "kernels.native", "packages"),
         *("ports", "stopping"),
     ),
-    "worker_process": (),
-    "reward": ("core", "config", "foreign", "forks", "user_functions", "worker_process"),
+    "workers": ("forks", "strict_json"),
+    "reward": ("core", "config", "foreign", "user_functions", "verl_config", "workers"),
     "agents": (
         "core",
         "config",
@@ -41,10 +41,10 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "reward.sandbox",
         "rollout.routed",
         "rollout.seeds",
-        *("strict_json", "user_functions", "worker_process"),
+        *("strict_json", "user_functions", "workers"),
     ),
     "sampling": ("core", "config", "observe", "reward", "rollout"),
-    "algo": ("kernels", "options", "stopping", "user_functions"),
+    "algo": ("kernels", "options", "stopping", "user_functions", "verl_config"),
     "data": ("core", "units", "families", "config", "foreign", "strict_json"),
     "weights": (
         *("core", "families", "config", "platform", "parallel", "kernels", "models", *ON_DISK),
@@ -93,6 +93,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "redaction": (),
     "stopping": (),
     "user_functions": ("stopping",),
+    "verl_config": (),
     "launcher": (
         *("forks", "terminal", "failure", "files", "imports", "packages", "ports", "redaction"),
         *("resilience.protocol", "resilience.rank", "resilience.preemption"),
@@ -180,7 +181,9 @@ INSIDE: dict[str, dict[str, tuple[str, ...]]] = {
     "trainers": {"shared": (), "*": ("shared",)},  # no trainer imports another
 }
 ANYTHING = ("api", "cli", "commands", "__main__", "__init__")
-WITHOUT_MEGATRON = ("options", "algo", "reward", "rollout", "data", "config", "observe", "kernels", "core", "units")
+WITHOUT_MEGATRON = (
+    *("options", "algo", "reward", "rollout", "data", "config", "observe", "kernels", "core", "units", "workers"),
+)
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

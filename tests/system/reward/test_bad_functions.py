@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mrl.reward import pool, process
+from mrl.workers import pool, process
 from tests.conftest import TinyModels
 from tests.helpers.bad_inputs import FUNCTIONS, BadInput
 from tests.helpers.refused import refusal, write_run

@@ -152,7 +152,7 @@ def test_later_turns_of_an_agent_are_told_what_its_row_says(tmp_path: Path, monk
         "batch": {"prompts_per_step": 1}, "agent": {"rollout": "a.py:A", "max_tokens": 2048},
         "rollout": {"sampling": {"stop_token_ids": (end,)}},
     })  # fmt: skip
-    monkeypatch.setattr("mrl.agents.runner.AgentWorkerPool", lambda *parts: None)
+    monkeypatch.setattr("mrl.agents.runner.WorkerPool", lambda *parts, **more: None)
     assert cfg.agent is not None
     agents = main_parts.make_agents(cfg, cfg.agent, tokenizer)
     row = {"prompt": "1+1?", "system": "be brief", "chat_template_kwargs": {"mood": "calm"}}
