@@ -168,7 +168,7 @@ def test_an_engine_beside_other_weights_is_found_out(engine: Engine, model: Path
 
 
 IN_FLIGHT = (
-    *("rollout.max_staleness=1", "rollout.interrupt=at_sync", "rollout.sampling.max_new_tokens=48"),
+    *("rollout.max_staleness=1", "rollout.interrupt=at_sync", "rollout.sampling.max_new_tokens=20"),
     "algorithm.rollout_correction={rollout_is: token}",
 )
 
