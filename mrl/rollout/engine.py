@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import closing
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import closing, contextmanager
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -258,19 +258,23 @@ class Engine:
             text = "not asked: the memory of its weights is given up; take it back before the push"
             raise EngineError(url, BEGIN_UPDATE.name, None, text)
 
-    def is_pushing(self, version: str) -> None:
-        """To be called before each push: samples that are under way may come back with this version as soon as the
-        engines go on."""
+    @contextmanager
+    def pushing(self, version: str) -> Iterator[None]:
+        """Context around each weight sync of all servers: time-outs of requests leave it out, and samples may have this
+        version as soon as the engines go on."""
         self.versions.add(version)
         self.pool.stall.begin("all servers")
+        try:
+            yield
+        finally:
+            self.pool.stall.end("all servers")
 
     def has_pushed(self, version: str, adapter: str | None = None) -> None:
-        """To be called after each push of weights to all servers: from now on samples of others are refused.
+        """To be called at the end of each push of weights to all servers: from now on samples of others are refused.
 
         adapter: the name of what was pushed, where it is not the whole model
         """
         self.weight_version, self.adapter = version, adapter
-        self.pool.stall.end("all servers")
         self.pool.welcome()
         for server in self.pool.servers:
             server.has_weights = True

@@ -10,7 +10,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -218,8 +218,9 @@ def test_a_time_out_does_not_count_the_time_of_a_weight_sync(stub_engine: Callab
 
     _, engine = stub_engine(reply, request_timeout_s=0.5)
     engine.wait_ready()
-    engine.is_pushing("0")
-    threading.Timer(1.0, lambda: engine.has_pushed("0")).start()
+    sync = ExitStack()
+    sync.enter_context(engine.pushing("0"))
+    threading.Timer(1.0, sync.close).start()
     assert [sample.response_ids.tolist() for sample in engine.generate(requests([(1, 2)] * 3), LONG)] == [[4]] * 3
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import ExitStack
 from typing import Any
 
@@ -15,7 +16,7 @@ from mrl.rollout import request_dispatcher
 from mrl.rollout.access import Access
 from mrl.rollout.engine import Engine
 from mrl.rollout.engine_pool import Checked, EnginePool
-from mrl.rollout.errors import RolloutError
+from mrl.rollout.errors import EngineError, RolloutError
 from mrl.rollout.request_dispatcher import by_prompt
 from mrl.rollout.server import Server
 from mrl.rollout.serving import Server as HttpServer
@@ -86,6 +87,10 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         yield make
 
 
+async def one_sample(engine: Engine, request: Request) -> Sample:
+    return await engine.dispatcher.generate(request, engine.generation(SAMPLING))
+
+
 def requests(count: int) -> list[Request]:
     return [Request(i, i, Prompt(i, (1, 2), {}), i) for i in range(count)]
 
@@ -108,6 +113,33 @@ def test_engines_go_on_while_a_restarted_one_receives_its_weights(start: Start) 
     assert thread is threading.current_thread() and len(notes) == 1
     assert sum(began < when < ended for when in other.answered) > 10
     assert (hangs.restarts, other.restarts, engine.restarts.made) == (1, 0, 1)
+
+
+def test_requests_wait_for_a_weight_sync_of_all_engines(start: Start) -> None:
+    """For six times as long as a request may take, as 60 s are of 10 s. Engines are paused, so none answers."""
+    resumed = threading.Event()
+    engine, processes = start(resumed.wait, resumed.wait, timeout_s=1.0)
+    engine.restarts.allow(lambda note: None, lambda url: None)
+    asked = requests(500)
+    with engine.pushing("1"):
+        drawn = [engine.dispatcher.submit(one_sample(engine, request)) for request in asked]
+        assert not wait(drawn, 6.0, FIRST_COMPLETED).done
+        resumed.set()
+    samples = [future.result(60) for future in drawn]
+    engine.dispatcher.close()
+    assert [sample.request.sample_id for sample in samples] == [*range(500)]
+    assert sum(len(process.answered) for process in processes) == 500, "a request was sent twice"
+    assert (engine.restarts.made, *(process.restarts for process in processes)) == (0, 0, 0)
+
+
+def test_a_request_has_its_time_out_again_after_a_failed_weight_sync(start: Start) -> None:
+    engine, [hangs, _] = start(lambda: time.sleep(9), lambda: None, timeout_s=0.5)
+    engine.restarts.allow(lambda note: None, lambda url: None)
+    with pytest.raises(EngineError, match="out of memory"):
+        with engine.pushing("1"):
+            raise EngineError(hangs.url, "update_weights_from_tensor", 500, "out of memory")
+    assert not engine.pool.stall.is_on
+    assert len(engine.generate(requests(20), SAMPLING)) == 20 and hangs.restarts == 1
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
