@@ -26,6 +26,7 @@ from mrl.weights.meta import TensorMeta
 from mrl.weights.sync.payload import Bucket, plan_buckets
 from mrl.weights.sync.transports import Deadline, Engines, SenderLocation, resolve
 from mrl.weights.sync.transports import cuda_ipc as cuda_ipc_module
+from mrl.weights.sync.transports import distributed as distributed_module
 from mrl.weights.sync.transports.base import HandleTransport
 from mrl.weights.sync.transports.cuda_ipc import CudaIpc
 from mrl.weights.sync.transports.distributed import Distributed
@@ -223,6 +224,14 @@ def test_a_broadcast_that_never_ends_is_an_error_in_time() -> None:
         with pytest.raises(WeightError, match="the broadcast to http://engine did not end within 0.2 s"):
             push(transport, 1.0)
         assert engine.left == ["group 1"]
+
+
+def test_engines_here_and_elsewhere_meet_at_an_address_that_both_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = {"http://here": "127.0.0.1", "http://there": "10.0.0.7"}
+    monkeypatch.setattr(distributed_module, "own_address", seen.__getitem__)
+    here, there = (AnEngine(url=url) for url in seen)
+    found = [distributed_module._address_for(some) for some in ([here, there], [there, here], [here])]  # type: ignore[list-item]
+    assert found == ["10.0.0.7", "10.0.0.7", "127.0.0.1"]
 
 
 class RefusingEngine(AnEngine):
