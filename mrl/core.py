@@ -151,7 +151,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Rollout:
-    """A step's samples as flat tensors, identical on every rank.
+    """A step's samples as flat tensors, identical on every rank but for `routed_experts`.
 
     tokens [N] int64: prompt + response of sample 0, then of sample 1, ...
     seq_lens [B] int64: tokens of each sample (prompt + response); sums to N
@@ -166,7 +166,8 @@ class Rollout:
         weight sync; None: no engine generated the samples (demonstrations)
     token_weight_versions [R] int32: token weight version, where a sample may have several; None: that of its sample
     routed_experts [N, layers with experts, experts a token] uint8 or int16: routed experts of each token, arbitrary for
-        a sample's last token, which predicts nothing; None: the trainer's routers decide
+        a sample's last token, which predicts nothing; None: the trainer's routers decide. Rank 0 alone has them: on
+        the other ranks there are no layers, [N, 0, experts a token], and `RoutingReplay` brings each its share
     action_mask [N] bool: action mask; True on response tokens, after the first prompt_lens tokens; None: True on all of
         these
     loss_weights [R] float32: weight of each response token in an imitation loss; 0: not trained, nothing is computed
@@ -239,6 +240,11 @@ class Rollout:
                 raise ValueError("action_mask is True on tokens of a prompt")
         units.check(self)
         self._check_sequences()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what goes to other ranks: all but the layers of `routed_experts`."""
+        experts = self.routed_experts
+        return vars(self) | {"routed_experts": None if experts is None else experts[:, :0]}
 
     def _check_sequences(self) -> None:
         if self.sequence_counts is None or self.sequence_lens is None:

@@ -267,6 +267,7 @@ class Learner:
     ) -> None:
         def forward_step(it: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
             batch = next(it)
+            routing = self.replay.routing(batch, rollouts[batch.term]) if self.replay is not None else None
             batch = replace(batch, packed=on_device(batch.packed))
             made = ModelBatch.make(
                 batch.packed,
@@ -277,11 +278,13 @@ class Learner:
                 batch.extras,
                 batch.loss_gradients,
                 self._images(batch.packed) if unwrap(model).pre_process else None,
-                self.replay.routing(rollouts[batch.term], batch.packed) if self.replay is not None else None,
+                routing,
             )
             out = model(batch.packed.tokens, batch.packed.position_ids, None, packed_seq_params=made)
             return out, partial(on_output, batch=batch)
 
+        if self.replay is not None:
+            batches = self.replay.begin(batches, rollouts)
         lengths = [batch.packed.tokens.size(1) for batch in batches]
         with self.mesh.active():
             get_forward_backward_func()(
@@ -294,6 +297,8 @@ class Learner:
                 **communication(self.mesh, self.bare[0].config, lengths),
                 **megatron_args,
             )
+        if self.replay is not None:
+            self.replay.end()
 
     def _images(self, packed: PackedBatch) -> Images | None:
         if not len(packed.images):

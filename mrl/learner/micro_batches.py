@@ -31,6 +31,7 @@ class MicroBatch:
     """Packed samples of one rank and how to run the model on them.
 
     term: index of the loss, if there are several; extras: as in `Loss`; loss: the loss, if gradients are needed
+    first: index of its first token among the local tokens of a pass with routing replay
     """
 
     packed: PackedBatch
@@ -39,6 +40,7 @@ class MicroBatch:
     term: int = 0
     extras: PassOptions = DEFAULT_PASS_OPTIONS
     loss: Loss | None = None
+    first: int = 0
 
     @property
     def loss_gradients(self) -> LossGradients | None:

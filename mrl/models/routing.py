@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from mrl.families import ModelArch
@@ -20,19 +21,19 @@ from mrl.models.mcore import RouterReplay, RouterReplayAction, TopKRouter, Trans
 
 @dataclass(frozen=True)
 class Routing:
-    """Routing of a micro-batch of t local tokens; L MoE layers, k experts a token.
+    """Routing of a micro-batch of t local tokens; L MoE layers of this rank's stage, k experts a token.
 
     replayed [t, L, k] uint8 or int16: the experts, all distinct; None: routers choose, and the choice is recorded
     counts [t] bool: tokens counted in `changed`
     changed [2] int64, accumulated: replayed choices that the routers would not have made, and all replayed choices
-    source [t] int64: indices of the tokens in `recorded`, -1: padding
-    recorded [N + 1, L, k]: the routers' choices for all tokens of a rollout; the last row is for padding
+    source [t] int64: indices of the tokens in `recorded`
+    recorded [T + 1, L, k]: the routers' choices for all T local tokens of a pass; the last row is for padding
     """
 
     replayed: Tensor | None
     counts: Tensor
     changed: Tensor
-    source: Tensor
+    source: Tensor | None = None
     recorded: Tensor | None = None
 
 
@@ -49,8 +50,8 @@ class RecordingRouterReplay(RouterReplay):
         self._counts: Tensor | None = None
 
     def begin(self, routing: Routing, layer: int, part: slice) -> None:
-        """Starts recording or replay. layer: index among MoE layers; part: the local tokens that this rank's router
-        sees.
+        """Starts recording or replay. layer: index among the stage's MoE layers; part: the local tokens that this
+        rank's router sees.
         """
         if routing.replayed is None:
             return self.set_router_replay_action(RouterReplayAction.RECORD)
@@ -60,7 +61,7 @@ class RecordingRouterReplay(RouterReplay):
 
     def end(self, routing: Routing, layer: int, part: slice) -> None:
         """Records the router's choice and clears the state."""
-        if routing.recorded is not None and self.recorded_topk_idx is not None:
+        if routing.recorded is not None and routing.source is not None and self.recorded_topk_idx is not None:
             routing.recorded[routing.source[part], layer] = self.recorded_topk_idx.to(routing.recorded.dtype)
         self.clear_indices()
         self.clear_router_replay_action()
@@ -83,13 +84,24 @@ class RecordingRouterReplay(RouterReplay):
         return super().get_replay_topk(scores, topk, num_groups, group_topk, default_compute_topk)
 
 
-def attach_routing_replay(chunks: Iterable[nn.Module], arch: ModelArch) -> None:
-    """Makes the routers of these chunks follow `ModelBatch.routing`."""
-    places = {number: i for i, number in enumerate(n for n, layer in enumerate(arch.layers, 1) if layer.experts)}
+def attach_routing_replay(chunks: Iterable[nn.Module], arch: ModelArch) -> list[int]:
+    """Makes the routers of these chunks follow `ModelBatch.routing`; returns the indices of their layers among the
+    model's MoE layers.
+    """
+    numbers = [number for number, layer in enumerate(arch.layers, 1) if layer.experts]
+    found: list[int] = []
     for chunk in chunks:
         for layer in chunk.modules():
-            if isinstance(layer, TransformerLayer) and layer.layer_number in places:
-                _follow(layer, places[layer.layer_number])
+            if isinstance(layer, TransformerLayer) and layer.layer_number in numbers:
+                _follow(layer, len(found))
+                found.append(numbers.index(layer.layer_number))
+    return found
+
+
+def tokens_of_router(count: int, group: dist.ProcessGroup, shares: bool) -> slice:
+    """Returns which of `count` local tokens this rank's routers see. shares: tensor-parallel ranks divide them."""
+    each = count // group.size()
+    return slice(group.rank() * each, (group.rank() + 1) * each) if shares else slice(None)
 
 
 def _follow(layer: TransformerLayer, place: int) -> None:
@@ -98,8 +110,7 @@ def _follow(layer: TransformerLayer, place: int) -> None:
     group, shares = layer.pg_collection.tp, layer.config.sequence_parallel
 
     def part(routing: Routing) -> slice:
-        tokens = len(routing.source) // group.size()
-        return slice(group.rank() * tokens, (group.rank() + 1) * tokens) if shares else slice(None)
+        return tokens_of_router(len(routing.counts), group, shares)
 
     def begin(_: nn.Module, args: Any, given: Mapping[str, Any]) -> None:
         if (routing := given["packed_seq_params"].routing) is not None:
@@ -111,11 +122,3 @@ def _follow(layer: TransformerLayer, place: int) -> None:
 
     layer.register_forward_pre_hook(begin, with_kwargs=True)
     layer.register_forward_hook(end, with_kwargs=True)
-
-
-def gather_routed_experts(experts: Tensor, source: Tensor) -> Tensor:
-    """Returns [t, L, k]: rows `source` [t] of a rollout's experts [N, L, k]; padding (-1) goes to the first k
-    experts.
-    """
-    found = experts[source.clamp(min=0)]
-    return torch.where((source < 0)[:, None, None], torch.arange(experts.size(-1), dtype=experts.dtype), found)

@@ -39,7 +39,7 @@ class Mesh:
     """
 
     def __init__(self, cfg: ParallelConfig, timeout_s: float = 600.0, seed: int = 1) -> None:
-        self.cfg = cfg
+        self.cfg, self.timeout_s = cfg, timeout_s
         self._outer = _snapshot()
         _restore(_EMPTY)
         try:

@@ -258,18 +258,21 @@ def _transient(phase: str, work: StepWorkload, coords_of: Mapping[str, RankCoord
     if phase == "scoring":
         return list(forward_peak(models["reward"], coords_of["reward"], work.tokens["reward"]))
     if phase == "experience":
-        there = [name for name in work.size.passes if name in models]
+        there, stage = [name for name in work.size.passes if name in models], coords_of["actor"].pp
         each = [list(forward_peak(models[name], coords_of[name], work.tokens[name])) for name in there]
         most = max(each, key=lambda items: sum(item.nbytes for item in items), default=[])
         return [
             *most,
-            *_experts(routing_replay.pass_bytes(models["actor"], work) + routing_replay.recorded_bytes(work)),
+            *_experts(
+                routing_replay.pass_bytes(models["actor"], work, stage) + routing_replay.recorded_bytes(work, stage)
+            ),
         ]
     if phase == "sync":
         return list(sync_peak(models["actor"], coords_of["actor"], work.bucket))
     name = phase.removesuffix("_update")
     model, count = models[name], work.batches[name].count
-    given = activations.in_flight(model.layout, coords_of[name].pp, count) * routing_replay.pass_bytes(model, work)
+    stage = coords_of[name].pp
+    given = activations.in_flight(model.layout, stage, count) * routing_replay.pass_bytes(model, work, stage)
     return [*update_peak(model, coords_of[name], work.tokens[name], count), *_experts(given)]
 
 
@@ -302,7 +305,7 @@ def host_items(work: StepWorkload, rank: int, written: Mapping[str, int]) -> lis
     flat = size.learnt * (mean.mean * 8 + mean.response * FLOAT32 * SAMPLE_VECTORS)
     dense = size.learnt * (work.size.response_tokens or work.lengths.longest) * FLOAT32 * DENSE_VECTORS
     found.append(MemoryItem("samples", "tensors of the step", flat + dense))
-    if own := routing_replay.host_bytes(work):
+    if own := routing_replay.host_bytes(work, work.models["actor"].grid.coordinates(rank)):
         found.append(MemoryItem("samples", "routed experts", own))
     if rank == 0 and size.sampled:
         objects = size.sampled * mean.response * OBJECT_BYTES + routing_replay.sample_bytes(work)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import closing
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import closing, contextmanager
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -258,19 +258,23 @@ class Engine:
             text = "not asked: the memory of its weights is given up; take it back before the push"
             raise EngineError(url, BEGIN_UPDATE.name, None, text)
 
-    def is_pushing(self, version: str) -> None:
-        """To be called before each push: samples that are under way may come back with this version as soon as the
-        engines go on."""
+    @contextmanager
+    def pushing(self, version: str) -> Iterator[None]:
+        """Context of a weight sync of all engines: meanwhile only the sync itself restarts a lost engine. Samples may have
+        this version from now on."""
         self.versions.add(version)
         self.pool.is_syncing = True
+        try:
+            yield
+        finally:
+            self.pool.is_syncing = False
 
     def has_pushed(self, version: str, adapter: str | None = None) -> None:
-        """To be called after each push of weights to all servers: from now on samples of others are refused.
+        """To be called at the end of each push of weights to all servers: from now on samples of others are refused.
 
         adapter: the name of what was pushed, where it is not the whole model
         """
         self.weight_version, self.pool.adapter = version, adapter
-        self.pool.is_syncing = False
         self.pool.welcome()
         for server in self.pool.servers:
             server.has_weights = True

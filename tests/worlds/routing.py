@@ -3,7 +3,9 @@
 Usage: routing.py MODEL_DIR REFERENCE_FILE RESULT_JSON LAYOUT [LAYOUT ...], layouts as gradients.py has them. `one`, in
 a world of one process, writes the reference file, and to RESULT_JSON what needs one rank only; the others write
 {layout: {"noted": share of choices that differ, "changed": difference of that share, "log_probs": greatest difference,
-"loss", "gradient": relative errors}}.
+"loss", "gradient": relative errors, "shares": [bytes of experts that a rank had in the last pass, tokens without
+padding times layers that they are of] of each rank, "all": both for the whole rollout, "terms": [losses of three
+rollouts, each by itself, loss of one update of all]}}.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from mrl.config.schema import TrainConfig  # noqa: E402
 from mrl.core import Rollout  # noqa: E402
 from mrl.families import load_arch  # noqa: E402
 from mrl.learner import Learner  # noqa: E402
+from mrl.learner.loss_terms import LossTerm  # noqa: E402
 from mrl.models.mcore import TopKRouter  # noqa: E402
 from mrl.models.routing import RecordingRouterReplay  # noqa: E402
 from mrl.parallel import Meshes, rank  # noqa: E402
@@ -74,12 +77,54 @@ def differ(a: torch.Tensor, b: torch.Tensor) -> float:
 def passes(learner: Learner, rollout: Rollout, given: torch.Tensor | None = None) -> dict[str, Any]:
     assert learner.replay is not None and learner.arch.experts is not None
     free, own = recorded(learner, rollout)
-    told = replace(rollout, routed_experts=others(own if given is None else given, learner.arch.experts.count))
+    experts = others(own if given is None else given, learner.arch.experts.count)
+    told = replace(rollout, routed_experts=experts if rank() == 0 else experts[:, :0])
+    apart, at_once = terms(learner, told, rollout, replace(told, routed_experts=first_experts(told)))
+    learner.replay.take_changed_share()
+    share = watched(learner)
     log_probs, _ = learner.log_probs(told, 0.7)
     changed = learner.replay.take_changed_share()
     result = gradients(learner, told, plain_gradient(told), False)
     assert learner.replay.take_changed_share() == changed  # the same weights
-    return {"free": free, "own": own, "log_probs": log_probs, "changed": changed, "gradients": result}
+    found = {"free": free, "own": own, "log_probs": log_probs, "changed": changed, "gradients": result}
+    whole = len(rollout.tokens) * experts.size(1)
+    return found | {
+        "terms": [apart, at_once],
+        "share": share[0],
+        "all": [whole * experts.size(-1) * experts.itemsize, whole],
+    }
+
+
+def first_experts(told: Rollout) -> torch.Tensor:
+    """Every token goes to the first ones."""
+    assert told.routed_experts is not None
+    chosen = torch.arange(told.routed_experts.size(-1), dtype=told.routed_experts.dtype)
+    return chosen.expand_as(told.routed_experts).contiguous()
+
+
+def terms(learner: Learner, *rollouts: Rollout) -> tuple[list[float], float]:
+    """Losses of an update of each rollout by itself, and of one update of all of them."""
+    loss, samples = plain_gradient(rollouts[0]), range(rollouts[0].num_samples)
+    apart = [gradients(learner, each, loss, False)[0] for each in rollouts]
+    also = [LossTerm(each, samples, loss, 0.7) for each in rollouts[1:]]
+    return apart, learner.backward(rollouts[0], samples, loss, 0.7, also=also)["loss"]
+
+
+def watched(learner: Learner) -> list[list[int]]:
+    """Of every pass to come: [bytes of experts that this rank receives, tokens without padding times layers]."""
+    replay, found = learner.replay, []
+    assert replay is not None
+    begin = replay.begin
+
+    def watch(batches: Any, rollouts: Any) -> Any:
+        placed = begin(batches, rollouts)
+        assert replay.share is not None
+        tokens = sum(int((batch.packed.source >= 0).sum()) for batch in batches)
+        found.append([replay.share.nbytes, tokens * replay.share.size(1) if len(replay.share) else 0])
+        return placed
+
+    replay.begin = watch  # type: ignore[method-assign]
+    return found
 
 
 def routers(learner: Learner) -> list[TopKRouter]:
@@ -154,7 +199,15 @@ def main() -> None:
             results = by_itself(model, meshes, found, rollout)
             continue
         loss, gradient, _ = compare(found["gradients"], reference["gradients"])
+        shares: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(shares, found["share"])
+        if rank() != 0:
+            assert found["own"].numel() == 0
+            continue
         results[layout] = {
+            "shares": shares,
+            "all": found["all"],
+            "terms": found["terms"],
             "noted": differ(found["own"], reference["own"]),
             "changed": abs(found["changed"] - reference["changed"]),
             "log_probs": float((found["log_probs"] - reference["log_probs"]).abs().max()),

@@ -47,6 +47,7 @@ SIZES: dict[str, list[dict[str, Any]]] = {
         {"samples": 8_192, "tokens": 12_000, "ranks": 1_024},
     ],
     "engines": [{"servers": 8}, {"servers": 128}, {"servers": 1_024}],
+    "broadcast": [{"receivers": count, "mib": 256} for count in (1, 2, 4, 8)],
     "world": [
         {"ranks": 2, "tokens": 1_000_000},
         {"ranks": 4, "tokens": 12_000_000},

@@ -347,7 +347,50 @@ def engines(servers: int) -> Row:
     return clock.row
 
 
+def broadcast(receivers: int, mib: int) -> Row:
+    """A sender: weights by gloo to so many engines of another process, of which all take the same cores; the bytes that
+    it writes to sockets by gloo."""
+    from mrl import platform
+
+    platform.install()
+    import torch
+
+    from mrl.config.schema import SyncConfig
+    from mrl.rollout.access import Access
+    from mrl.weights.meta import TensorMeta
+    from mrl.weights.sync.weight_sync import WeightSync
+    from tests.helpers.receiving_engine import KEY
+
+    def written() -> int:
+        return int(Path("/proc/self/io").read_text().split("wchar: ")[1].split()[0])
+
+    tensors = {f"w{i}": torch.rand(1 << 18) for i in range(mib)}
+    metas = [TensorMeta(name, tuple(tensor.shape), tensor.dtype, 0) for name, tensor in tensors.items()]
+    exporter: Any = SimpleNamespace(arch=an_arch(), metas=lambda: metas, stream=lambda: iter(tensors.items()))
+    clock = Clock()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "urls"
+        engine = subprocess.Popen([sys.executable, "-m", "tests.helpers.receiving_engine", str(file), str(receivers)])
+        try:
+            while not file.is_file():
+                assert engine.poll() is None
+                time.sleep(0.05)
+            config = SyncConfig(transport="distributed", bucket_mib=16)
+            sync = WeightSync(exporter, file.read_text().split(), config, access=Access(KEY))
+            with clock.of("first"):
+                sync.update_weights("1")
+            before = written()
+            with clock.of("again"):
+                sync.update_weights("2")
+            sent = written() - before
+            sync.close()
+        finally:
+            engine.kill()
+            engine.wait()
+    return clock.row | {"sent_mib": sent / 2**20}
+
+
 PARTS: dict[str, Callable[..., Row]] = {
-    "sampling": sampling, "client": client, "host": host, "plan": plan, "engines": engines,
+    "sampling": sampling, "client": client, "host": host, "plan": plan, "engines": engines, "broadcast": broadcast,
 }  # fmt: skip
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -35,7 +35,7 @@ class Passes:
 
     log_probs, entropies: the trainer's
     sum_pi_squared: sums over the vocabulary of its squared probabilities
-    experts [N, layers with experts, experts a token]: as in `Rollout`, those that the trainer's routers chose
+    experts: as `Rollout.routed_experts`, those that the trainer's routers chose
     """
 
     log_probs: Tensor | None = None

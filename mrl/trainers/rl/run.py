@@ -145,19 +145,19 @@ class RLRun(Run):
         """Gives the actor's weights to every engine; `version` comes back with every sample. If an engine of ours dies
         in it, that one is started again, and all get the weights once more, verified. Where engines come and go, it is
         for those that are there, verified if one is new."""
-        if self.generator is not None:
-            self.generator.engine.is_pushing(str(version))
-        while True:
-            verify |= self._look_for_engines()
-            try:
-                report = self.sync.update_weights(str(version), verify=verify)
-                break
-            except SyncError as error:
-                if not self._revived(error):
-                    raise
-            verify = True
-        if self.generator is not None:
-            self.generator.engine.has_pushed(str(version), report.adapter)
+        engine = self.generator.engine if self.generator is not None else None
+        with engine.pushing(str(version)) if engine is not None else contextlib.nullcontext():
+            while True:
+                verify |= self._look_for_engines()
+                try:
+                    report = self.sync.update_weights(str(version), verify=verify)
+                    break
+                except SyncError as error:
+                    if not self._revived(error):
+                        raise
+                verify = True
+            if engine is not None:
+                engine.has_pushed(str(version), report.adapter)
         self.pushed, self.memory.needs_weight_sync = version, False
         return report
 

@@ -81,6 +81,24 @@ def test_every_layout_is_like_one_rank(world: dict[str, Any], layout: str) -> No
     assert found["log_probs"] < 2e-5 and found["loss"] < 1e-5 and found["gradient"] < 1e-5, found
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_term_of_an_update_has_its_own_experts_or_none(world: dict[str, Any], layout: str) -> None:
+    apart, at_once = world[layout]["terms"]
+    assert len({round(loss, 4) for loss in apart}) == 3
+    assert at_once == pytest.approx(sum(apart), rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_rank_receives_its_share_of_the_experts(world: dict[str, Any], layout: str) -> None:
+    """Each token's experts of a layer are on one rank, but for padding; sizes are as rank 0 has them for all."""
+    whole_bytes, whole = world[layout]["all"]
+    shares = world[layout]["shares"]
+    assert sum(tokens for _, tokens in shares) == whole, "layers times tokens"
+    assert 0.9 * whole_bytes < sum(nbytes for nbytes, _ in shares) < 1.5 * whole_bytes
+    receivers = [nbytes for nbytes, _ in shares if nbytes]
+    assert len(receivers) == 2 * (2 if "tp2" not in layout else 1) and max(receivers) < 0.8 * whole_bytes
+
+
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_nothing_is_kept_of_a_pass(world: dict[str, Any], recompute: str) -> None:
     found = world[f"memory {recompute}"]

@@ -148,6 +148,7 @@ def test_routing_replay_keeps_the_experts_of_every_token() -> None:
         keys = f"actor.routing_replay={mode}", "batch.samples_per_minibatch=256"
         plan = plan_of("grpo_qwen3_30b_a3b_32gpu", *keys)
         all_of = {name: phase.items for name, (_, phase) in plan.worst.items()} | {"host": plan.host(0)}
+        all_of |= {f"host of rank {rank}": plan.host(rank) for rank in (1, 2)}
         return {f"{name} {i.what}": i.nbytes for name, some in all_of.items() for i in some if i.owner != "process"}
 
     off, engine, trainer = map(items, ("off", "engine", "trainer"))
@@ -159,11 +160,15 @@ def test_routing_replay_keeps_the_experts_of_every_token() -> None:
     assert replace(arch, experts=replace(arch.experts, count=600)).choice_bytes == 2 * 48 * 8
     kept, said, update = "host routed experts", "host objects of rank 0", "actor_update routed experts"
     assert not any("routed experts" in name for name in off)
-    assert engine[kept] == trainer[kept] == tokens * 48 * 8
+    model = work.models["actor"]
+    share = tokens * 48 * 8 / (model.grid.dp * model.layout.context * model.layout.pipeline)
+    assert engine[kept] == trainer[kept] == tokens * 48 * 8 + share, "rank 0 has all, and its own share"
+    assert engine["host of rank 2 routed experts"] == share < tokens * 48 * 8 / 4
+    assert model.layout.tensor == 2 and "host of rank 1 routed experts" not in engine, "its neighbour has them"
     assert engine[said] - off[said] > tokens * 48 * 8 * 6, "and the answers that they are read from"
     assert trainer[said] == off[said] and trainer[update] == engine[update] > 0
     passes = [found["experience routed experts"] for found in (engine, trainer)]
-    assert passes[1] - passes[0] == pytest.approx(2 * tokens * 48 * 8)
+    assert passes[1] - passes[0] == pytest.approx(share)
 
 
 def coded(arch: ModelArch, tokens: int) -> str:

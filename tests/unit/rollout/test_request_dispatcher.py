@@ -13,7 +13,7 @@ import pytest
 from mrl.core import Prompt, Request, Sample, SamplingParams
 from mrl.rollout import request_dispatcher
 from mrl.rollout.engine import Engine
-from mrl.rollout.errors import RolloutError
+from mrl.rollout.errors import EngineError, RolloutError
 from mrl.rollout.request_dispatcher import by_prompt
 from tests.helpers import stub_process
 from tests.helpers.stub_process import StubProcess
@@ -80,6 +80,16 @@ def test_engines_go_on_while_a_restarted_one_receives_its_weights(start: Start) 
     assert thread is threading.current_thread() and len(notes) == 1
     assert sum(began < when < ended for when in other.answered) > 10
     assert (hangs.restarts, other.restarts, engine.restarts.made) == (1, 0, 1)
+
+
+def test_an_engine_that_hangs_after_a_failed_weight_sync_is_restarted(start: Start) -> None:
+    engine, [hangs, _] = start(lambda: time.sleep(9), lambda: None, timeout_s=0.5)
+    engine.restarts.allow(lambda note: None, lambda url: None)
+    with pytest.raises(EngineError, match="out of memory"):
+        with engine.pushing("1"):
+            raise EngineError(hangs.url, "update_weights_from_tensor", 500, "out of memory")
+    assert not engine.pool.is_syncing
+    assert len(engine.generate(requests(20), SAMPLING)) == 20 and hangs.restarts == 1
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

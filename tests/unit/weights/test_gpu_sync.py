@@ -26,6 +26,7 @@ from mrl.weights.meta import TensorMeta
 from mrl.weights.sync.payload import Bucket, plan_buckets
 from mrl.weights.sync.transports import Deadline, Engines, SenderLocation, resolve
 from mrl.weights.sync.transports import cuda_ipc as cuda_ipc_module
+from mrl.weights.sync.transports import distributed as distributed_module
 from mrl.weights.sync.transports.base import HandleTransport
 from mrl.weights.sync.transports.cuda_ipc import CudaIpc
 from mrl.weights.sync.transports.distributed import Distributed
@@ -131,14 +132,16 @@ def test_buckets_in_gpu_memory_are_read_within_the_weight_update(
 
 
 class Group:
-    """NCCL's way: the first broadcast makes the connection and returns when the other side has come too."""
+    """NCCL's way: the first broadcast makes the connections and returns when all the others have come too."""
 
-    def __init__(self) -> None:
-        self.engine_is_in = threading.Event()
+    def __init__(self, engines: int) -> None:
+        self.engines_in = threading.Semaphore(0)
+        self.engines = engines
         self.sent: list[float] = []
 
     def broadcast(self, tensors: list[Tensor], options: Any) -> Any:
-        self.engine_is_in.wait()
+        for _ in range(self.engines):
+            self.engines_in.acquire()
         self.sent.append(float(tensors[0].view(torch.float32)[0]))
         return SimpleNamespace(wait=lambda timeout: True)
 
@@ -146,23 +149,16 @@ class Group:
 class AnEngine:
     """behaviour: accepts | refuses | loses (accepts, and the broadcast fails)."""
 
-    url = "http://engine"
     timeout_s = 0.0
 
-    def __init__(self, behaviour: str = "accepts") -> None:
+    def __init__(self, behaviour: str = "accepts", url: str = "http://engine") -> None:
+        self.url = url
         self.behaviour, self.groups, self.left = behaviour, [], []
-
-    def join(self, transport: Distributed) -> None:
-        from mrl.weights.sync.transports.distributed import _Joined
-
-        if self not in transport._groups:  # type: ignore[operator]
-            self.groups.append(Group())
-            transport._groups[self] = _Joined(f"group {len(self.groups)}", self.groups[-1])  # type: ignore[index]
 
     def update_weights_from_distributed(self, *, group_name: str, **unused: Any) -> None:
         if self.behaviour == "refuses":
             raise EngineError(self.url, "update_weights_from_distributed", 400, "no session is open")
-        self.groups[-1].engine_is_in.set()
+        self.groups[-1].engines_in.release()
 
     def destroy_weights_update_group(self, name: str) -> None:
         self.left.append(name)
@@ -171,7 +167,17 @@ class AnEngine:
 @contextmanager
 def joined(*engines: AnEngine) -> Iterator[Distributed]:
     transport = Distributed(Engines(engines, 1, Deadline(LIMIT_S)), SenderLocation(0, CPU, None))  # type: ignore[arg-type]
-    transport._join = lambda engine: engine.join(transport)  # type: ignore[assignment,method-assign]
+
+    def join() -> None:
+        from mrl.weights.sync.transports.distributed import _Joined
+
+        members: Any = transport.engines.clients
+        group = Group(len(members))
+        for engine in members:
+            engine.groups.append(group)
+        transport._joined = _Joined(f"group {len(members[0].groups)}", members, group=group)
+
+    transport._join = join  # type: ignore[method-assign]
     yield transport
 
 
@@ -201,7 +207,7 @@ def test_a_refusal_is_one_error_and_its_group_is_given_up() -> None:
         with pytest.raises(EngineError, match="no session is open"):
             push(transport, 1.0)
         assert time.monotonic() - began < LIMIT_S, "the broadcast that nobody receives was waited for"
-        assert engine.left == ["group 1"] and not transport._groups
+        assert engine.left == ["group 1"] and transport._joined is None
         assert [given_up.name for given_up in transport._abandoned] == ["group 1"]
         engine.behaviour = "accepts"
         push(transport, 2.0)
@@ -213,9 +219,17 @@ def test_a_broadcast_that_never_ends_is_an_error_in_time() -> None:
     engine.update_weights_from_distributed = lambda **unused: None  # type: ignore[method-assign]
     with joined(engine) as transport:
         transport.engines.deadline = Deadline(0.2)
-        with pytest.raises(WeightError, match="engine http://engine: the broadcast to it did not end within 0.2 s"):
+        with pytest.raises(WeightError, match="the broadcast to http://engine did not end within 0.2 s"):
             push(transport, 1.0)
         assert engine.left == ["group 1"]
+
+
+def test_engines_here_and_elsewhere_meet_at_an_address_that_both_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = {"http://here": "127.0.0.1", "http://there": "10.0.0.7"}
+    monkeypatch.setattr(distributed_module, "own_address", seen.__getitem__)
+    here, there = (AnEngine(url=url) for url in seen)
+    found = [distributed_module._address_for(some) for some in ([here, there], [there, here], [here])]  # type: ignore[list-item]
+    assert found == ["10.0.0.7", "10.0.0.7", "127.0.0.1"]
 
 
 class RefusingEngine(AnEngine):

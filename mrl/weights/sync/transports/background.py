@@ -22,7 +22,7 @@ class InBackground:
             platform.use_device()
             call()
         except Exception as error:  # handed over by result()
-            self._error = error
+            self._error = error.with_traceback(None)  # its frames would keep tensors and process groups alive
 
     @property
     def done(self) -> bool:

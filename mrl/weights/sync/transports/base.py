@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from itertools import cycle
@@ -21,6 +21,7 @@ from mrl.weights.sync.payload import Bucket
 
 MIB = 1 << 20
 RELAY_GRACE_S = 10.0  # added between ranks, so that the rank of a silent engine reports it first
+MOST_AT_ONCE = 1 << 16  # calls of engines; a thread is started when all others are busy, and kept
 T = TypeVar("T")
 
 
@@ -40,25 +41,31 @@ class Deadline:
         return max(0.1, self._end - time.monotonic())
 
 
-@dataclass
 class Engines:
     """Engines to update, from one rank's point of view. `tensor`: tensor-parallel size of each."""
 
-    clients: tuple[EngineClient, ...]
-    tensor: int
-    deadline: Deadline
+    def __init__(self, clients: tuple[EngineClient, ...], tensor: int, deadline: Deadline) -> None:
+        self.clients, self.tensor, self.deadline = clients, tensor, deadline
+        self._threads = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="engines")
 
     def call(self, what: Callable[[EngineClient], None], timeout_s: float | None = None) -> None:
         """Calls `what(client)` for every engine in parallel. Raises the first failure after all have answered."""
-        for client in self.clients:
+        calls = self.begin(what, timeout_s)
+        wait(calls)
+        for call in calls:
+            call.result()
+
+    def begin(
+        self,
+        what: Callable[[EngineClient], None],
+        timeout_s: float | None = None,
+        clients: Sequence[EngineClient] | None = None,
+    ) -> dict[Future[None], EngineClient]:
+        """Begins to call `what(client)` for every engine, or for `clients`, all at once; returns the calls."""
+        clients = self.clients if clients is None else clients
+        for client in clients:
             client.timeout_s = self.deadline.left() if timeout_s is None else timeout_s
-        if len(self.clients) == 1:
-            what(self.clients[0])
-            return
-        with ThreadPoolExecutor(len(self.clients)) as pool:
-            futures = [pool.submit(what, client) for client in self.clients]
-        for future in futures:
-            future.result()
+        return {self._threads.submit(what, client): client for client in clients}
 
     @contextmanager
     def only(self, url: str) -> Iterator[EngineClient]:

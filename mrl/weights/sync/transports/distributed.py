@@ -1,14 +1,21 @@
-"""Transport by broadcasts over a process group of the sender and one engine's processes: gloo, or nccl between GPUs.
+"""Transport by broadcasts over one process group of a sender and all engines' processes: gloo, or nccl between GPUs.
 
-Each (sender, engine) pair has its own group. With one group over several engines, two concurrent senders could
-deadlock: engine A inside the first one's broadcast, engine B inside the second one's.
+A broadcast is a tree: the sender sends a bucket once (nccl), or log2 of the number of receivers (gloo).
+
+Every sender, one a pipeline stage, has a group of its own. Two senders must not broadcast at the same time: engine A
+could be inside the first one's broadcast and engine B inside the second one's, each waiting for the other. Hence
+senders take turns (`Turns`, a lock across ranks), in the order in which their buckets are full. A fixed order of the
+senders could deadlock too, since filling a bucket may need the shards of a sender that waits for its turn.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -19,33 +26,46 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl import platform
+from mrl.parallel import world_size
 from mrl.rollout.client import EngineClient
 from mrl.rollout.errors import EngineError
 from mrl.weights.errors import WeightError
 from mrl.weights.sync.payload import Bucket
 from mrl.weights.sync.transports.background import InBackground
-from mrl.weights.sync.transports.base import Engines, SenderLocation, Transport, double_buffer, largest_bucket_bytes
+from mrl.weights.sync.transports.base import (
+    Deadline,
+    Engines,
+    SenderLocation,
+    Transport,
+    double_buffer,
+    largest_bucket_bytes,
+)
 
 CLEANUP_TIMEOUT_S = 5.0
-LEAVING_S = 1.0  # until a broadcast that the engine has left ends; NCCL's may not
+LEAVING_S = 1.0  # until a broadcast that the engines have left ends; NCCL's may not
 POLL_S = 0.005
+OWN_FAILURE_POLL_S = 0.1
 
 
 @dataclass
 class _Joined:
-    """Process group with an engine, and the last broadcast in it."""
+    """Process group with engines, and the last broadcast in it. store: holds the group's keys; `None` group: joining"""
 
     name: str
-    group: Any
+    clients: tuple[EngineClient, ...]
+    store: dist.TCPStore | None = None
+    group: Any = None
     broadcast: InBackground | None = None
 
 
 class Distributed(Transport):
-    """Groups are joined in the first sync and kept; a failed sync drops them, and the next one joins new groups.
+    """The group is joined in the first sync and kept. After a failed sync, or for other engines than before, the next
+    sync joins a new group.
 
-    The engine receives only after it has accepted the request, and NCCL's first broadcast returns only when both sides
-    are in it, since it connects them. Request and broadcast therefore run in a thread each. A refused request abandons
-    the broadcast, and with it the group.
+    An engine receives only after it has accepted the request, and NCCL's first broadcast returns only when all members
+    are in it, since it connects them. Requests and broadcast therefore run at the same time. A refused request abandons
+    the broadcast, and with it the group. Engines inside a gloo broadcast are free again when the other members have
+    left; inside an NCCL broadcast they wait until NCCL's own time-out.
     """
 
     name = "distributed"
@@ -54,28 +74,46 @@ class Distributed(Transport):
         super().__init__(engines, location)
         self._backend = platform.backend()
         self._device = location.device if self._backend == "nccl" else torch.device("cpu")
-        self._groups: dict[EngineClient, _Joined] = {}
+        self._joined: _Joined | None = None
         self._abandoned: list[_Joined] = []
         self._flats: Iterator[Tensor] = iter(())
         self._generation = 0
+        self._turns = Turns()
 
     def prepare(self, buckets: Sequence[Bucket]) -> None:
         size = largest_bucket_bytes(buckets)
         self._flats = double_buffer(lambda: torch.empty(size, dtype=torch.uint8, device=self._device), buckets)
         self._generation += 1
-        self.engines.call(self._join)
+        if self._joined is None or self._joined.clients != self.engines.clients:
+            self._leave()
+            with self._turns.take(self.engines.deadline), self._leaving_on_failure():
+                self._join()
 
     def buffer(self, bucket: Bucket) -> Tensor:
         return next(self._flats)
 
     def send(self, bucket: Bucket, flat: Tensor) -> None:
-        part = flat[: bucket.nbytes]
-        self.engines.call(lambda client: self._deliver(client, bucket, part))
+        with self._turns.take(self.engines.deadline), self._leaving_on_failure():
+            self._broadcast(bucket, flat[: bucket.nbytes])
 
-    def _deliver(self, client: EngineClient, bucket: Bucket, part: Tensor) -> None:
-        joined = self._groups[client]
+    def release(self, failed: bool) -> None:
+        self._flats = iter(())
+        if failed:
+            self._leave()
 
-        def ask() -> None:
+    def forget(self, client: EngineClient) -> None:
+        if self._joined is not None:  # the next sync sees that others are in the group than it needs
+            self._joined.clients = tuple(member for member in self._joined.clients if member is not client)
+
+    def close(self) -> None:
+        super().close()
+        self._leave()
+
+    def _broadcast(self, bucket: Bucket, part: Tensor) -> None:
+        joined = self._joined
+        assert joined is not None, "joined by prepare()"
+
+        def ask(client: EngineClient) -> None:
             client.update_weights_from_distributed(
                 names=[slot.name for slot in bucket.slots],
                 dtypes=[str(slot.dtype).removeprefix("torch.") for slot in bucket.slots],
@@ -85,87 +123,94 @@ class Distributed(Transport):
             )
 
         left = timedelta(seconds=self.engines.deadline.left())
-        reply = InBackground(ask)
-        joined.broadcast = broadcast = InBackground(lambda: _broadcast(joined.group, part, left))
-        while not reply.wait(POLL_S):
-            if broadcast.failed:
-                reply.wait(CLEANUP_TIMEOUT_S)  # the request's own error describes a dead engine better
-                break
-        what = f"engine {client.url}: the broadcast to it"
-        if reply.done:
-            reply.result(0, what)
-        if broadcast.wait(self.engines.deadline.left()):
-            try:
-                broadcast.result(0, what)
-            except RuntimeError as error:
-                raise WeightError(f"{what} failed: {error}") from error
-        else:
+        replies = self.engines.begin(ask)
+        joined.broadcast = InBackground(lambda: _broadcast(joined.group, part, left))
+        self._finish(replies, joined.broadcast, f"the broadcast to {_named(joined.clients)}")
+
+    def _finish(self, replies: Mapping[Future[None], EngineClient], own: InBackground, what: str) -> None:
+        """Blocks until all engines have replied and this rank's part is done. Raises the errors of the engines at
+        fault: of those that do not answer, if there are any, since the others may only have lost contact with these.
+        """
+        pending = set(replies)
+        while pending and not own.failed and not _errors(replies):
+            pending = wait(pending, OWN_FAILURE_POLL_S, FIRST_EXCEPTION).not_done
+        if own.failed and not _errors(replies):
+            wait(pending, CLEANUP_TIMEOUT_S, FIRST_EXCEPTION)  # a reply describes a dead engine better
+        first = _errors(replies)
+        if first and not any(map(_is_silent, first)):
+            wait(pending, LEAVING_S)
+        if errors := list(filter(_is_silent, _errors(replies))) or first:
+            raise errors[0] if len(errors) == 1 else WeightError("; ".join(map(str, errors)))
+        if not own.wait(self.engines.deadline.left()):
             raise WeightError(f"{what} did not end within {self.engines.deadline.seconds:g} s")
+        try:
+            own.result(0, what)
+        except RuntimeError as error:
+            raise WeightError(f"{what} failed: {error}") from error
 
-    def release(self, failed: bool) -> None:
-        self._flats = iter(())
-        if failed:
+    @contextlib.contextmanager
+    def _leaving_on_failure(self) -> Iterator[None]:
+        """Leaves the group within this sender's turn: the next sender needs the engines that are still inside."""
+        try:
+            yield
+        except BaseException:
             self._leave()
-
-    def forget(self, client: EngineClient) -> None:
-        if client in self._groups:
-            self._abandoned.append(self._groups.pop(client))
-
-    def close(self) -> None:
-        super().close()
-        self._leave()
+            raise
 
     def _leave(self) -> None:
-        """Makes the engines leave the groups, which also ends a broadcast without receiver."""
-        groups, self._groups = self._groups, {}
-        for client, joined in groups.items():
-            client.timeout_s = CLEANUP_TIMEOUT_S
-            try:
-                client.destroy_weights_update_group(joined.name)
-            except EngineError:
-                self._abandoned.append(joined)  # destroying it would wait for its unfinished broadcast
-                continue
-            if joined.broadcast is not None and not joined.broadcast.wait(LEAVING_S):
-                self._abandoned.append(joined)
-
-    def _join(self, client: EngineClient) -> None:
-        """Joins as rank 0 a new group whose other ranks are the engine's processes, unless there is one already."""
-        if client in self._groups:
+        """Makes the engines leave the group, which also ends a broadcast without receiver."""
+        joined, self._joined = self._joined, None
+        if joined is None:
             return
+
+        def ask(client: EngineClient) -> None:
+            with contextlib.suppress(EngineError):  # it is gone, or still inside the broadcast
+                client.destroy_weights_update_group(joined.name)
+
+        replies = self.engines.begin(ask, CLEANUP_TIMEOUT_S, joined.clients)
+        joined.store = None  # ends a rendezvous
+        if joined.broadcast is None or joined.broadcast.wait(LEAVING_S):
+            joined.group = None  # closes this rank's connections, which frees engines that wait for it
+        else:
+            self._abandoned.append(joined)  # destroying the group would wait for the broadcast
+        wait(replies)
+
+    # ---- joining
+
+    def _join(self) -> None:
+        """Joins as rank 0 a new group whose other ranks are the engines' processes."""
+        clients, tensor = self.engines.clients, self.engines.tensor
         timeout = timedelta(seconds=self.engines.deadline.left())
-        address = own_address(client.url)
-        size = 1 + self.engines.tensor
-        name = f"mrl-sync-{self.location.rank}-{self._generation}"
-        store = _store_at(address, timeout)
-        empty = store.num_keys()
-        reply = InBackground(
-            lambda: client.init_weights_update_group(
+        address, size = _address_for(clients), 1 + tensor * len(clients)
+        self._joined = joined = _Joined(f"mrl-sync-{self.location.rank}-{self._generation}", clients)
+        joined.store = _store_at(address, timeout)
+        port, empty = joined.store.port, joined.store.num_keys()
+
+        def ask(client: EngineClient) -> None:
+            client.init_weights_update_group(
                 master_address=address,
-                master_port=store.port,
-                rank_offset=1,
+                master_port=port,
+                rank_offset=1 + tensor * clients.index(client),
                 world_size=size,
-                group_name=name,
+                group_name=joined.name,
                 backend=self._backend,
             )
-        )
-        what = f"engine {client.url} joining process group {name}"
-        self._await_first_key(store, empty, reply, what)
-        group = self._rendezvous(store, name, size, timeout, address)
-        reply.result(self.engines.deadline.left(), what)
-        self._groups[client] = _Joined(name, group)
 
-    def _await_first_key(self, store: dist.TCPStore, empty: int, reply: InBackground, what: str) -> None:
-        """Blocks until the engine has written to the store: only then is it safe to enter the blocking rendezvous."""
-        while store.num_keys() == empty:
-            if reply.done and store.num_keys() == empty:
-                reply.result(0, what)
+        def rendezvous() -> None:
+            store = dist.TCPStore(address, port, wait_for_workers=False, timeout=timeout)
+            joined.group = self._rendezvous(store, joined.name, size, timeout, address)
+
+        replies = self.engines.begin(ask)
+        while joined.store.num_keys() == empty and not _errors(replies):
+            answered = [client for reply, client in replies.items() if reply.done() and reply.exception() is None]
+            if answered and joined.store.num_keys() == empty:
+                what = f"engine {_named(answered)} joining process group {joined.name}"
                 raise WeightError(f"{what}: it responded, but did not join")
-            if self.engines.deadline.is_over:
-                raise WeightError(f"{what}: did not join within {self.engines.deadline.seconds:g} s")
             time.sleep(POLL_S)
+        self._finish(replies, InBackground(rendezvous), f"joining process group {joined.name}")
 
     def _rendezvous(self, store: dist.Store, name: str, size: int, timeout: timedelta, address: str) -> Any:
-        """Creates our side of the group that the engine makes with torch's helper: same backend, same keys in the
+        """Creates our side of the group that the engines make with torch's helper: same backend, same keys in the
         store.
 
         gloo listens at this address only; nccl uses its own address, of the interface NCCL_SOCKET_IFNAME.
@@ -179,6 +224,51 @@ class Distributed(Transport):
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = timeout
         return dist.ProcessGroupNCCL(keys, 0, size, nccl)
+
+
+class Turns:
+    """Lock across the ranks of the world, in its store; granted in the order of the requests."""
+
+    def __init__(self) -> None:
+        self._store: dist.Store | None = None
+        if world_size() > 1:
+            self._store = dist.PrefixStore("mrl-sync-turns", dist.distributed_c10d._get_default_store())
+
+    @contextlib.contextmanager
+    def take(self, deadline: Deadline) -> Iterator[None]:
+        """Waits for this rank's turn, which ends with the context. Raises WeightError after the deadline."""
+        if self._store is None:
+            yield
+            return
+        ticket = self._store.add("tickets", 1)
+        try:
+            while ticket > 1 and not self._store.check([str(ticket)]):
+                if deadline.is_over:
+                    raise WeightError(f"another sender's broadcast did not end within {deadline.seconds:g} s")
+                time.sleep(POLL_S)
+            self._store.delete_key(str(ticket))
+            yield
+        finally:
+            self._store.set(str(ticket + 1), "")
+
+
+def _errors(replies: Mapping[Future[None], EngineClient]) -> list[BaseException]:
+    return [error for reply in replies if reply.done() and (error := reply.exception()) is not None]
+
+
+def _is_silent(error: BaseException) -> bool:
+    """True if an engine did not answer at all."""
+    return isinstance(error, EngineError) and error.status is None
+
+
+def _named(clients: Sequence[EngineClient]) -> str:
+    return ", ".join(client.url for client in clients)
+
+
+def _address_for(clients: Sequence[EngineClient]) -> str:
+    """Returns this machine's address as the engines see it; not the loopback one if an engine is elsewhere."""
+    addresses = [own_address(client.url) for client in clients]
+    return min(addresses, key=lambda address: ipaddress.ip_address(address).is_loopback)
 
 
 def _store_at(address: str, timeout: timedelta) -> dist.TCPStore:
