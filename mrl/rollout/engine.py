@@ -260,8 +260,8 @@ class Engine:
 
     @contextmanager
     def pushing(self, version: str) -> Iterator[None]:
-        """Context of a weight sync of all engines: meanwhile only the sync itself restarts a lost engine. Samples may have
-        this version from now on."""
+        """Context of a weight sync of all engines: meanwhile only the sync itself restarts a lost engine, and samples
+        may have this version from now on."""
         self.versions.add(version)
         self.pool.is_syncing = True
         try:

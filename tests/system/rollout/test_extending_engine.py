@@ -76,7 +76,7 @@ def test_every_engine_of_the_table_can_be_launched(name: str) -> None:
 
 def test_the_urls_of_an_engine_are_written_in_one_file() -> None:
     paths = {endpoint.path for endpoint in vars(protocol).values() if isinstance(endpoint, protocol.Endpoint)}
-    assert len(paths) == 22
+    assert len(paths) == 20
     rooms = [Path(rollout.__file__).parents[1] / room for room in ("rollout", "weights", "trainers")]
     found = {
         (file.name, node.value)

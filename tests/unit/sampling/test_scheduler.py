@@ -314,15 +314,19 @@ def test_too_few_groups_end_the_run_with_the_numbers() -> None:
 # ---- utilisation
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
-def test_capacity_is_used_if_a_step_may_begin_before_the_last_one_has_ended(ahead: int) -> None:
+@pytest.mark.parametrize(("ahead", "interrupt"), [(0, "never"), (1, "never"), (1, "at_sync")])
+def test_capacity_is_used_if_responses_continue_over_weight_syncs(ahead: int, interrupt: str) -> None:
     """Responses of 1 to 60 s, 100 in flight: the time against that of the work at full capacity."""
     dispatcher = SimulatedDispatcher(100)
-    with closing(Run(ahead, 0, WholeSteps(800), steps=6, dispatcher=dispatcher)) as run:
+    policy = WholeSteps(800)
+    with closing(Run(ahead, 0, policy, steps=6, dispatcher=dispatcher, interrupt=interrupt)) as run:
         draw = run.random.lognormvariate
         run.random.lognormvariate = lambda *_: min(60.0, max(1.0, draw(2, 0.7)))  # type: ignore[method-assign]
         for step in range(6):
             run.scheduler.wait(step)
             run.scheduler.take(step)
+            if ahead:
+                run.scheduler.rest()
+                run.scheduler.resume()
         share = dispatcher.busy_s / 100 / dispatcher.now
-    assert (share > 0.95) == (ahead > 0), f"{share:.3f}"
+    assert (share > 0.95) == (interrupt == "at_sync"), f"{share:.3f}"
