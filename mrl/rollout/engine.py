@@ -271,7 +271,7 @@ class Engine:
         """
         self.weight_version, self.adapter = version, adapter
         self.pool.stall.end("all servers")
-        self.pool.welcome()
+        self.pool.use_joined()
         for server in self.pool.servers:
             server.has_weights = True
         if self._dispatcher is not None:

@@ -131,23 +131,20 @@ class EnginePool:
         """Servers that have come since the last time, and lack the weights: here there are none."""
         return ()
 
-    def welcome(self, *servers: Server) -> None:
-        """Newcomers, these or all, have the weights now."""
+    def use_joined(self, *servers: Server) -> None:
+        """Joining servers, these or all, have the weights now."""
 
-    def is_left_by(self, server: Server) -> bool:
+    def has_left(self, server: Server) -> bool:
         """Whether the server is gone with its node, so that the run goes on without it."""
         return False
 
-    async def is_soon_left_by(self, server: Server) -> bool:
-        """As `is_left_by`, now or in a moment."""
+    async def leaves_soon(self, server: Server) -> bool:
+        """As `has_left`, now or in a moment."""
         return False
 
     def present(self) -> tuple[Server, ...]:
         """All that are to get weights now."""
         return self.all
-
-    def check_alone(self) -> None:
-        """Raises RolloutError when no server has been there for too long."""
 
     async def bring_in(self, server: Server, weights: Weights) -> None:
         """Waits until a joining server has its weights, unless it leaves again."""
@@ -189,7 +186,7 @@ class EnginePool:
             except Exception as error:
                 if isinstance(error, PortTaken) or not await server.ends_soon():
                     raise
-                if await self.is_soon_left_by(server):
+                if await self.leaves_soon(server):
                     return
                 again = f"engine died again before it had its weights: {process.obituary()}"
                 self.restarts.take(process, RolloutError(again))
@@ -206,7 +203,7 @@ class EnginePool:
         while not (dead := self._dead()) and self._started and time.monotonic() < end:
             time.sleep(DEATH_POLL_S)
         for server, process in dead:
-            if self.is_left_by(server):
+            if self.has_left(server):
                 continue
             if not self.restarts.is_left():
                 return False

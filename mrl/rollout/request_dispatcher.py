@@ -378,7 +378,7 @@ class RequestDispatcher:
         for post in self._posts[server]:
             post.cancel()
         error = await asyncio.to_thread(explain)
-        if not self._pool.is_left_by(server):
+        if not self._pool.has_left(server):
             self._pool.lose(server, error)
             self._bring(self._pool.bring_back(server, self._weights))
 
@@ -407,7 +407,6 @@ class RequestDispatcher:
             await asyncio.sleep(WATCH_S)
             if not self._open:
                 continue
-            self._pool.check_alone()
             for server in await asyncio.to_thread(self._pool.admit):
                 self._bring(self._pool.bring_in(server, self._weights))
             for server in self._pool.servers:

@@ -30,6 +30,7 @@ class StandIn:
         self.code: int | None = None
         self.problem: Exception | None = None
         self.closed = False
+        self.here = [self]
 
     def exit_code(self) -> int | None:
         return self.code
@@ -126,6 +127,29 @@ def test_strangers_are_told_nothing(path: str, node: Node) -> None:
     for headers in ({}, {"Authorization": "Bearer no"}):
         assert httpx.post(url, json={"engine": 0}, headers=headers, trust_env=False).status_code == 401
     assert node.stand_ins[0].code == 5
+
+
+def test_without_the_key_a_node_says_only_that_it_is_there(node: Node) -> None:
+    reply = httpx.get(node.agent.offered.agent + "/health", trust_env=False)
+    assert (reply.status_code, reply.json()) == (200, {})
+    assert httpx.post(node.agent.offered.agent + "/health", json={}, trust_env=False).status_code == 401
+
+
+def test_a_node_that_may_leave_is_gone_when_it_says_so_or_says_nothing(node: Node) -> None:
+    with contextlib.ExitStack() as stack:
+        leaving, silent = (Agent(Home(number), "node", (), KEY) for number in range(2))
+        access = Access(KEY, ours=True)
+        nodes = [OtherNode(agent.offered, access, silence_s=60.0) for agent in (leaving, silent)]
+        for each in (leaving, silent, *nodes):
+            stack.enter_context(contextlib.closing(each))
+        leaving.leave()
+        wait_for(lambda: nodes[0].is_gone)
+        assert not nodes[1].is_gone and not silent.run_is_over
+        nodes[1].end_of_run()
+        assert silent.run_is_over
+        silent.close()
+        wait_for(lambda: nodes[1].is_gone)
+        assert not node.other.is_gone
 
 
 @pytest.mark.parametrize("engine", [2, -1, "0", None])
