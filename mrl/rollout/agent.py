@@ -18,7 +18,7 @@ from mrl.rollout.serving import BadRequest, Route, Server
 LOOK_S = 0.1
 LONGEST_LOOK_S = 30.0
 HEALTH, END_OF_RUN = "/health", "/end_of_run"
-ENDED, READY, OBITUARY, END, RESTART = "/ended", "/ready", "/obituary", "/end", "/restart"
+ENDED, READY, EXIT_REPORT, END, RESTART = "/ended", "/ready", "/exit_report", "/end", "/restart"
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Agent:
         self.run_is_over = self._is_leaving = self._closed = False
         calls: dict[str, Callable[[Started, dict[str, Any]], Any]] = {
             READY: lambda engine, body: engine.is_ready(body["timeout_s"]),
-            OBITUARY: lambda engine, body: engine.obituary(),
+            EXIT_REPORT: lambda engine, body: engine.exit_report(),
             END: lambda engine, body: _end(engine),
             RESTART: self._restart,
         }
@@ -91,9 +91,9 @@ class Agent:
         """Whether all its engines answer. Raises EngineStartError, as `EngineProcess.is_ready`."""
         return all(engine.is_ready(timeout_s) for engine in self._engines)
 
-    def obituary(self) -> str | None:
+    def exit_report(self) -> str | None:
         """Of an engine that has ended; None while there is none."""
-        return next((engine.obituary() for engine in self._engines if engine.exit_code() is not None), None)
+        return next((engine.exit_report() for engine in self._engines if engine.exit_code() is not None), None)
 
     def leave(self) -> None:
         """Tells whoever watches the node that it is about to end."""

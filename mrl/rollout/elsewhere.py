@@ -11,7 +11,7 @@ import httpx
 
 from mrl.rollout import errors
 from mrl.rollout.access import Access, tls
-from mrl.rollout.agent import END, END_OF_RUN, ENDED, OBITUARY, READY, RESTART, Offered
+from mrl.rollout.agent import END, END_OF_RUN, ENDED, EXIT_REPORT, READY, RESTART, Offered
 from mrl.rollout.process import FORMER_ENGINE_S, GRACE_S, EngineProcess
 
 CONNECT_S = 10.0
@@ -122,9 +122,9 @@ class ElsewhereEngine:
         """Has its node end and start it anew, at the same address; returns when it is started."""
         self._restarts = int(self._node.ask(RESTART, RESTART_S, engine=self._index)["value"])
 
-    def obituary(self) -> str:
+    def exit_report(self) -> str:
         """What ended it; also where nobody on its node can say."""
         try:
-            return str(self._node.ask(OBITUARY, ANSWER_S, engine=self._index)["value"])
+            return str(self._node.ask(EXIT_REPORT, ANSWER_S, engine=self._index)["value"])
         except errors.RolloutError as error:
             return str(error)

@@ -247,7 +247,7 @@ class Engine:
 
     @property
     def lacks_weights(self) -> bool:
-        """Whether a server has given its weights up, or lost them with its life, and got no others since: they must be
+        """Whether a server has given its weights up, or lost them in a restart, and got no others since: they must be
         pushed before it samples."""
         return not all(server.has_weights for server in self.pool.servers)
 

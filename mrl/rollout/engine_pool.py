@@ -188,9 +188,9 @@ class EnginePool:
                     raise
                 if await self.leaves_soon(server):
                     return
-                again = f"engine died again before it had its weights: {process.obituary()}"
+                again = f"engine died again before it had its weights: {process.exit_report()}"
                 self.restarts.take(process, RolloutError(again))
-        server.life += 1
+        server.restarts += 1
         server.up = True
 
     def revive(self, error: Exception) -> bool:
@@ -211,7 +211,7 @@ class EnginePool:
             released = server.released
             server.has_weights = False
             run_coroutine(self._start_again(server, process))
-            server.life += 1
+            server.restarts += 1
             self._settle(server, released)
         return bool(dead)
 
@@ -250,18 +250,18 @@ class EnginePool:
             server.settle(wanted, client)
 
     def _replace(self, server: Server, error: BaseException) -> None:
-        """After a failure to give up or take back memory: a new life of the server, if it did not just refuse."""
+        """After a failure to give up or take back memory: restarts the server, if it did not just refuse."""
         if not isinstance(error, EngineError):
             raise error
         refuses = error.status is not None and error.status < 500
         ended = not refuses and run_coroutine(server.ends_soon())
-        problem = RolloutError(f"{error}\n{server.obituary()}".strip() if not refuses else str(error))
+        problem = RolloutError(f"{error}\n{server.exit_report()}".strip() if not refuses else str(error))
         if error.status is not None and not ended:
             raise problem from error
         self._begin_anew(server, problem)
 
     def _begin_anew(self, server: Server, problem: RolloutError) -> None:
-        """Another life of a lost server, without the trainer's weights, which are not at hand now."""
+        """Restarts a lost server without the trainer's weights, which are not at hand now."""
         self.lose(server, problem)
         server.has_weights = False
         run_coroutine(self.bring_back(server))

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import httpx
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from mrl.config.schema import RLConfig
 from mrl.config.secret_file import read_secret
@@ -133,9 +133,15 @@ class RouterClient:
 
     def nodes(self) -> list[ListedNode]:
         """Returns all nodes that have registered, also those that have gone since without a word."""
-        workers = self._ask("GET", "/workers")["workers"]
-        found = ((worker, worker.get("metadata", {}).get(LABEL)) for worker in workers)
-        return [ListedNode(one["id"], one["is_healthy"], RECORD.validate_json(label)) for one, label in found if label]
+        answer, found = self._ask("GET", "/workers"), list[ListedNode]()
+        try:
+            for worker in answer["workers"]:
+                with contextlib.suppress(ValidationError):  # no `mrl serve` of this version
+                    record = RECORD.validate_json(worker["metadata"].get(LABEL, ""))
+                    found.append(ListedNode(worker["id"], worker["is_healthy"], record))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise RolloutError(f"{self.url} is no sglang-router: it answers {answer!r:.200}") from error
+        return found
 
     def register(self, record: NodeRecord, listed: ListedNode | None) -> None:
         """Adds a node, or replaces its record where it is listed. Takes effect a moment later."""

@@ -192,7 +192,7 @@ class EngineNode:
             if not (self._has_run and self.record.state == "ready" and stays):
                 raise NodeEnds(Reason.PREEMPTED)
         away_s = now - self._run_seen
-        if away_s > placement.silence_s and (report := self.agent.obituary()) is not None:
+        if away_s > placement.silence_s and (report := self.agent.exit_report()) is not None:
             raise EngineStartError(f"an engine has ended, and there is no run: {report}")
         if away_s > placement.away_s:
             raise NodeEnds(Reason.NO_RUN)

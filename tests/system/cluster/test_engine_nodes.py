@@ -172,6 +172,20 @@ def test_the_router_is_the_run_s_alone_and_goes_with_it(place: Place) -> None:
     assert not file.exists() and not answers()
 
 
+@pytest.mark.parametrize("answer", [{"workers": [{"url": "http://a:1"}]}, {"workers": 7}, [], {}])
+def test_what_is_no_router_lists_no_nodes(answer: object, place: Place, tmp_path: Path) -> None:
+    with router({"/workers": answer}) as url:
+        write_privately(tmp_path / "router.json", json.dumps({"url": url, "key": KEY}))
+        with contextlib.closing(RouterClient(tmp_path / "router.json")) as client:
+            with pytest.raises(RolloutError, match=f"{url} is no sglang-router: it answers"):
+                client.nodes()
+
+
+def test_an_address_of_another_machine_is_refused(place: Place) -> None:
+    with pytest.raises(EngineStartError, match="placement.address: 192.0.2.77 is not an address of"):
+        RouterProcess(place.run_dir, "192.0.2.77", 2.0)
+
+
 def test_a_router_that_ends_is_started_again(place: Place) -> None:
     place.serve(0)
     engine = place.join(place.cfg())

@@ -54,7 +54,7 @@ class Process:
     def is_ready(self, timeout_s: float) -> bool:
         return True
 
-    def obituary(self) -> str:
+    def exit_report(self) -> str:
         return ""
 
 
