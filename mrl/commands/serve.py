@@ -84,7 +84,7 @@ def _serve(cfg: RLConfig, args: argparse.Namespace, gpus: int) -> int:
     from mrl.rollout.agent import Home
     from mrl.rollout.errors import EngineStartError, EngineUnavailable
     from mrl.rollout.membership import engines_folder
-    from mrl.rollout.serve import Reason, ServeTask, serve
+    from mrl.rollout.serve import EngineNode, Reason
 
     def say(line: str) -> None:
         print(f"mrl: engine node {args.node}: {redact(line)}", file=sys.stderr, flush=True)
@@ -94,7 +94,9 @@ def _serve(cfg: RLConfig, args: argparse.Namespace, gpus: int) -> int:
         try:
             host = address_towards(args.head.partition(":")[0]) if args.head else default_address()
             stack.callback(Lock(engines_folder(run_dir) / f"node_{args.node}.lock").release)
-            reason = serve(ServeTask(cfg, run_dir, Home(args.node, host), Machine(1, 0, gpus), received, say))
+            node = EngineNode(cfg, run_dir, Home(args.node, host), Machine(1, 0, gpus), received, say)
+            with contextlib.closing(node):
+                reason = node.serve()
         except RunLocked:
             say(f"another mrl serve is already node {args.node} of {run_dir}: choose another --node, or stop that one")
             return 1

@@ -38,10 +38,11 @@ LABEL = "mrl"
 ANSWER_S = 5.0
 FAILURES = 2  # health checks in a row after which a node counts as unhealthy
 KEY = "MRL_ROUTER_KEY"
-# A command line can be read by all accounts of the machine, the environment by this one alone
+# As `python -m sglang_router.launch_router`, without its imports of sglang and torch, which take seconds, and without
+# the key among the arguments: all accounts of the machine can read these, and this one alone the environment
 START = (
-    "import os, sys; from sglang_router.launch_router import main; "
-    f"sys.argv += ['--api-key', os.environ.pop('{KEY}')]; main()"
+    "import json, os, sys; from sglang_router.router import Router; from sglang_router.router_args import RouterArgs; "
+    f"Router.from_args(RouterArgs(**json.loads(sys.argv[1]), api_key=os.environ.pop('{KEY}'))).start()"
 )
 
 
@@ -178,14 +179,13 @@ class RouterProcess(EngineProcess):
         host = default_address() if address is None else socket.gethostbyname(address)
         port, key, metrics_port = free_port(host), secrets.token_hex(32), free_port(HERE)
         check_s = max(1, int(silence_s / (FAILURES + 1)))
-        arguments = (
-            f"--host {host} --port {port} --prometheus-host {HERE} --prometheus-port {metrics_port} --log-level warn "
-            f"--policy round_robin --health-check-interval-secs {check_s} --health-check-timeout-secs {check_s} "
-            f"--health-failure-threshold {FAILURES} --health-success-threshold 1 --worker-startup-timeout-secs 30"
-        )
+        settings = {"host": host, "port": port, "prometheus_host": HERE, "prometheus_port": metrics_port}
+        settings |= {"health_check_interval_secs": check_s, "health_check_timeout_secs": check_s}
+        settings |= {"health_failure_threshold": FAILURES, "health_success_threshold": 1}
+        settings |= {"policy": "round_robin", "log_level": "warn", "worker_startup_timeout_secs": 30}
         # A proxy set for the internet must not see the checks of nodes
         env = {name: value for name, value in environment().items() if not name.lower().endswith("_proxy")}
-        launch = Launch([sys.executable, "-c", START, *arguments.split()], env | {KEY: key})
+        launch = Launch([sys.executable, "-c", START, json.dumps(settings)], env | {KEY: key})
         log = run_dir / "logs" / "router.log"
         self.file = router_file(run_dir)
         write_privately(self.file, json.dumps({"url": f"http://{host}:{port}", "key": key}) + "\n")

@@ -30,7 +30,7 @@ from mrl.rollout.check import check_server
 from mrl.rollout.errors import EngineStartError
 from mrl.rollout.launch import Part, ServerSpec
 from mrl.rollout.membership import NodeRecord, RouterClient, RouterProcess, engines_key, router_file
-from mrl.rollout.serve import EngineNode, Reason, ServeTask, serve
+from mrl.rollout.serve import EngineNode, Reason
 from mrl.rollout.serving import Server
 from mrl.rollout.sglang.command import sglang_launch
 from tests.conftest import TinyModels
@@ -63,8 +63,7 @@ class Node:
     why: object = None
 
     def __post_init__(self) -> None:
-        task = ServeTask(self.cfg, self.run_dir, Home(self.number), CPU, self.received, self.said.append)
-        self.node = EngineNode(task)
+        self.node = EngineNode(self.cfg, self.run_dir, Home(self.number), CPU, self.received, self.said.append)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -330,8 +329,11 @@ def test_an_engine_over_two_nodes_comes_goes_and_comes_back_with_both(place: Pla
     received: list[list[int]] = [[], [], []]
 
     def begin(number: int, signals: list[int]) -> threading.Thread:
-        task = ServeTask(cfg, place.run_dir, Home(number), CPU, signals, said.append)
-        thread = threading.Thread(target=lambda: ends.append(serve(task)), daemon=True)
+        def serve() -> None:
+            with contextlib.closing(EngineNode(cfg, place.run_dir, Home(number), CPU, signals, said.append)) as node:
+                ends.append(node.serve())
+
+        thread = threading.Thread(target=serve, daemon=True)
         thread.start()
         return thread
 
