@@ -38,7 +38,7 @@ EXTRAS = {
     # bounds the versions; the torch part is compiled against the torch that is there: docs/gpu.md has the order.
     "gpu": ["transformer-engine[core_cu13,pytorch]>=2.9,<2.12", "triton>=3.4"],
     # The engine on a GPU machine, with its own CUDA dependencies.
-    "sglang": ["sglang==0.5.23"],
+    "sglang": ["sglang==0.5.23", "sglang-router==0.3.2"],
     # What the engine imports on a CPU machine, where sglang itself is installed with --no-deps.
     "cpu": [
         "apache-tvm-ffi",
@@ -53,6 +53,7 @@ EXTRAS = {
         "pyzmq",
         "requests",
         "setproctitle",
+        "sglang-router==0.3.2",  # lists the engine nodes of placement.mode: disaggregated
         "uvicorn",
         "uvloop",
     ],

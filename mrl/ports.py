@@ -89,6 +89,14 @@ def address_towards(host: str) -> str:
         return str(probe.getsockname()[0])
 
 
+def default_address() -> str:
+    """Returns this machine's IPv4 address on its default route; 127.0.0.1 without one."""
+    try:
+        return address_towards("192.0.2.1")  # documentation address (RFC 5737)
+    except OSError:
+        return HERE
+
+
 def interface_of(host: str) -> str:
     """Returns the interface with this IPv4 address, for example "lo" or "eth0". Raises OSError if there is none."""
     for name, addresses in psutil.net_if_addrs().items():

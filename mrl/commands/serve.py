@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from mrl.config.schema import AnyConfig, RLConfig
 
 EXIT_AWAY = 69  # EX_UNAVAILABLE: there was no run to serve
-ANYWHERE = "192.0.2.1"  # documentation address (RFC 5737); finds the default route, nothing is sent
 
 
 def add(commands: Any) -> None:
@@ -33,8 +32,8 @@ def add(commands: Any) -> None:
         "(default: the address of the default route)",
     )
     parser.description = (
-        "For a run with placement.mode: disaggregated. Starts rollout.servers engines here and registers them in the "
-        "run directory, where `mrl train` with the same configuration finds them. Exit codes: 0, the run has ended; "
+        "For a run with placement.mode: disaggregated. Starts rollout.servers engines here and registers this node "
+        "with the sglang-router that `mrl train` with the same configuration starts. Exit codes: 0, the run has ended; "
         "69, no run was active for placement.away_s seconds; 75, asked to stop by SIGUSR1; 128 + N, ended by "
         "signal N; 2, the configuration is wrong; 1, another error, such as a --node that is already in use."
     )
@@ -78,50 +77,34 @@ def _problems(cfg: RLConfig, gpus: int) -> list[str]:
 def _serve(cfg: RLConfig, args: argparse.Namespace, gpus: int) -> int:
     from mrl.config.derived import Machine
     from mrl.launcher import signals
-    from mrl.observe.lock import RunLocked
-    from mrl.ports import NoFreePort, address_towards
+    from mrl.observe.lock import Lock, RunLocked
+    from mrl.ports import NoFreePort, address_towards, default_address
     from mrl.redaction import redact
+    from mrl.resilience.protocol import EXIT_PREEMPTED
     from mrl.rollout.agent import Home
     from mrl.rollout.errors import EngineStartError, EngineUnavailable
-    from mrl.rollout.serve import Duty, serve
+    from mrl.rollout.membership import engines_folder
+    from mrl.rollout.serve import EngineNode, Reason
 
     def say(line: str) -> None:
         print(f"mrl: engine node {args.node}: {redact(line)}", file=sys.stderr, flush=True)
 
     run_dir = (Path(cfg.run.root) / cfg.run.name).absolute()
-    with signals.collect_signals() as received:
+    with signals.collect_signals() as received, contextlib.ExitStack() as stack:
         try:
-            host = address_towards((args.head or ANYWHERE).partition(":")[0])
-            with _place(run_dir, args.node):
-                why = serve(Duty(cfg, run_dir, Home(args.node, host), Machine(1, 0, gpus), received, say))
-            say(f"ends: {why if isinstance(why, str) else f'signal {why}'}")
+            host = address_towards(args.head.partition(":")[0]) if args.head else default_address()
+            stack.callback(Lock(engines_folder(run_dir) / f"node_{args.node}.lock").release)
+            node = EngineNode(cfg, run_dir, Home(args.node, host), Machine(1, 0, gpus), received, say)
+            with contextlib.closing(node):
+                reason = node.serve()
         except RunLocked:
             say(f"another mrl serve is already node {args.node} of {run_dir}: choose another --node, or stop that one")
             return 1
         except (EngineStartError, EngineUnavailable, NoFreePort, OSError, ValueError) as error:
             say(str(error))
             return 1
-    return _code(why)
-
-
-def _place(run_dir: Path, number: int) -> contextlib.AbstractContextManager[object]:
-    """Holds the node's number for this process alone. Raises RunLocked."""
-    from mrl.observe.lock import Lock
-    from mrl.rollout.registry import Registry
-
-    @contextlib.contextmanager
-    def held() -> Any:
-        lock = Lock(Registry(run_dir).node(number).with_suffix(".lock"))
-        try:
-            yield
-        finally:
-            lock.release()
-
-    return held()
-
-
-def _code(why: str | int) -> int:
-    from mrl.resilience.protocol import EXIT_PREEMPTED
-    from mrl.rollout.serve import AWAY, OVER, WARNED
-
-    return 128 + why if isinstance(why, int) else {OVER: 0, WARNED: EXIT_PREEMPTED, AWAY: EXIT_AWAY}[why]
+    if not isinstance(reason, Reason):
+        say(f"ends: signal {reason}")
+        return 128 + reason
+    say(f"ends: {reason}")
+    return {Reason.RUN_IS_OVER: 0, Reason.PREEMPTED: EXIT_PREEMPTED, Reason.NO_RUN: EXIT_AWAY}[reason]

@@ -18,7 +18,9 @@ from mrl.config.schema import AnyConfig, Config
 from mrl.config.trainers.table import trainer_of
 from mrl.launcher.elastic import missing
 from mrl.observe import trackers
+from mrl.packages import pip_install
 from mrl.preflight.finding import Finding, Verdict
+from mrl.preflight.versions import TESTED
 from mrl.rollout.errors import EngineUnavailable
 from mrl.rollout.launch import Part, ServerSpec, launcher
 
@@ -97,7 +99,7 @@ def check_packages(cfg: AnyConfig) -> Iterator[Finding]:
     """Checks the optional packages of the configured launcher, trackers and engine."""
     good = True
     wanted = (_not_installed(cfg, name) for name in trainer_of(cfg).packages)
-    for problem in filter(None, (missing(cfg.run.launcher), *trackers.missing(cfg.run), *wanted)):
+    for problem in filter(None, (missing(cfg.run.launcher), *trackers.missing(cfg.run), *wanted, _no_router(cfg))):
         good = False
         yield Finding("packages", "problem", problem)
     rollout, _ = cfg.engines() or (None, None)
@@ -169,6 +171,13 @@ def _not_installed(cfg: AnyConfig, name: str) -> str | None:
     if find_spec(name) is not None:
         return None
     return f"trainer: {cfg.trainer} needs {name}, which is not installed: pip install 'mrl[diffusion]'"
+
+
+def _no_router(cfg: AnyConfig) -> str | None:
+    if cfg.engine_nodes() is None or find_spec("sglang_router") is not None:
+        return None
+    command = pip_install(f"sglang-router=={TESTED['sglang-router']}")
+    return f"placement.mode: disaggregated needs sglang-router, which lists the engine nodes: {command}"
 
 
 def check_services(cfg: AnyConfig) -> Iterator[Finding]:

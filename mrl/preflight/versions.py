@@ -21,6 +21,7 @@ TESTED = {
     "pydantic": "2.14.3",
     "datasets": "5.2.0",
     "sglang": "0.5.23",
+    "sglang-router": "0.3.2",
     "nvidia-resiliency-ext": "0.4.1",
 }
 

@@ -7,16 +7,18 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from mrl.ports import HERE
 from mrl.rollout.errors import EngineStartError, EngineUnavailable
-from mrl.rollout.process import EngineProcess
+from mrl.rollout.process import Started
 from mrl.rollout.serving import BadRequest, Route, Server
 
 LOOK_S = 0.1
 LONGEST_LOOK_S = 30.0
-ENDED, READY, OBITUARY, END, RESTART = "/ended", "/ready", "/obituary", "/end", "/restart"
+HEALTH, END_OF_RUN = "/health", "/end_of_run"
+ENDED, READY, EXIT_REPORT, END, RESTART = "/ended", "/ready", "/exit_report", "/end", "/restart"
 
 
 @dataclass(frozen=True)
@@ -48,21 +50,30 @@ class Offered:
 
 class Agent:
     """Answers for a node's engines, in threads of this process, until `close`, which ends them. Whoever asks must have
-    the run's key."""
+    the run's key; without it, `/health` says that the node is there.
 
-    def __init__(self, home: Home, where: str, engines: Sequence[EngineProcess], key: str) -> None:
-        self._engines, self._home, self._where = engines, home, where
-        self._lives = [0] * len(engines)  # restarts of each: an exit code is of one life
-        self._closed = False
-        routes: dict[str, Route] = {
-            ENDED: self._ended,
-            READY: lambda body: self._attempt(lambda: self._of(body).is_ready(body["timeout_s"])),
-            OBITUARY: lambda body: self._attempt(self._of(body).obituary),
-            END: lambda body: self._attempt(self._of(body).close),
-            RESTART: lambda body: self._attempt(lambda: self._restart(body)),
+    run_is_over: the run has made its last step
+    """
+
+    def __init__(self, home: Home, where: str, engines: Sequence[Started], key: str) -> None:
+        self._home, self._where = home, where
+        self.add(engines)
+        self.run_is_over = self._is_leaving = self._closed = False
+        calls: dict[str, Callable[[Started, dict[str, Any]], Any]] = {
+            READY: lambda engine, body: engine.is_ready(body["timeout_s"]),
+            EXIT_REPORT: lambda engine, body: engine.exit_report(),
+            END: lambda engine, body: _end(engine),
+            RESTART: self._restart,
         }
-        self._server = Server(0, key, routes, home.host)
+        routes: dict[str, Route] = {path: partial(self._call, call) for path, call in calls.items()}
+        routes |= {ENDED: self._ended, END_OF_RUN: self._end_of_run}
+        self._server = Server(0, key, routes, home.host, unlocked=HEALTH)
         threading.Thread(target=self._server.serve_forever, args=(LOOK_S,), daemon=True, name="engines' agent").start()
+
+    def add(self, engines: Sequence[Started]) -> None:
+        """Answers for these from now on."""
+        self._restarts = [0] * len(engines)  # of each: an exit code belongs to one start
+        self._engines = engines
 
     @property
     def offered(self) -> Offered:
@@ -80,51 +91,60 @@ class Agent:
         """Whether all its engines answer. Raises EngineStartError, as `EngineProcess.is_ready`."""
         return all(engine.is_ready(timeout_s) for engine in self._engines)
 
-    def obituary(self) -> str | None:
+    def exit_report(self) -> str | None:
         """Of an engine that has ended; None while there is none."""
-        return next((engine.obituary() for engine in self._engines if engine.exit_code() is not None), None)
+        return next((engine.exit_report() for engine in self._engines if engine.exit_code() is not None), None)
+
+    def leave(self) -> None:
+        """Tells whoever watches the node that it is about to end."""
+        self._is_leaving = True
 
     def close(self) -> None:
         """Ends the engines."""
-        self._closed = True
+        self._is_leaving = self._closed = True
         self._server.shutdown()
         self._server.server_close()
         for engine in self._engines:
-            engine.close()
+            _end(engine)
 
     def _check_open(self) -> None:
         """A connection that was kept alive outlives `close`."""
         if self._closed:
             raise BadRequest(f"{self._where} has ended its engines")
 
-    def _of(self, body: dict[str, Any]) -> EngineProcess:
+    def _call(self, call: Callable[[Started, dict[str, Any]], Any], body: dict[str, Any]) -> dict[str, Any]:
+        """Answers for one engine. What is wrong with it is for the caller, as the error that it is."""
         self._check_open()
         index = body["engine"]
         if not isinstance(index, int) or not 0 <= index < len(self._engines):
             raise BadRequest(f"no engine {index!r} on {self._where}")
-        return self._engines[index]
-
-    def _restart(self, body: dict[str, Any]) -> int:
-        self._of(body).restart()
-        self._lives[body["engine"]] += 1
-        return self._lives[body["engine"]]
-
-    def _ended(self, body: dict[str, Any]) -> Any:
-        """[restarts, exit code] of every engine: as soon as they are not those that the caller has `seen`, or after
-        `wait_s`."""
-        self._check_open()
-        end = time.monotonic() + min(float(body["wait_s"]), LONGEST_LOOK_S)
-        while (lives := self._looked()) == body["seen"] and time.monotonic() < end and not self._closed:
-            time.sleep(LOOK_S)
-        return {"lives": lives}
-
-    def _looked(self) -> list[list[int | None]]:
-        return [[life, engine.exit_code()] for life, engine in zip(self._lives, self._engines)]
-
-    @staticmethod
-    def _attempt(ask: Callable[[], Any]) -> dict[str, Any]:
-        """What is wrong with an engine is for the caller, as the error that it is."""
         try:
-            return {"value": ask()}
+            return {"value": call(self._engines[index], body)}
         except (EngineStartError, EngineUnavailable) as error:
             return {"error": str(error), "kind": type(error).__name__}
+
+    def _restart(self, engine: Started, body: dict[str, Any]) -> int:
+        engine.restart()
+        self._restarts[body["engine"]] += 1
+        return self._restarts[body["engine"]]
+
+    def _end_of_run(self, body: dict[str, Any]) -> Any:
+        self.run_is_over = True
+        return {}
+
+    def _ended(self, body: dict[str, Any]) -> Any:
+        """Answers with [restarts, exit code] of every engine, as soon as they are not those that the caller has `seen`,
+        the node is leaving, or after `wait_s`."""
+        self._check_open()
+        end = time.monotonic() + min(float(body["wait_s"]), LONGEST_LOOK_S)
+        while (exits := self._exits()) == body["seen"] and time.monotonic() < end and not self._is_leaving:
+            time.sleep(LOOK_S)
+        return {"exits": exits, "is_leaving": self._is_leaving}
+
+    def _exits(self) -> list[list[int | None]]:
+        return [[restarts, engine.exit_code()] for restarts, engine in zip(self._restarts, self._engines)]
+
+
+def _end(engine: Started) -> None:
+    for process in engine.here:
+        process.close()

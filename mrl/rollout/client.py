@@ -116,8 +116,11 @@ class EngineClient:
     def workers(self) -> tuple[str, ...] | None:
         """The engines that it hands requests on to, if it is a router; None: it is an engine."""
         for endpoint in (protocol.ROUTER_WORKERS, protocol.OLD_ROUTER_WORKERS):
-            with contextlib.suppress(EngineError):
+            try:
                 return self._call(endpoint, None)
+            except EngineError as error:
+                if error.status is None:  # nobody answers: no use to wait for that twice
+                    break
         return None
 
     # ---- weights

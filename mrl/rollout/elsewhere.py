@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import httpx
 
 from mrl.rollout import errors
 from mrl.rollout.access import Access, tls
-from mrl.rollout.agent import END, ENDED, OBITUARY, READY, RESTART, Offered
+from mrl.rollout.agent import END, END_OF_RUN, ENDED, EXIT_REPORT, READY, RESTART, Offered
 from mrl.rollout.process import FORMER_ENGINE_S, GRACE_S, EngineProcess
 
 CONNECT_S = 10.0
@@ -24,14 +25,14 @@ KINDS = (errors.EngineStartError, errors.PortTaken, errors.EngineUnavailable)
 class OtherNode:
     """A node whose engines were started there: by its own first rank, or by `mrl serve`.
 
-    may_leave: the run goes on without it. Then `is_gone`, for good, once nobody answers there.
+    silence_s: seconds without an answer after which it is gone, for good; None: the run does not go on without it
     Raises RolloutError, with the node's name, wherever the agent does not answer in time.
     """
 
-    def __init__(self, offered: Offered, access: Access, *, may_leave: bool = False) -> None:
-        self.offered, self._may_leave = offered, may_leave
+    def __init__(self, offered: Offered, access: Access, *, silence_s: float | None = None) -> None:
+        self.offered, self._silence_s = offered, silence_s
         self.is_gone = False
-        self.lives: list[list[int | None]] = [[0, None] for _ in offered.urls]
+        self.exits: list[list[int | None]] = [[0, None] for _ in offered.urls]  # restarts and exit code of each engine
         self._http = httpx.Client(base_url=offered.agent, headers=access.headers, trust_env=False, verify=tls())
         self._is_closed = threading.Event()
         threading.Thread(target=self._watch, daemon=True, name=f"engines of {offered.where}").start()
@@ -56,22 +57,30 @@ class OtherNode:
                 raise kind(f"{self.offered.where}: {answer['error']}")
         return answer
 
+    def end_of_run(self) -> None:
+        """Tells the node that the run has made its last step."""
+        self.ask(END_OF_RUN, ANSWER_S)
+
     def close(self) -> None:
         """No more questions; the engines are its node's to end."""
         self._is_closed.set()
         self._http.close()
 
     def _watch(self) -> None:
-        """Keeps `lives` at what the agent says. One that says nothing is the pulse's business, if it is a rank of the
-        run: it is gone."""
-        unanswered = 0
+        """Keeps `exits` at what the agent says. A rank's agent that says nothing is the business of the ranks' own
+        heartbeats."""
+        look_s = LOOK_S if self._silence_s is None else min(LOOK_S, self._silence_s / 3)
+        limit_s = look_s + ANSWER_S if self._silence_s is None else self._silence_s
+        unanswered, answered = 0, time.monotonic()
         while not self._is_closed.is_set() and not self.is_gone:
             try:
-                answer = self.ask(ENDED, LOOK_S + ANSWER_S, seen=self.lives, wait_s=LOOK_S)
-                self.lives, unanswered = answer["lives"], 0
+                answer = self.ask(ENDED, limit_s, seen=self.exits, wait_s=look_s)
+                self.exits, unanswered, answered = answer["exits"], 0, time.monotonic()
+                self.is_gone = self._silence_s is not None and answer["is_leaving"]
             except (errors.RolloutError, RuntimeError):
                 unanswered += 1
-                self.is_gone = self._may_leave and unanswered >= UNANSWERED
+                if self._silence_s is not None:
+                    self.is_gone = unanswered >= UNANSWERED or time.monotonic() - answered > self._silence_s
                 self._is_closed.wait(1.0)
 
 
@@ -80,7 +89,7 @@ class ElsewhereEngine:
 
     def __init__(self, node: OtherNode, index: int) -> None:
         self._node, self._index = node, index
-        self._life = 0
+        self._restarts = 0
         offered = node.offered
         self.name = f"{offered.names[index]} on {offered.where}"
         self.url, self.log = offered.urls[index], Path(offered.logs[index])
@@ -97,8 +106,8 @@ class ElsewhereEngine:
 
     def exit_code(self) -> int | None:
         """None while it runs, as far as has been heard."""
-        life, code = self._node.lives[self._index]
-        return code if life == self._life else None
+        restarts, code = self._node.exits[self._index]
+        return code if restarts == self._restarts else None
 
     def is_ready(self, timeout_s: float) -> bool:
         """As `EngineProcess.is_ready`, which is asked on the engine's own node."""
@@ -111,11 +120,11 @@ class ElsewhereEngine:
 
     def restart(self) -> None:
         """Has its node end and start it anew, at the same address; returns when it is started."""
-        self._life = int(self._node.ask(RESTART, RESTART_S, engine=self._index)["value"])
+        self._restarts = int(self._node.ask(RESTART, RESTART_S, engine=self._index)["value"])
 
-    def obituary(self) -> str:
+    def exit_report(self) -> str:
         """What ended it; also where nobody on its node can say."""
         try:
-            return str(self._node.ask(OBITUARY, ANSWER_S, engine=self._index)["value"])
+            return str(self._node.ask(EXIT_REPORT, ANSWER_S, engine=self._index)["value"])
         except errors.RolloutError as error:
             return str(error)

@@ -247,7 +247,7 @@ class Engine:
 
     @property
     def lacks_weights(self) -> bool:
-        """Whether a server has given its weights up, or lost them with its life, and got no others since: they must be
+        """Whether a server has given its weights up, or lost them in a restart, and got no others since: they must be
         pushed before it samples."""
         return not all(server.has_weights for server in self.pool.servers)
 
@@ -275,7 +275,7 @@ class Engine:
         adapter: the name of what was pushed, where it is not the whole model
         """
         self.weight_version, self.pool.adapter = version, adapter
-        self.pool.welcome()
+        self.pool.use_joined()
         for server in self.pool.servers:
             server.has_weights = True
         if self._dispatcher is not None:

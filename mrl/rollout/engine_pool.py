@@ -133,23 +133,20 @@ class EnginePool:
         """Servers that have come since the last time, and lack the weights: here there are none."""
         return ()
 
-    def welcome(self, *servers: Server) -> None:
-        """Newcomers, these or all, have the weights now."""
+    def use_joined(self, *servers: Server) -> None:
+        """Joining servers, these or all, have the weights now."""
 
-    def is_left_by(self, server: Server) -> bool:
+    def has_left(self, server: Server) -> bool:
         """Whether the server is gone with its node, so that the run goes on without it."""
         return False
 
-    async def is_soon_left_by(self, server: Server) -> bool:
-        """As `is_left_by`, now or in a moment."""
+    async def leaves_soon(self, server: Server) -> bool:
+        """As `has_left`, now or in a moment."""
         return False
 
     def present(self) -> tuple[Server, ...]:
         """All that are to get weights now."""
         return self.all
-
-    def check_alone(self) -> None:
-        """Raises RolloutError when no server has been there for too long."""
 
     async def bring_in(self, server: Server, weights: Weights) -> None:
         """Waits until a joining server has its weights, unless it leaves again."""
@@ -191,11 +188,11 @@ class EnginePool:
             except Exception as error:
                 if isinstance(error, PortTaken) or not await server.ends_soon():
                     raise
-                if await self.is_soon_left_by(server):
+                if await self.leaves_soon(server):
                     return
-                again = f"engine died again before it had its weights: {process.obituary()}"
+                again = f"engine died again before it had its weights: {process.exit_report()}"
                 self.restarts.take(process, RolloutError(again))
-        server.life += 1
+        server.restarts += 1
         server.up = True
 
     def revive(self, error: Exception) -> bool:
@@ -208,7 +205,7 @@ class EnginePool:
         while not (dead := self._dead()) and self._started and time.monotonic() < end:
             time.sleep(DEATH_POLL_S)
         for server, process in dead:
-            if self.is_left_by(server):
+            if self.has_left(server):
                 continue
             if not self.restarts.is_left():
                 return False
@@ -216,7 +213,7 @@ class EnginePool:
             released = server.released
             server.has_weights = False
             run_coroutine(self._start_again(server, process))
-            server.life += 1
+            server.restarts += 1
             self._settle(server, released)
         return bool(dead)
 
@@ -255,18 +252,18 @@ class EnginePool:
             server.settle(wanted, client)
 
     def _replace(self, server: Server, error: BaseException) -> None:
-        """After a failure to give up or take back memory: a new life of the server, if it did not just refuse."""
+        """After a failure to give up or take back memory: restarts the server, if it did not just refuse."""
         if not isinstance(error, EngineError):
             raise error
         refuses = error.status is not None and error.status < 500
         ended = not refuses and run_coroutine(server.ends_soon())
-        problem = RolloutError(f"{error}\n{server.obituary()}".strip() if not refuses else str(error))
+        problem = RolloutError(f"{error}\n{server.exit_report()}".strip() if not refuses else str(error))
         if error.status is not None and not ended:
             raise problem from error
         self._begin_anew(server, problem)
 
     def _begin_anew(self, server: Server, problem: RolloutError) -> None:
-        """Another life of a lost server, without the trainer's weights, which are not at hand now."""
+        """Restarts a lost server without the trainer's weights, which are not at hand now."""
         self.lose(server, problem)
         server.has_weights = False
         run_coroutine(self.bring_back(server))

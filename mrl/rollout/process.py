@@ -51,7 +51,7 @@ class Started(Protocol):
     @property
     def here(self) -> list[EngineProcess]: ...
     def exit_code(self) -> int | None: ...
-    def obituary(self) -> str: ...
+    def exit_report(self) -> str: ...
     def is_ready(self, timeout_s: float) -> bool: ...
     def restart(self) -> None: ...
 
@@ -153,7 +153,7 @@ class EngineProcess:
     def _log_lines(self) -> list[str]:
         return self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
 
-    def obituary(self) -> str:
+    def exit_report(self) -> str:
         """One paragraph for an error message: what ended the engine, and its last words."""
         code = self.exit_code()
         state = "is running" if code is None else f"ended with {describe_exit(code)}"
@@ -167,14 +167,14 @@ class EngineProcess:
         """Whether the HTTP server answers. Raises EngineStartError if the process has ended, is not ready within
         `timeout_s` of its start, or if another process has its port; then ends it."""
         if self.exit_code() is not None:
-            raise EngineStartError(f"engine did not start: {self.obituary()}")
+            raise EngineStartError(f"engine did not start: {self.exit_report()}")
         if self._listens() and self._answers():
             self._lines_when_ready = len(self._log_lines())
             return True
         if time.monotonic() - self._started > timeout_s:
             self.close()
             raise EngineStartError(
-                f"engine not ready within rollout.startup_timeout_s = {timeout_s:g} s: {self.obituary()}"
+                f"engine not ready within rollout.startup_timeout_s = {timeout_s:g} s: {self.exit_report()}"
             )
         return False
 
@@ -214,7 +214,7 @@ class EnginePart(EngineProcess):
     def is_ready(self, timeout_s: float) -> bool:
         """While it runs. Raises EngineStartError if it has ended."""
         if self.exit_code() is not None:
-            raise EngineStartError(f"engine did not start: {self.obituary()}")
+            raise EngineStartError(f"engine did not start: {self.exit_report()}")
         return True
 
 

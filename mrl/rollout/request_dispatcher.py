@@ -294,7 +294,7 @@ class RequestDispatcher:
     async def _attempt(self, request: Request, how: Generation, group: PromptGroup | None) -> Sample | None:
         """Returns None if its engine was lost."""
         server = await self._choose(group, how)
-        life = server.life
+        restarts = server.restarts
         post = asyncio.create_task(self._generate(server, request, how, group))
         post.add_done_callback(lambda done: done.cancelled() or done.exception())  # also where nobody waits any more
         self._posts[server].add(post)
@@ -308,7 +308,7 @@ class RequestDispatcher:
             sample = None if post.cancelled() else post.result()
             return sample
         except (aiohttp.ClientError, OSError, BadAnswer) as error:  # TimeoutError is an OSError
-            await self._handle(server, life, request, error)
+            await self._handle(server, restarts, request, error)
             return None
         finally:
             post.cancel()
@@ -326,8 +326,8 @@ class RequestDispatcher:
             if (least := self._pool.least_loaded()) is not None:
                 break
             await asyncio.sleep(WATCH_S)  # for one to be restarted or to join
-        for server, life, pauses in group.prefills if group is not None else ():
-            is_same = server.up and (life, pauses) == (server.life, self._pauses)
+        for server, restarts, pauses in group.prefills if group is not None else ():
+            is_same = server.up and (restarts, pauses) == (server.restarts, self._pauses)
             if is_same and server.meter.running < least.meter.running + PREFIX_SLACK:
                 return server
         return least
@@ -364,7 +364,7 @@ class RequestDispatcher:
         body = prefill_body(group.requests, how.sampling, self._pool.adapter)
         if body is None:
             return
-        key = server, server.life, self._pauses
+        key = server, server.restarts, self._pauses
         if key not in group.prefills:
             most = most_bytes(group.requests[0], how.expected)
             group.prefills[key] = asyncio.ensure_future(self._post(server, body, most))
@@ -399,21 +399,21 @@ class RequestDispatcher:
 
     # ---- failures
 
-    async def _handle(self, server: Server, life: int, request: Request, error: Exception) -> None:
+    async def _handle(self, server: Server, restarts: int, request: Request, error: Exception) -> None:
         """Returns if the request is to be sent again; raises RolloutError if it failed for good."""
         if not isinstance(error, (TimeoutError, Refused)):
             await server.ends_soon()
-        if server.up and server.life == life:
+        if server.up and server.restarts == restarts:
             if server.has_ended or not isinstance(error, BadAnswer):
-                await self._lose(server, life, lambda: self._explain(server, request, error))
+                await self._lose(server, restarts, lambda: self._explain(server, request, error))
             else:
                 raise await asyncio.to_thread(self._explain, server, request, error) from error
 
     def _explain(self, server: Server, request: Request, error: Exception) -> RolloutError:
         name = f"sample {request.sample_id} (data row {request.prompt.index})"
         if server.has_ended:
-            return RolloutError(f"engine died during generation of {name}: {server.obituary().strip()}")
-        tail = f"\n{server.obituary()}" if server.process is not None and not isinstance(error, Refused) else ""
+            return RolloutError(f"engine died during generation of {name}: {server.exit_report().strip()}")
+        tail = f"\n{server.exit_report()}" if server.process is not None and not isinstance(error, Refused) else ""
         if isinstance(error, TimeoutError):
             limit = f"rollout.request_timeout_s = {self.request_timeout_s:g} s"
             return RolloutError(f"engine {server.url}: no answer for {name} within {limit}{tail}")
@@ -421,18 +421,18 @@ class RequestDispatcher:
             error = RuntimeError(f"connection lost ({type(error).__name__}: {error})")
         return RolloutError(f"engine {server.url}: {GENERATE.path} failed for {name}: {error}{tail}")
 
-    async def _lose(self, server: Server, life: int, explain: Callable[[], RolloutError]) -> None:
+    async def _lose(self, server: Server, restarts: int, explain: Callable[[], RolloutError]) -> None:
         """Begins the restart of a lost engine, unless it has left with its node or a weight sync restarts it. Raises
         RolloutError if it cannot be restarted."""
         while self._pool.is_syncing:
             await asyncio.sleep(WATCH_S)
-        if not server.up or server.life != life:
+        if not server.up or server.restarts != restarts:
             return
         server.up = False
         for post in self._posts[server]:
             post.cancel()
         error = await asyncio.to_thread(explain)
-        if not self._pool.is_left_by(server):
+        if not self._pool.has_left(server):
             self._pool.lose(server, error)
             self._bring(self._pool.bring_back(server, self._weights))
 
@@ -461,12 +461,11 @@ class RequestDispatcher:
             await asyncio.sleep(WATCH_S)
             if not self._open:
                 continue
-            self._pool.check_alone()
             for server in await asyncio.to_thread(self._pool.admit):
                 self._bring(self._pool.bring_in(server, self._weights))
             for server in self._pool.servers:
                 if server.up and server.has_ended:
-                    await self._lose(server, server.life, lambda: _death(server))  # noqa: B023
+                    await self._lose(server, server.restarts, lambda: _death(server))  # noqa: B023
 
     def _abort_running(self) -> None:
         urls = [server.url for server in self._pool.servers if not server.has_ended]
@@ -495,4 +494,4 @@ def _settle(future: asyncio.Future[None], error: Exception | None) -> None:
 
 
 def _death(server: Server) -> RolloutError:
-    return RolloutError(f"engine died during generation: {server.obituary().strip()}")
+    return RolloutError(f"engine died during generation: {server.exit_report().strip()}")

@@ -6,34 +6,39 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
 from urllib.parse import urlsplit
 
 from mrl.rollout.access import Access
-from mrl.rollout.client import CONNECT_TIMEOUT_S, EngineClient
+from mrl.rollout.client import EngineClient
 from mrl.rollout.errors import EngineStartError
 
 ASKED_AT_ONCE = 64
+ANSWER_S = 5.0
 
 
-def engines_at(urls: Sequence[str], access: Access) -> tuple[str, ...]:
-    """The engines at these addresses, and behind those that are routers, in order. An address that does not answer yet
-    counts as an engine's.
+def engines_at(urls: Sequence[str], access: Access) -> dict[str, str]:
+    """Returns the engines at these addresses and behind those that are routers, in order, each with the one of `urls`
+    that it was found by. An address that does not answer yet counts as an engine's.
 
     Raises EngineStartError for a router without engines, with what is no address, or with one that is named elsewhere.
     """
+    urls = [url.rstrip("/") for url in urls]
+    found: dict[str, str] = {}
     with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
-        found = tuple(chain.from_iterable(pool.map(lambda url: _at(url.rstrip("/"), access), urls)))
-    if twice := {url for url in found if found.count(url) > 1}:
-        raise EngineStartError(f"rollout.urls: {', '.join(sorted(twice))}: there twice, by itself or behind routers")
+        for url, engines in zip(urls, pool.map(lambda url: _at(url, access), urls)):
+            for engine in engines:
+                if engine in found:
+                    where = " and ".join(dict.fromkeys((found[engine], url)))
+                    raise EngineStartError(f"rollout.urls: {engine}: there twice, by itself or behind routers: {where}")
+                found[engine] = url
     return found
 
 
-def _at(url: str, access: Access) -> tuple[str, ...]:
-    with contextlib.closing(EngineClient(url, CONNECT_TIMEOUT_S, access)) as client:
+def _at(url: str, access: Access) -> list[str]:
+    with contextlib.closing(EngineClient(url, ANSWER_S, access)) as client:
         behind = client.workers()
     if behind is None:
-        return (url,)
+        return [url]
     if not behind:
         raise EngineStartError(f"{url} is a router without engines: start them first, or name them in rollout.urls")
     for engine in behind:
@@ -42,4 +47,4 @@ def _at(url: str, access: Access) -> tuple[str, ...]:
             raise EngineStartError(
                 f"the router {url} names {engine!r}, which is not an address such as http://host:30000"
             )
-    return tuple(engine.rstrip("/") for engine in behind)
+    return [engine.rstrip("/") for engine in behind]

@@ -7,242 +7,215 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
+from enum import StrEnum
 from pathlib import Path
 
 from mrl.config.derived import Machine
 from mrl.config.schema import RLConfig
 from mrl.ports import free_port
+from mrl.rollout.access import Access
 from mrl.rollout.adapters import started_with
 from mrl.rollout.agent import Agent, Home
-from mrl.rollout.errors import EngineStartError
+from mrl.rollout.elsewhere import OtherNode
+from mrl.rollout.errors import EngineStartError, RolloutError
 from mrl.rollout.launch import Part
-from mrl.rollout.members import served
-from mrl.rollout.registry import BEAT_S, Beat, Registry, Sign, Watched
-from mrl.rollout.start import start_agent
+from mrl.rollout.membership import ListedNode, NodeRecord, RouterClient, engines_key, router_file, served
+from mrl.rollout.spread import joined
+from mrl.rollout.start import start_servers
 
-POLL_S = 0.25
-LEAVING_S = 2 * BEAT_S  # a run looks as often
+LOOK_S = 0.5
+LEAVING_S = 1.0  # between the notice that a node leaves and the end of its engines
 STAY_S = 30.0  # beyond the run's own limit for saving
 WARNING = signal.SIGUSR1
-OVER, WARNED, AWAY, BROKEN = "over", "warned", "away", "broken"
-
-Why = str | int
 
 
-@dataclass(frozen=True)
-class Duty:
-    """What a node is to serve.
+class Reason(StrEnum):
+    """Why a node ends, other than by a signal that ends it at once."""
 
-    run_dir: of the run that lives there, or will
-    machine: this one, with no rank of the trainer on it
-    received: numbers of signals, as they come
-    say: takes one line for the user
-    """
-
-    cfg: RLConfig
-    run_dir: Path
-    home: Home
-    machine: Machine
-    received: Sequence[int]
-    say: Callable[[str], None]
-
-    @property
-    def size(self) -> int:
-        """Nodes that have an engine together."""
-        return self.cfg.placement.nodes_per_engine
-
-    @property
-    def told(self) -> Why:
-        """Why it ends, once it has received a signal and there is no run to wait for."""
-        return WARNED if self.received[0] == WARNING else self.received[0]
-
-    def others(self) -> list[int]:
-        """Their numbers, without this one's; the first of all answers requests."""
-        first = self.home.node - self.home.node % self.size
-        return [number for number in range(first, first + self.size) if number != self.home.node]
+    RUN_IS_OVER = "the run has made its last step"
+    NO_RUN = "there has been no run for placement.away_s"
+    PREEMPTED = "asked to leave by SIGUSR1"
+    NODE_LOST = "another node of the same engine has left"
 
 
-def serve(duty: Duty) -> Why:
-    """Until there is nobody to serve any more. OVER: the run has made its last step; AWAY: there has been no run for
-    placement.away_s; WARNED: told to leave by SIGUSR1, and the run has left; or the number of another signal.
+class NodeEnds(Exception):
+    """Ends a node. reason: also the number of a signal"""
 
-    Raises EngineStartError if an engine does not start, or has ended while there was no run to start it again.
-    """
-    meeting: Part | None = None
-    for _ in range(1 + duty.cfg.rollout.max_restarts):
-        found = meet(duty, meeting)
-        if isinstance(found, (str, int)):
-            return found
-        meeting = found
-        with contextlib.closing(EngineNode(duty, meeting)) as node:
-            why = node.serve()
-        if why != BROKEN:
-            return why
-        duty.say("the engine has lost one of its parts: all nodes that have some start it again")
-    raise EngineStartError(f"rollout.max_restarts = {duty.cfg.rollout.max_restarts} restarts are used up")
-
-
-def meet(duty: Duty, former: Part | None) -> Part | None | Why:
-    """This node's part of an engine over several, as the first of them says, after it has started anew since the
-    `former`; None where an engine has one node. AWAY or a signal's number if the first one does not come."""
-    if duty.size == 1:
-        return None
-    number = duty.home.node % duty.size
-    if number == 0:
-        return Part(duty.size, 0, f"{duty.home.host}:{free_port(duty.home.host)}")
-    first, end = duty.others()[0], time.monotonic() + duty.cfg.placement.away_s
-    watched = Watched(Registry(duty.run_dir).node(first), duty.cfg.placement.silence_s)
-    duty.say(f"waiting for node {first}, with which it has an engine")
-    while True:
-        sign = watched.look()
-        if sign is not None and sign.meeting is not None and (former is None or sign.meeting != former.meeting):
-            return Part(duty.size, number, sign.meeting)
-        if duty.received:
-            return duty.told
-        if time.monotonic() > end:
-            return AWAY
-        time.sleep(POLL_S)
-
-
-@dataclass
-class Companions:
-    """The other nodes of an engine, by number: their files, and the lives of those that have met this one."""
-
-    watched: dict[int, Watched]
-    meeting: str | None
-    met: dict[int, str] = field(default_factory=dict)
-
-    def look(self) -> bool:
-        """Whether all are there. A node that was, and is not any more, is looked for in vain: `is_broken`."""
-        for number, watched in self.watched.items():
-            sign = watched.look()
-            is_here = sign is not None and sign.meeting == self.meeting
-            if is_here and sign is not None and number not in self.met:
-                self.met[number] = sign.life
-            if number in self.met and (sign is None or not is_here or sign.life != self.met[number]):
-                self.met[number] = ""
-        return len(self.met) == len(self.watched) and not self.is_broken
-
-    @property
-    def is_broken(self) -> bool:
-        return "" in self.met.values()
+    def __init__(self, reason: Reason | int) -> None:
+        super().__init__(reason)
+        self.reason = reason
 
 
 class EngineNode:
-    """The engines of a node, registered at construction; `close` ends them.
+    """The engines of a node, registered with the run's router whenever there is one; `close` ends them.
 
-    part: this node's, of an engine over several; None: they are whole
+    run_dir: of the run that is active there, or will be
+    machine: this one, with no rank of the trainer on it
+    received: numbers of signals, as they come
+    say: takes one line for the user
+    record: what the router is told of this node
     """
 
-    def __init__(self, duty: Duty, part: Part | None = None) -> None:
-        self._duty, self._part, cfg = duty, part, duty.cfg
-        self._registry = registry = Registry(duty.run_dir)
-        self._key = registry.key()
-        silence_s, meeting = cfg.placement.silence_s, part.meeting if part is not None else None
-        self._run = Watched(registry.run, silence_s)
-        self._others = Companions({n: Watched(registry.node(n), silence_s) for n in duty.others()}, meeting)
-        self._agent: Agent | None = None
-        self._beat = Beat(registry.node(duty.home.node), "starting", served(cfg), meeting=meeting)
+    def __init__(
+        self,
+        cfg: RLConfig,
+        run_dir: Path,
+        home: Home,
+        machine: Machine,
+        received: Sequence[int],
+        say: Callable[[str], None],
+    ) -> None:
+        self._cfg, self._run_dir, self._home, self._machine = cfg, run_dir, home, machine
+        self._received, self._say, self._file = received, say, router_file(run_dir)
+        self._access = Access(engines_key(run_dir), ours=True)
+        self._listed: list[NodeRecord] = []  # of healthy nodes
+        self._has_run, self._run_seen = False, time.monotonic()
+        self._warned: float | None = None
+        self._is_closed = False
+        self._former: str | None = None  # where the nodes of an engine over several have met the last time
+        self._begin()
+
+    def _begin(self) -> None:
+        """Makes this a node without engines."""
+        where = f"node {self._home.node} ({socket.gethostname()})"
+        self.agent = Agent(self._home, where, (), self._access.api_key or "")
+        self.record = NodeRecord(self.agent.offered, served(self._cfg))
+        self._others: list[OtherNode] = []  # with which it has an engine: the first one, or all others of the first
+
+    def serve(self) -> Reason | int:
+        """Serves until the node is not needed any more, and returns why: a reason, or the number of a signal. Starts
+        anew when another node of the same engine has left.
+
+        Raises EngineStartError if an engine does not start, or has ended while there was no run to start it again.
+        """
+        while True:
+            try:
+                self._start()
+                while True:
+                    self._look()
+            except NodeEnds as end:
+                if end.reason != Reason.NODE_LOST:
+                    return end.reason
+            self._say(f"{Reason.NODE_LOST}: its nodes start it anew when they are together again")
+            self._former = self.record.rendezvous
+            self._end()
+            self._begin()
 
     def close(self) -> None:
-        """The run sees that the node has left, then the engines end."""
-        self._beat.close()
-        if self._agent is not None:
-            if self._run.look() is not None:
-                time.sleep(LEAVING_S)
-            self._agent.close()
+        """Removes the node from the router's list, then ends the engines. Safe to call twice."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._end()
 
-    def serve(self) -> Why:
-        """As `serve`, and BROKEN when an engine over several nodes has lost one or its part here."""
-        if (why := self._gather()) is not None:
-            return why
-        duty, model = self._duty, self._duty.cfg.model
-        self._agent = agent = start_agent(
-            started_with(duty.cfg),
-            model.path,
-            model.dtype,
-            duty.run_dir / "logs",
-            duty.cfg.run.seed,
-            machine=duty.machine,
-            home=duty.home,
-            where=f"node {duty.home.node} ({socket.gethostname()})",
-            key=self._key,
-            part=self._part,
+    def _end(self) -> None:
+        if self._has_run:
+            self.agent.leave()
+            with contextlib.suppress(RolloutError, OSError), contextlib.closing(RouterClient(self._file)) as router:
+                if (mine := self._mine(router.nodes())) is not None:
+                    router.remove(mine)
+            time.sleep(LEAVING_S)
+        self.agent.close()
+        for node in self._others:
+            node.close()
+
+    def _start(self) -> None:
+        """Returns when all engines answer."""
+        cfg, model, size = self._cfg, self._cfg.model, self._cfg.placement.nodes_per_engine
+        part = self._meet(size) if size > 1 else None
+        settings = (started_with(cfg), model.path, model.dtype, self._run_dir / "logs", cfg.run.seed)
+        own = start_servers(*settings, self._machine, self._home, self._access, part)
+        is_first = part is not None and part.number == 0
+        self.agent.add(
+            joined([*own, *(one for node in self._others for one in node.engines)], size) if is_first else own
         )
-        self._beat.say("starting", agent.offered)
-        why = self._start(agent)
-        return why if why is not None else self._stay(agent)
+        self.record = replace(self.record, engines=self.agent.offered)
+        while not self._is_ready():
+            self._look()
+        self.record = replace(self.record, state="ready")
+        engines = self.record.engines
+        self._say(f"ready: {', '.join(engines.names)} at {', '.join(engines.urls)}")
 
-    def _gather(self) -> Why | None:
-        """Until the other nodes of the engine are there."""
-        end = time.monotonic() + self._duty.cfg.placement.away_s
-        while not self._others.look():
-            if self._duty.received:
-                return self._duty.told
-            if self._others.is_broken:
-                return BROKEN
-            if time.monotonic() > end:
-                return AWAY
-            time.sleep(POLL_S)
-        return None
+    def _meet(self, size: int) -> Part:
+        """Waits for the other nodes of an engine over several. The first of them says where the engine's processes
+        meet, and answers for all parts; the others start theirs before."""
+        home = self._home
+        number = home.node % size
+        first, rendezvous = home.node - number, None if number else f"{home.host}:{free_port(home.host)}"
+        wanted = [first] if number else range(first + 1, first + size)
+        self.record = replace(self.record, rendezvous=rendezvous)
+        self._say(f"waiting for {', '.join(f'node {node}' for node in wanted)}, with which it has an engine")
 
-    def _start(self, agent: Agent) -> Why | None:
-        """Until all engines answer."""
-        while not self._is_ready(agent):
-            if self._duty.received:
-                return self._duty.told
-            if self._is_broken(agent):
-                return BROKEN
-            time.sleep(POLL_S)
-        self._beat.say("ready")
-        self._duty.say(f"ready: {', '.join(agent.offered.names)} at {', '.join(agent.offered.urls)}")
-        return None
+        def is_there(other: NodeRecord) -> bool:
+            if rendezvous is not None:
+                return other.rendezvous == rendezvous and other.engines.urls != ()
+            return other.rendezvous not in (None, self._former)
 
-    def _is_ready(self, agent: Agent) -> bool:
+        others: dict[int, NodeRecord] = {}
+        while len(others) < len(wanted):
+            self._look()
+            others = {one.engines.node: one for one in self._listed if one.engines.node in wanted and is_there(one)}
+        silence_s = self._cfg.placement.silence_s
+        self._others = [OtherNode(others[node].engines, self._access, silence_s=silence_s) for node in wanted]
+        meeting = rendezvous or others[first].rendezvous or ""
+        self.record = replace(self.record, rendezvous=meeting)
+        return Part(size, number, meeting)
+
+    def _is_ready(self) -> bool:
         try:
-            return agent.is_ready(self._duty.cfg.rollout.startup_timeout_s)
-        except EngineStartError:
-            if self._part is None or not self._is_broken(agent):
-                raise
+            return self.agent.is_ready(self._cfg.rollout.startup_timeout_s)
+        except RolloutError:  # another node does not answer: `_look` finds out whether it has left
             return False
+        except EngineStartError:
+            self._check_others()
+            raise
 
-    def _is_broken(self, agent: Agent) -> bool:
-        """Nobody but its nodes can start an engine over several again."""
-        self._others.look()
-        return self._part is not None and (self._others.is_broken or agent.obituary() is not None)
+    def _look(self) -> None:
+        """Looks after the run, the engine's other nodes and signals once. Raises NodeEnds."""
+        time.sleep(LOOK_S)
+        placement, now = self._cfg.placement, time.monotonic()
+        self._register()
+        for number in self._received:
+            if number != WARNING:
+                raise NodeEnds(number)
+        if self.agent.run_is_over:
+            raise NodeEnds(Reason.RUN_IS_OVER)
+        self._check_others()
+        if self._received:
+            self._warned = self._warned or now
+            stays = now - self._warned <= self._cfg.resilience.save_deadline_s + STAY_S
+            if not (self._has_run and self.record.state == "ready" and stays):
+                raise NodeEnds(Reason.PREEMPTED)
+        away_s = now - self._run_seen
+        if away_s > placement.silence_s and (report := self.agent.exit_report()) is not None:
+            raise EngineStartError(f"an engine has ended, and there is no run: {report}")
+        if away_s > placement.away_s:
+            raise NodeEnds(Reason.NO_RUN)
 
-    def _stay(self, agent: Agent) -> Why:
-        cfg, received, last = self._duty.cfg, self._duty.received, time.monotonic()
-        warned: float | None = None
-        seen: Sign | None = None
-        while True:
-            time.sleep(POLL_S)
-            run, now = self._run.look(), time.monotonic()
-            if at_once := [number for number in received if number != WARNING]:
-                return at_once[0]
-            if run is not None and run.state == "over":
-                return OVER
-            if self._is_broken(agent):
-                return BROKEN
-            last = now if run is not None else last
-            seen = self._note(seen, run)
-            if received:
-                warned = warned or now
-                if run is None or now - warned > cfg.resilience.save_deadline_s + STAY_S:
-                    return WARNED
-            if run is None:
-                self._check_alone(agent, now - last)
-                if now - last > cfg.placement.away_s:
-                    return AWAY
+    def _register(self) -> None:
+        """Makes the router's record of this node what it is here, and reads those of the others."""
+        if self._is_closed:
+            raise NodeEnds(Reason.PREEMPTED)
+        self._listed, now = [], time.monotonic()
+        try:
+            with contextlib.closing(RouterClient(self._file)) as router:
+                listed = router.nodes()
+                if (mine := self._mine(listed)) is None or mine.record != self.record:
+                    router.register(self.record, mine)
+            self._listed, self._run_seen = [node.record for node in listed if node.healthy], now
+            has_run = True
+        except FileNotFoundError:  # removed by a run that has ended
+            has_run = False
+        except (RolloutError, OSError):  # a file server may fail once, and a network
+            has_run = self._has_run and now - self._run_seen < self._cfg.placement.silence_s
+        if has_run != self._has_run:
+            self._say("a run has come" if has_run else "the run has gone: waiting for it")
+        self._has_run = has_run
 
-    def _note(self, seen: Sign | None, run: Sign | None) -> Sign | None:
-        """Tells when a run comes and goes; the one that is there."""
-        if (seen.life if seen else None) != (run.life if run else None):
-            self._duty.say("a run has come" if run is not None else "the run has gone: waiting for it")
-        return run
+    def _mine(self, listed: list[ListedNode]) -> ListedNode | None:
+        agent = self.record.engines.agent
+        return next((node for node in listed if node.record.engines.agent == agent), None)
 
-    def _check_alone(self, agent: Agent, seconds: float) -> None:
-        """An engine that ends is the run's to start again, if there is one."""
-        if seconds > self._duty.cfg.placement.silence_s and (obituary := agent.obituary()) is not None:
-            raise EngineStartError(f"an engine has ended, and there is no run: {obituary}")
+    def _check_others(self) -> None:
+        if any(node.is_gone for node in self._others):
+            raise NodeEnds(Reason.NODE_LOST)

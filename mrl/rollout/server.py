@@ -25,16 +25,16 @@ class Server:
 
     process: None for one that mrl did not start
     meter: of its requests
-    life: counts its restarts, so that the failure of an earlier life is not taken for one of this
+    restarts: their number, so that a failure before a restart is not taken for one after it
     up: False from its loss until it is started again, checked, and has its weights
-    released: parts of its memory that it has given up in this life
+    released: parts of its memory that it has given up since its start
     has_weights: False from when it gave its weights up, or was started again without them, until the next push
     """
 
     url: str
     process: Started | None = None
     meter: Meter = field(default_factory=Meter)
-    life: int = 0
+    restarts: int = 0
     up: bool = True
     released: Parts = frozenset()
     has_weights: bool = True
@@ -50,9 +50,9 @@ class Server:
             await asyncio.sleep(DEATH_POLL_S)
         return self.has_ended
 
-    def obituary(self) -> str:
+    def exit_report(self) -> str:
         """For the end of an error message; empty for one that mrl did not start."""
-        return "" if self.process is None else self.process.obituary()
+        return "" if self.process is None else self.process.exit_report()
 
     def settle(self, wanted: Parts, client: EngineClient) -> None:
         """Gives up and takes back memory until `wanted` is what is given up; asks nothing of one that is so already.

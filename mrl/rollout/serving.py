@@ -63,6 +63,9 @@ class _Handler(BaseHTTPRequestHandler):
         self._serve()
 
     def _serve(self) -> None:
+        if self.command == "GET" and self.path == self.server.unlocked:
+            self.close_connection = True
+            return self._reply(200, {})
         given = self.headers.get("Authorization", "").encode("utf-8", "replace")
         if not hmac.compare_digest(given, self.server.wanted):
             self.close_connection = True
@@ -122,14 +125,15 @@ class Server(ThreadingHTTPServer):
     """As `serve`, for who runs it in a thread of its own: `serve_forever`, `shutdown`. It listens from here on.
 
     port: 0 for any that is free; `server_port` says which
+    unlocked: path that a GET without the key is answered 200 at, with nothing
     """
 
     daemon_threads = True
     request_queue_size = 1024
 
-    def __init__(self, port: int, key: str, routes: Mapping[str, Route], host: str = HERE) -> None:
+    def __init__(self, port: int, key: str, routes: Mapping[str, Route], host: str = HERE, unlocked: str = "") -> None:
         super().__init__((host, port), _Handler)
-        self.wanted, self.routes = f"Bearer {key}".encode(), routes
+        self.wanted, self.routes, self.unlocked = f"Bearer {key}".encode(), routes, unlocked
         self._strangers: dict[socket.socket, float] = {}  # connection -> when it came, the oldest first
         self._lock = threading.Lock()
 

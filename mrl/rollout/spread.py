@@ -44,16 +44,16 @@ class SpreadEngine:
         return all(part.is_ready(timeout_s) for part in reversed(self._parts))
 
     def restart(self) -> None:
-        """Ends all parts and only then starts them anew, at the same addresses: none meets one of a former life."""
+        """Ends all parts and only then starts them anew, at the same addresses: none meets one from before."""
         with ThreadPoolExecutor(len(self._parts)) as pool:
             for step in (lambda part: part.close(), lambda part: part.restart()):
                 for done in [pool.submit(step, part) for part in self._parts]:
                     done.result()
 
-    def obituary(self) -> str:
+    def exit_report(self) -> str:
         """What ended the part that has ended."""
         ended = next((part for part in self._parts if part.exit_code() is not None), self._parts[0])
-        return ended.obituary()
+        return ended.exit_report()
 
 
 def joined(parts: Sequence[Member], nodes: int) -> list[Started]:

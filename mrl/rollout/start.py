@@ -19,12 +19,12 @@ from mrl.rollout.agent import Agent, Home, Offered
 from mrl.rollout.check import check_server
 from mrl.rollout.elsewhere import OtherNode
 from mrl.rollout.engine import Engine
-from mrl.rollout.engine_pool import EnginePool
+from mrl.rollout.engine_pool import Checked, EnginePool
+from mrl.rollout.errors import EngineError, EngineStartError
 from mrl.rollout.launch import CPU, Launch, Part, ServerSpec, launcher
-from mrl.rollout.members import Members, served
+from mrl.rollout.membership import RouterProcess, engines_key, served
 from mrl.rollout.open_engine_pool import OpenEnginePool
 from mrl.rollout.process import EnginePart, EngineProcess
-from mrl.rollout.registry import Registry
 from mrl.rollout.routed import RoutedShape
 from mrl.rollout.router import engines_at
 from mrl.rollout.server import Server
@@ -67,23 +67,33 @@ def start_engine(
     seed: of engines that draw without per-sample seeds (rollout.deterministic: false)
     others: in a run over several nodes, what has been started on the others
     """
-    nodes: list[OtherNode] = []
+    nodes, named_by = list[OtherNode](), dict[str, str]()
     if cfg.urls:
         access = Access(read_secret(cfg.api_key_file) if cfg.api_key_file is not None else None)
-        servers = [Server(url) for url in engines_at(cfg.urls, access)]
+        named_by = engines_at(cfg.urls, access)
+        servers = [Server(url) for url in named_by]
     else:
         access = Access(secrets.token_hex(32) if others is None else others.key, ours=True)
         home = Home() if others is None else others.home
         part = others.part if others is not None else None
-        processes = _start_servers(cfg, model_path, dtype, log_dir, seed, machine, home, access, part)
+        processes = start_servers(cfg, model_path, dtype, log_dir, seed, machine, home, access, part)
         nodes = [OtherNode(offered, access) for offered in (others.offered if others is not None else ())]
         parts: list[Member] = [*processes, *(engine for node in nodes for engine in node.engines)]
         servers = [Server(one.url, one) for one in joined(parts, part.nodes if part is not None else 1)]
     arch = engine_arch(model_path)
+
+    def check(url: str) -> Checked:
+        try:
+            return check_server(url, access, cfg, model_path, arch.family, dtype, outlives=bool(cfg.urls))
+        except (EngineError, EngineStartError) as error:
+            if named_by.get(url, url) == url:
+                raise
+            raise EngineStartError(f"{error} (behind the router {named_by[url]} of rollout.urls)") from error
+
     pool = EnginePool(
         servers,
         access,
-        lambda url: check_server(url, access, cfg, model_path, arch.family, dtype, outlives=bool(cfg.urls)),
+        check,
         startup_timeout_s=cfg.startup_timeout_s,
         max_restarts=cfg.max_restarts,
         nodes=nodes,
@@ -94,11 +104,14 @@ def start_engine(
 
 def join_engines(cfg: RLConfig, run_dir: Path) -> Engine:
     """The engines that `mrl serve` serves for the run in `run_dir`; returns at once, `Engine.wait_ready` waits for as
-    many nodes as were promised, and checks them. Raises ValueError for a key that others can read."""
+    many nodes as the run waits for, and checks them. Raises ValueError for a key that others can read, EngineStartError
+    if the router with which the nodes register cannot be started."""
     rollout, model, arch = cfg.rollout, cfg.model, engine_arch(cfg.model.path)
-    access = Access(Registry(run_dir).key(), ours=True)
+    access = Access(engines_key(run_dir), ours=True)
     pool = OpenEnginePool(
-        Members(run_dir, cfg.placement, served(cfg), access),
+        RouterProcess(run_dir, cfg.placement.address, cfg.placement.silence_s),
+        cfg.placement,
+        served(cfg),
         access,
         lambda url: check_server(url, access, rollout, model.path, arch.family, model.dtype, outlives=True),
         startup_timeout_s=rollout.startup_timeout_s,
@@ -137,11 +150,11 @@ def start_agent(
     `start_engine` takes it
     """
     access = Access(key, ours=True)
-    processes = _start_servers(cfg, model_path, dtype, log_dir, seed, machine, home, access, part)
+    processes = start_servers(cfg, model_path, dtype, log_dir, seed, machine, home, access, part)
     return Agent(home, where, processes, key)
 
 
-def _start_servers(
+def start_servers(
     cfg: RolloutConfig,
     model_path: str,
     dtype: str,

@@ -40,7 +40,7 @@ class StubProcess:
     def is_ready(self, timeout_s: float) -> bool:
         return True
 
-    def obituary(self) -> str:
+    def exit_report(self) -> str:
         return ""
 
     def close(self) -> None:

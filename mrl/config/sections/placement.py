@@ -18,8 +18,11 @@ class PlacementConfig(Section):
     # nodes that each engine spans, with tensor / nodes_per_engine GPUs on each; sglang only
     nodes_per_engine: PositiveInt = 1
     wait_s: PositiveFloat = 900.0  # maximum seconds to wait for these nodes, and for a new one when none is left
-    silence_s: PositiveFloat = 30.0  # seconds without a heartbeat after which a node, or the run, counts as gone
+    silence_s: PositiveFloat = 30.0  # seconds without an answer after which a node, or the run, counts as gone
     away_s: PositiveFloat = 3600.0  # seconds without a run after which `mrl serve` ends
+
+    # address of the trainer's first node that engine nodes reach; default: that of its default route
+    address: str | None = None
 
     @property
     def is_apart(self) -> bool:

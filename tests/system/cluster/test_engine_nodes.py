@@ -1,18 +1,19 @@
-"""What `mrl serve` and a run make of each other: signs of life, arrivals, departures, ends. Toy engines."""
+"""What `mrl serve` and a run make of each other: registration, arrivals, departures, ends. Toy engines."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
 import json
-import shutil
+import re
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
@@ -22,13 +23,14 @@ from mrl.config.loader import load
 from mrl.config.schema import RLConfig, RolloutConfig
 from mrl.core import SamplingParams
 from mrl.files import write_privately
-from mrl.rollout import Engine, Home, RolloutError, join_engines, start_engine
+from mrl.ports import free_port, listen
+from mrl.rollout import Agent, Engine, Home, RolloutError, join_engines, start_engine
 from mrl.rollout.access import Access
 from mrl.rollout.check import check_server
 from mrl.rollout.errors import EngineStartError
 from mrl.rollout.launch import Part, ServerSpec
-from mrl.rollout.registry import Beat, Registry, Sign, Watched
-from mrl.rollout.serve import AWAY, OVER, WARNED, Duty, EngineNode, serve
+from mrl.rollout.membership import NodeRecord, RouterClient, RouterProcess, engines_key, router_file
+from mrl.rollout.serve import EngineNode, Reason
 from mrl.rollout.serving import Server
 from mrl.rollout.sglang.command import sglang_launch
 from tests.conftest import TinyModels
@@ -61,8 +63,7 @@ class Node:
     why: object = None
 
     def __post_init__(self) -> None:
-        duty = Duty(self.cfg, self.run_dir, Home(self.number), CPU, self.received, self.said.append)
-        self.node = EngineNode(duty)
+        self.node = EngineNode(self.cfg, self.run_dir, Home(self.number), CPU, self.received, self.said.append)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -124,36 +125,85 @@ def sample(engine: Engine) -> int:
     return len(engine.generate(requests(ASKED), SamplingParams(max_new_tokens=2)))
 
 
-def test_a_sign_that_lies_still_is_not_believed(tmp_path: Path) -> None:
-    registry = Registry(tmp_path / "run")
-    beat = Beat(registry.node(0), "ready", {})
-    shutil.copy(registry.node(0), registry.node(1))
-    watched = {number: Watched(file, 2.0) for number, file in registry.nodes().items()}
-    wait_for(lambda: watched[0].look() is not None)
-    assert watched[1].look() is None
-    beat.close(leave=True)
-    assert watched[0].look() is not None, "a moment ago it moved"
-    wait_for(lambda: watched[0].look() is None)
-    assert Sign.read(registry.node(0)) is not None
+def test_a_node_that_does_not_answer_is_listed_as_such(place: Place) -> None:
+    router = place.stack.enter_context(contextlib.closing(RouterProcess(place.run_dir, "127.0.0.1", 2.0)))
+    router.wait_ready(60.0)
+    agents = [Agent(Home(number), f"node {number}", (), KEY) for number in range(2)]
+    records = [NodeRecord(agent.offered, {"a": True}, rendezvous="b") for agent in agents]
+    for record in records:
+        router.client.register(record, None)
+
+    def listed() -> dict[int, bool]:
+        return {node.record.engines.node: node.healthy for node in router.client.nodes()}
+
+    wait_for(lambda: listed() == {0: True, 1: True})
+    assert sorted(map(repr, (node.record for node in router.client.nodes()))) == sorted(map(repr, records))
+    ready = replace(records[0], state="ready")
+    router.client.register(ready, next(node for node in router.client.nodes() if node.record == records[0]))
+    wait_for(lambda: ready in [node.record for node in router.client.nodes()])
+    agents[1].close()
+    wait_for(lambda: listed() == {0: True, 1: False})
+    router.client.remove(next(node for node in router.client.nodes() if not node.healthy))
+    wait_for(lambda: listed() == {0: True})
+    agents[0].close()
 
 
-def test_a_sign_is_the_owner_s_and_goes_with_who_gave_it(tmp_path: Path) -> None:
-    registry = Registry(tmp_path / "run")
-    beat = Beat(registry.node(3), "starting", {"a": 1})
-    assert registry.node(3).stat().st_mode & 0o777 == 0o600
-    other = Beat(registry.node(3), "ready", {})
-    beat.close()
-    assert Sign.read(registry.node(3)) is not None, "it is another one's now"
-    other.close()
-    assert registry.nodes() == {}
+def test_the_router_is_the_run_s_alone_and_goes_with_it(place: Place) -> None:
+    engine = place.join(place.cfg())
+    file = router_file(place.run_dir)
+    assert file.stat().st_mode & 0o777 == 0o600
+    found = json.loads(file.read_text())
+    client = RouterClient(file)
+    place.stack.callback(client.close)
+
+    def answers() -> bool:
+        with contextlib.suppress(RolloutError):
+            return client.nodes() == []
+        return False
+
+    wait_for(answers)
+    for headers in ({}, Access(engines_key(place.run_dir)).headers):
+        reply = httpx.get(found["url"] + "/workers", headers=headers, trust_env=False)
+        assert reply.status_code == 401
+    lines = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
+    assert not any(found["key"] in line for line in lines), "any account can read command lines"
+    engine.close()
+    assert not file.exists() and not answers()
+
+
+@pytest.mark.parametrize("answer", [{"workers": [{"url": "http://a:1"}]}, {"workers": 7}, [], {}])
+def test_what_is_no_router_lists_no_nodes(answer: object, place: Place, tmp_path: Path) -> None:
+    with router({"/workers": answer}) as url:
+        write_privately(tmp_path / "router.json", json.dumps({"url": url, "key": KEY}))
+        with contextlib.closing(RouterClient(tmp_path / "router.json")) as client:
+            with pytest.raises(RolloutError, match=f"{url} is no sglang-router: it answers"):
+                client.nodes()
+
+
+def test_an_address_of_another_machine_is_refused(place: Place) -> None:
+    with pytest.raises(EngineStartError, match="placement.address: 192.0.2.77 is not an address of"):
+        RouterProcess(place.run_dir, "192.0.2.77", 2.0)
+
+
+def test_a_router_that_ends_is_started_again(place: Place) -> None:
+    place.serve(0)
+    engine = place.join(place.cfg())
+    engine.wait_ready()
+    port = json.loads(router_file(place.run_dir).read_text())["url"].rpartition(":")[2]
+    for connection in psutil.net_connections("tcp"):
+        if connection.status == "LISTEN" and connection.laddr.port == int(port) and connection.pid:
+            psutil.Process(connection.pid).kill()
+    assert sample(engine) == 40, "nothing is generated through it"
+    place.serve(1)
+    wait_for(lambda: sample(engine) == 40 and len(engine.urls) == 2)
 
 
 def test_the_key_is_drawn_once_and_kept_from_others(tmp_path: Path) -> None:
-    keys = {Registry(tmp_path / "run").key() for _ in range(3)}
+    keys = {engines_key(tmp_path / "run") for _ in range(3)}
     assert len(keys) == 1 and len(keys.pop()) == 64
     (tmp_path / "run" / "engines" / "key").chmod(0o640)
     with pytest.raises(ValueError, match="can be read or written by other users"):
-        Registry(tmp_path / "run").key()
+        engines_key(tmp_path / "run")
 
 
 def test_engines_come_later_and_go(place: Place) -> None:
@@ -175,7 +225,7 @@ def test_engines_come_later_and_go(place: Place) -> None:
     engine.has_pushed("0")
     assert engine.urls == urls and sample(engine) == 40
     engine.end_of_run()
-    assert (second.ends(), third.ends()) == (OVER, OVER)
+    assert (second.ends(), third.ends()) == (Reason.RUN_IS_OVER, Reason.RUN_IS_OVER)
 
 
 def test_an_engine_that_dies_alone_is_started_again_by_its_node(place: Place) -> None:
@@ -212,46 +262,56 @@ def test_fewer_nodes_than_promised_are_counted(place: Place) -> None:
     place.serve(0)
     other = place.cfg().model_copy(update={"rollout": place.cfg().rollout.model_copy(update={"deterministic": False})})
     place.serve(2, other)
-    registry = Registry(place.run_dir)
-    shutil.copy(registry.node(0), registry.node(1))
+    silent = place.serve(1)
+    engine = place.join(place.cfg(nodes=2, wait_s=3.0))
+    client = RouterClient(router_file(place.run_dir))
+    place.stack.callback(client.close)
+    wait_for(lambda: "a run has come" in silent.said)
+    silent.node.agent.close()  # without a word
+    silent.received.append(signal.SIGTERM)
+    wait_for(lambda: any(not node.healthy for node in client.nodes()))
     with pytest.raises(EngineStartError) as caught:
-        place.join(place.cfg(nodes=2, wait_s=3.0)).wait_ready()
+        engine.wait_ready()
     said = str(caught.value)
     assert "1 of 2 engine nodes (placement.nodes) are ready after placement.wait_s = 3 s" in said
     assert "node 0 (" in said and ": ready" in said
-    assert "node 1: no sign of life" in said
+    assert re.search(r"node 1 \(.*\): no sign of life", said)
     assert "of another configuration: rollout.deterministic is False, the run has True" in said
 
 
 def test_a_node_ends_when_there_has_been_no_run_for_too_long(place: Place) -> None:
-    node = place.serve(0, place.cfg(away_s=2.0))
+    node = place.serve(0, place.cfg(away_s=8.0))
     engine = place.join(place.cfg())
     engine.wait_ready()
     wait_for(lambda: "a run has come" in node.said)
-    time.sleep(2.5)
+    time.sleep(8.5)
     assert node.why is None
     engine.close()
-    assert node.ends() == AWAY
-    assert Registry(place.run_dir).nodes() == {}
+    assert node.ends() == Reason.NO_RUN
 
 
 def test_an_earlier_run_s_last_word_ends_no_node(place: Place) -> None:
-    sign = Sign("0" * 16, 7, "over", {})
-    Registry(place.run_dir)
-    sign.write(Registry(place.run_dir).run)
+    former = place.serve(1)
+    earlier = place.join(place.cfg())
+    earlier.wait_ready()
+    left = router_file(place.run_dir).read_text()
+    earlier.end_of_run()
+    earlier.close()
+    assert former.ends() == Reason.RUN_IS_OVER
+    write_privately(router_file(place.run_dir), left)
     node = place.serve(0)
     place.join(place.cfg()).wait_ready()
     assert node.why is None
 
 
-@pytest.mark.parametrize(("number", "why"), [(signal.SIGUSR1, WARNED), (signal.SIGTERM, signal.SIGTERM)])
+@pytest.mark.parametrize(("number", "why"), [(signal.SIGUSR1, Reason.PREEMPTED), (signal.SIGTERM, signal.SIGTERM)])
 def test_a_warned_node_stays_until_the_run_has_saved(number: int, why: object, place: Place) -> None:
     node = place.serve(0)
     engine = place.join(place.cfg())
     engine.wait_ready()
     wait_for(lambda: "a run has come" in node.said)
     node.received.append(number)
-    if why == WARNED:
+    if why == Reason.PREEMPTED:
         time.sleep(1.0)
         assert node.why is None and sample(engine) == 40
         engine.close()
@@ -260,40 +320,52 @@ def test_a_warned_node_stays_until_the_run_has_saved(number: int, why: object, p
 
 def test_an_engine_that_dies_without_a_run_ends_its_node(place: Place) -> None:
     node = place.serve(0)
-    kill_engine_at(json.loads(Registry(place.run_dir).node(0).read_text())["offered"]["urls"][0])
+    kill_engine_at(node.node.record.engines.urls[0])
     assert "an engine has ended, and there is no run" in str(node.ends())
 
 
 def test_an_engine_over_two_nodes_comes_goes_and_comes_back_with_both(place: Place) -> None:
-    cfg, received, said, ends = place.cfg(nodes=2, size=2), list[int](), list[str](), list[object]()
+    cfg, said, ends = place.cfg(nodes=2, size=2), list[str](), list[object]()
+    received: list[list[int]] = [[], [], []]
 
-    def begin(number: int) -> threading.Thread:
-        duty = Duty(cfg, place.run_dir, Home(number), CPU, received, said.append)
-        thread = threading.Thread(target=lambda: ends.append(serve(duty)), daemon=True)
+    def begin(number: int, signals: list[int]) -> threading.Thread:
+        def serve() -> None:
+            with contextlib.closing(EngineNode(cfg, place.run_dir, Home(number), CPU, signals, said.append)) as node:
+                ends.append(node.serve())
+
+        thread = threading.Thread(target=serve, daemon=True)
         thread.start()
         return thread
 
-    nodes = [begin(1), begin(0)]
+    nodes = [begin(1, received[1]), begin(0, received[0])]
     try:
         engine = place.join(cfg)
+        client = RouterClient(router_file(place.run_dir))
+        place.stack.callback(client.close)
         engine.wait_ready()
         (url,) = engine.urls
         assert sample(engine) == 40
-        signs = [Sign.read(Registry(place.run_dir).node(number)) for number in range(2)]
-        assert len({sign.meeting for sign in signs if sign is not None}) == 1
-        assert signs[1] is not None and signs[1].offered is not None
-        kill_engine_at(signs[1].offered.urls[0])
+        first = {node.record.engines.node: node.record for node in client.nodes()}
+        assert len({record.rendezvous for record in first.values()}) == 1
+        kill_engine_at(first[1].engines.urls[0])
+        wait_for(lambda: sample(engine) == 40 and place.given == [url])
+        assert engine.restarts.made == 1 and engine.urls == (url,), "both parts were started again, where they were"
+        received[1].append(signal.SIGTERM)
+        nodes[0].join(30)
+        assert ends == [signal.SIGTERM]
+        nodes.append(begin(1, received[2]))
         wait_for(lambda: sample(engine) == 40 and engine.urls and engine.urls != (url,))
-        assert len(engine.urls) == 1 and place.given == list(engine.urls)
-        assert any("and 1 more has left" in line for line in place.told)
-        again = Sign.read(Registry(place.run_dir).node(1))
-        assert again is not None and again.meeting != signs[1].meeting
+        assert len(engine.urls) == 1 and place.given == [url, *engine.urls]
+        assert any("and 1 more" in line and "has left" in line for line in place.told)
+        again = {node.record.engines.node: node.record for node in client.nodes()}
+        assert again[1].rendezvous != first[1].rendezvous
         engine.end_of_run()
         for node in nodes:
             node.join(30)
-        assert ends == [OVER, OVER]
+        assert ends == [signal.SIGTERM, Reason.RUN_IS_OVER, Reason.RUN_IS_OVER]
     finally:
-        received.append(signal.SIGTERM)
+        for signals in received:
+            signals.append(signal.SIGTERM)
         for node in nodes:
             node.join(30)
 
@@ -358,6 +430,22 @@ def test_engines_behind_a_router_are_used_themselves(form: str, place: Place, tm
 def test_what_a_router_says_is_not_believed(answer: object, says: str, place: Place) -> None:
     with router({"/workers": answer}) as url, pytest.raises(EngineStartError, match=says):
         at_router(place, url)
+
+
+def test_an_engine_that_does_not_answer_is_named_with_its_router(place: Place) -> None:
+    silent = f"http://127.0.0.1:{free_port()}"
+    with router({"/workers": {"workers": [{"url": silent}]}}) as url, at_router(place, url) as engine:
+        with pytest.raises(EngineStartError, match=f"engine {silent}: .*no answer: .*behind the router {url} "):
+            engine.wait_ready()
+
+
+def test_an_address_that_does_not_answer_is_asked_once(place: Place) -> None:
+    with listen("127.0.0.1", port := free_port()) as listener:  # takes connections, and says nothing
+        at_router(place, f"http://127.0.0.1:{port}").close()
+        listener.settimeout(0.2)
+        listener.accept()[0].close()
+        with pytest.raises(TimeoutError):
+            listener.accept()
 
 
 def test_a_router_that_came_late_is_refused_as_an_engine(place: Place) -> None:

@@ -6,12 +6,11 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-import shutil
 import signal
 import stat
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import pytest
 
 from mrl.resilience.protocol import EXIT_PREEMPTED
 from mrl.rollout import Access, EngineClient
-from mrl.rollout.registry import Registry, Sign
+from mrl.rollout.membership import NodeRecord, RouterClient, engines_folder, engines_key, router_file
 from tests.conftest import TinyModels
 from tests.helpers.runs import results, samples
 from tests.helpers.train_tools import Train, write_config
@@ -65,12 +64,15 @@ def wait_for(happens: Callable[[], object], *runs: Train) -> None:
         time.sleep(0.05)
 
 
-def checksums(run_dir: Path, number: int) -> tuple[str, Any]:
-    """(version, hashes) of the engine of node `number`."""
-    registry = Registry(run_dir)
-    sign = Sign.read(registry.node(number))
-    assert sign is not None and sign.offered is not None
-    with contextlib.closing(EngineClient(sign.offered.urls[0], 60.0, Access(registry.key()))) as client:
+def registered(run_dir: Path) -> dict[int, NodeRecord]:
+    """What the nodes that are there have registered, by number."""
+    with contextlib.closing(RouterClient(router_file(run_dir))) as client:
+        return {node.record.engines.node: node.record for node in client.nodes() if node.healthy}
+
+
+def checksums(run_dir: Path, record: NodeRecord) -> tuple[str, Any]:
+    """(version, hashes) of the engine of a node."""
+    with contextlib.closing(EngineClient(record.engines.urls[0], 60.0, Access(engines_key(run_dir)))) as client:
         return client.model_info().weight_version, client.weights_checksum()
 
 
@@ -84,6 +86,7 @@ class Story:
     left: dict[str, dict[int, str]] = field(default_factory=dict)
     answers: list[int] = field(default_factory=list)
     modes: set[int] = field(default_factory=set)
+    records: dict[int, NodeRecord] = field(default_factory=dict)
     held: list[tuple[str, Any]] = field(default_factory=list)
     fewest: float = 0.0
 
@@ -104,7 +107,7 @@ def story(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> 
         begin(serves, folder, config, 0, 1)
         with Train(folder, config) as train:
             lose_one_and_take_it_back(story, folder, config, serves, train)
-        story.held = [checksums(story.run_dir, number) for number in range(2)]
+        story.held = [checksums(story.run_dir, story.records[number]) for number in range(2)]
         last = steps_made(story.run_dir)
         with Train(folder, config, f"run.steps={last + 3}") as train:
             story.codes["second run"] = train.wait(LIMIT_S)
@@ -119,21 +122,20 @@ def story(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> 
 def lose_one_and_take_it_back(story: Story, folder: Path, config: Path, serves: dict[int, Serve], train: Train) -> None:
     run_dir = story.run_dir
     wait_for(lambda: steps_made(run_dir) >= 2, train, *serves.values())
-    registry = Registry(run_dir)
-    story.modes = {stat.S_IMODE(file.stat().st_mode) for file in registry.folder.glob("*.json")}
-    story.modes.add(stat.S_IMODE((registry.folder / "key").stat().st_mode))
-    sign = Sign.read(registry.node(0))
-    assert sign is not None and sign.offered is not None
-    for url in (sign.offered.urls[0] + "/model_info", sign.offered.agent + "/ended"):
+    folder_of_engines = engines_folder(run_dir)
+    story.modes = {stat.S_IMODE(file.stat().st_mode) for file in folder_of_engines.glob("*.json")}
+    story.modes.add(stat.S_IMODE((folder_of_engines / "key").stat().st_mode))
+    engines = registered(run_dir)[0].engines
+    for url in (engines.urls[0] + "/model_info", engines.agent + "/ended"):
         story.answers.append(httpx.post(url, json={}, headers=Access("no").headers, trust_env=False).status_code)
     with Serve(folder, config, "--node=0", "--head=127.0.0.1") as again:
         story.codes["again"], story.said["again"] = again.wait(LIMIT_S), again.terminal
-    stale = registry.node(1).read_text()
+    stale = registered(run_dir)[1]
     serves[1].processes()
     serves[1].signal(signal.SIGKILL)
     serves[1].wait(30)
-    registry.node(1).write_text(stale)
-    shutil.copy(registry.node(1), registry.node(5))
+    with contextlib.closing(RouterClient(router_file(run_dir))) as client:
+        client.register(replace(stale, engines=replace(stale.engines, node=5)), None)
     story.left["killed"] = serves[1].left_running()
     wait_for(lambda: engines_of(run_dir) == 1, train)
     story.fewest = engines_of(run_dir)
@@ -141,6 +143,7 @@ def lose_one_and_take_it_back(story: Story, folder: Path, config: Path, serves: 
     wait_for(lambda: engines_of(run_dir) == 2, train, serves[1])
     enough = max(steps_made(run_dir) + 2, COMPARED)
     wait_for(lambda: steps_made(run_dir) >= enough, train)
+    story.records = registered(run_dir)
     train.signal(signal.SIGTERM)
     story.codes["first run"], story.said["first run"] = train.wait(LIMIT_S), train.terminal
 
@@ -150,7 +153,7 @@ def test_a_run_goes_on_without_a_node_and_takes_it_back(story: Story) -> None:
     assert story.fewest == 1 and story.codes["first run"] == EXIT_PREEMPTED, said[-3000:]
     assert "engine 1 on node 1" in said and "has left" in said
     assert said.count("has come: engine 1") == 2 and said.count("has come: engine 0") == 1
-    assert "node 5" not in said, "nobody wrote that sign anew"
+    assert "node 5" not in said, "its agent does not answer"
 
 
 def test_all_engines_have_the_same_weights_then(story: Story) -> None:

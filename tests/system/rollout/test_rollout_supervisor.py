@@ -82,8 +82,8 @@ def test_a_crashed_engine_leaves_no_children_and_its_exit_code(tmp_path: Path) -
     assert wait_until(lambda: process.exit_code() is not None, 60)
     assert process.exit_code() == 7
     assert [pid for pid in pids if running(pid)] == []
-    assert "exit code 7" in process.obituary()
-    assert "engine is up" in process.obituary()
+    assert "exit code 7" in process.exit_report()
+    assert "engine is up" in process.exit_report()
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])

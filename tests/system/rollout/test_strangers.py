@@ -301,7 +301,7 @@ def test_a_given_engine_that_hangs_at_start(
     tiny_models: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that takes the connection and says nothing, and one that answers a byte at a time."""
-    monkeypatch.setattr(router, "CONNECT_TIMEOUT_S", 0.6)
+    monkeypatch.setattr(router, "ANSWER_S", 0.6)
     with socket.create_server(("127.0.0.1", 0)) as silent, socket.create_server(("127.0.0.1", 0)) as slow:
 
         def drip() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -243,3 +245,7 @@ def test_engines_of_other_nodes_need_nothing_here(
     assert [finding.verdict for finding in machine.check_packages(cfg)] == ["ok"]
     (found,) = machine.check_services(cfg)
     assert str(found) == "the run waits up to 60 s for 3 engine nodes (mrl serve)"
+    monkeypatch.setattr(machine, "find_spec", lambda name: None if name == "sglang_router" else find_spec(name))
+    (found,) = machine.check_packages(cfg)
+    assert found.verdict == "problem"
+    assert re.search(r"disaggregated needs sglang-router, .* -m pip install sglang-router==\S+$", str(found))

@@ -1,4 +1,4 @@
-"""Engines that give memory up and take it back: what they are asked, what is remembered of a life, what is refused."""
+"""Engines that give memory up and take it back: what they are asked, what a restart forgets, what is refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Process:
     """An engine as SGLang is one: told to give up what it has given up, to take back what it has, or to give memory up
     while it works, it ends.
 
-    asked: what it was told, of all its lives. failing: at this endpoint it dies, hangs or refuses, once
+    asked: what it was told, over all its restarts. failing: at this endpoint it dies, hangs or refuses, once
     """
 
     name, log, is_gone = "engine", "engine.log", False
@@ -53,7 +53,7 @@ class Process:
     def close(self) -> None:
         pass
 
-    def obituary(self) -> str:
+    def exit_report(self) -> str:
         return "its last words"
 
 

@@ -30,6 +30,7 @@ class StandIn:
         self.code: int | None = None
         self.problem: Exception | None = None
         self.closed = False
+        self.here = [self]
 
     def exit_code(self) -> int | None:
         return self.code
@@ -39,7 +40,7 @@ class StandIn:
             raise self.problem
         return timeout_s == 7.0
 
-    def obituary(self) -> str:
+    def exit_report(self) -> str:
         return f"{self.name} is no more"
 
     def restart(self) -> None:
@@ -83,7 +84,7 @@ def test_an_engine_elsewhere_is_known_as_one_of_the_own_node(node: Node) -> None
     second = node.engines[1]
     assert (second.name, second.url) == ("engine 7 on node 3 (here)", "http://127.0.0.1:7")
     assert second.is_ready(7.0) and not second.is_ready(8.0)
-    assert second.obituary() == "engine 7 is no more"
+    assert second.exit_report() == "engine 7 is no more"
     assert second.exit_code() is None
 
 
@@ -92,7 +93,7 @@ def test_its_end_is_heard_of_and_forgotten_with_its_restart(node: Node) -> None:
     wait_for(lambda: node.engines[1].exit_code() == 137)
     assert node.engines[0].exit_code() is None
     node.engines[1].restart()
-    assert node.engines[1].exit_code() is None, "the former life's"
+    assert node.engines[1].exit_code() is None, "that of the former start"
     node.stand_ins[1].code = 1
     wait_for(lambda: node.engines[1].exit_code() == 1)
 
@@ -116,16 +117,39 @@ def test_a_node_that_is_gone_is_named(node: Node) -> None:
     assert all(engine.closed for engine in node.stand_ins)
     with pytest.raises(RolloutError, match=r"node 3 \(here\): nobody answers for its engines: restart"):
         node.engines[0].restart()
-    assert "node 3" in node.engines[0].obituary()
+    assert "node 3" in node.engines[0].exit_report()
 
 
-@pytest.mark.parametrize("path", ["/ended", "/ready", "/obituary", "/restart", "/elsewhere"])
+@pytest.mark.parametrize("path", ["/ended", "/ready", "/exit_report", "/restart", "/elsewhere"])
 def test_strangers_are_told_nothing(path: str, node: Node) -> None:
     node.stand_ins[0].code = 5
     url = node.agent.offered.agent + path
     for headers in ({}, {"Authorization": "Bearer no"}):
         assert httpx.post(url, json={"engine": 0}, headers=headers, trust_env=False).status_code == 401
     assert node.stand_ins[0].code == 5
+
+
+def test_without_the_key_a_node_says_only_that_it_is_there(node: Node) -> None:
+    reply = httpx.get(node.agent.offered.agent + "/health", trust_env=False)
+    assert (reply.status_code, reply.json()) == (200, {})
+    assert httpx.post(node.agent.offered.agent + "/health", json={}, trust_env=False).status_code == 401
+
+
+def test_a_node_that_may_leave_is_gone_when_it_says_so_or_says_nothing(node: Node) -> None:
+    with contextlib.ExitStack() as stack:
+        leaving, silent = (Agent(Home(number), "node", (), KEY) for number in range(2))
+        access = Access(KEY, ours=True)
+        nodes = [OtherNode(agent.offered, access, silence_s=60.0) for agent in (leaving, silent)]
+        for each in (leaving, silent, *nodes):
+            stack.enter_context(contextlib.closing(each))
+        leaving.leave()
+        wait_for(lambda: nodes[0].is_gone)
+        assert not nodes[1].is_gone and not silent.run_is_over
+        nodes[1].end_of_run()
+        assert silent.run_is_over
+        silent.close()
+        wait_for(lambda: nodes[1].is_gone)
+        assert not node.other.is_gone
 
 
 @pytest.mark.parametrize("engine", [2, -1, "0", None])
