@@ -15,9 +15,8 @@ import httpx
 
 from mrl.rollout import protocol
 from mrl.rollout.access import OPEN, Access, tls
-from mrl.rollout.answers import error_message, from_json, told
+from mrl.rollout.answers import MOST_BYTES, PLAIN, Incoming, error_message, from_json, told
 from mrl.rollout.errors import BadAnswer, EngineError
-from mrl.rollout.incoming import MOST_BYTES, PLAIN, Incoming
 from mrl.rollout.protocol import Endpoint, GenerateBody, LoadFormat, MemoryPart, ModelInfo, RankChecksums
 from mrl.rollout.server_info import ServerInfo
 

@@ -1,9 +1,11 @@
-"""Rank 0's hold on the engines of another node: as on those of its own, by way of that node's agent."""
+"""Engines of other nodes and engines over several nodes, which rank 0 starts and ends through the agents there."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import httpx
 from mrl.rollout import errors
 from mrl.rollout.access import Access, tls
 from mrl.rollout.agent import END, END_OF_RUN, ENDED, EXIT_REPORT, READY, RESTART, Offered
-from mrl.rollout.process import FORMER_ENGINE_S, GRACE_S, EngineProcess
+from mrl.rollout.process import FORMER_ENGINE_S, GRACE_S, EngineProcess, Started
 
 CONNECT_S = 10.0
 ANSWER_S = 30.0  # more than one look at an engine takes
@@ -128,3 +130,57 @@ class ElsewhereEngine:
             return str(self._node.ask(EXIT_REPORT, ANSWER_S, engine=self._index)["value"])
         except errors.RolloutError as error:
             return str(error)
+
+
+Member = EngineProcess | ElsewhereEngine
+
+
+class SpreadEngine:
+    """A `Started`. With any of its parts all end, and are started again together.
+
+    parts: of this node or others; the first one answers requests
+    """
+
+    def __init__(self, parts: Sequence[Member]) -> None:
+        self._parts = parts
+        first = parts[0]
+        self.name, self.url = f"{first.name} and {len(parts) - 1} more", first.url
+        self.log: Path = first.log
+
+    @property
+    def is_gone(self) -> bool:
+        """With a node that is."""
+        return any(part.is_gone for part in self._parts)
+
+    @property
+    def here(self) -> list[EngineProcess]:
+        """Its part on this node."""
+        return [process for part in self._parts for process in part.here]
+
+    def exit_code(self) -> int | None:
+        """Of the part that ended first, as far as has been heard."""
+        return next((code for part in self._parts if (code := part.exit_code()) is not None), None)
+
+    def is_ready(self, timeout_s: float) -> bool:
+        """Whether the first part answers, which is when all are there. Raises EngineStartError as soon as one has
+        ended: the others would wait for it."""
+        return all(part.is_ready(timeout_s) for part in reversed(self._parts))
+
+    def restart(self) -> None:
+        """Ends all parts and only then starts them anew, at the same addresses: none meets one from before."""
+        with ThreadPoolExecutor(len(self._parts)) as pool:
+            for step in (lambda part: part.close(), lambda part: part.restart()):
+                for done in [pool.submit(step, part) for part in self._parts]:
+                    done.result()
+
+    def exit_report(self) -> str:
+        """What ended the part that has ended."""
+        ended = next((part for part in self._parts if part.exit_code() is not None), self._parts[0])
+        return ended.exit_report()
+
+
+def joined(parts: Sequence[Member], nodes: int) -> list[Started]:
+    """The engines that these are, or are parts of, over so many nodes each; parts in the order of their nodes."""
+    if nodes == 1:
+        return [*parts]
+    return [SpreadEngine(parts[first : first + nodes]) for first in range(0, len(parts), nodes)]

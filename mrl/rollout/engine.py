@@ -17,9 +17,9 @@ from mrl.rollout.errors import EngineError, EngineStartError, RolloutError
 from mrl.rollout.load import Load
 from mrl.rollout.protocol import BEGIN_UPDATE, MemoryPart
 from mrl.rollout.request_dispatcher import Generation, PromptGroup, RequestDispatcher, by_prompt
-from mrl.rollout.restarts import Restarts
 from mrl.rollout.routed import ASK, RoutedShape
 from mrl.rollout.samples import Expected
+from mrl.rollout.server import Restarts
 from mrl.rollout.server_info import ServerInfo
 
 OnSamples = Callable[[list[Sample]], None]

@@ -16,8 +16,7 @@ from mrl.rollout.elsewhere import OtherNode
 from mrl.rollout.errors import EngineError, EngineStartError, PortTaken, RolloutError
 from mrl.rollout.load import Meter
 from mrl.rollout.process import EngineProcess, Started, wait_ready
-from mrl.rollout.restarts import Restarts
-from mrl.rollout.server import DEATH_POLL_S, DEATH_WAIT_S, Parts, Server
+from mrl.rollout.server import DEATH_POLL_S, DEATH_WAIT_S, Parts, Restarts, Server
 from mrl.stopping import run_coroutine
 
 Weights = Callable[[str], Awaitable[None]]  # waits until the engine at an address has received them

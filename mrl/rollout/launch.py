@@ -15,10 +15,12 @@ from pathlib import Path
 from mrl.config.derived import Machine
 from mrl.config.engines import ENGINES
 from mrl.config.placement import engine_gpus, shared_gpus
-from mrl.config.schema import RolloutConfig
+from mrl.config.schema import RLConfig, RolloutConfig
 from mrl.families import ModelArch, engine_arch
+from mrl.families.adapters import adapted_parts
 from mrl.families.flops import num_parameters
 from mrl.ports import HERE
+from mrl.rollout.routed import ASK
 
 # Variables of whoever launched the ranks
 LAUNCHER = frozenset(
@@ -165,3 +167,20 @@ def environment() -> dict[str, str]:
     """This process's, as engines get it: they make process groups of their own, which torchrun's variables would
     disturb."""
     return {k: v for k, v in os.environ.items() if k not in LAUNCHER and not k.startswith("TORCHELASTIC_")}
+
+
+AT_ONCE = 2  # adapters in memory: the one that is drawn with, and that there is none
+
+
+def started_with(cfg: RLConfig) -> RolloutConfig:
+    """Returns the run's rollout settings, with SGLang's arguments for adapters and routed experts where needed."""
+    rollout, words = cfg.engines()[0], list[str]()
+    if cfg.actor.routing_replay == "engine" and "server_args" not in ENGINES[cfg.rollout.engine].ignores:
+        words.append(ASK)
+    if cfg.sync.lora == "adapter":
+        lora = cfg.actor.lora
+        assert lora is not None
+        parts = adapted_parts(engine_arch(cfg.model.path), lora.spec)
+        words += ["--enable-lora", "--max-lora-rank", str(lora.rank), "--max-loras-per-batch", str(AT_ONCE)]
+        words += ["--lora-target-modules", *parts]
+    return rollout.model_copy(update={"server_args": (*words, *rollout.server_args)})

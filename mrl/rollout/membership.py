@@ -15,10 +15,12 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import httpx
 from pydantic import TypeAdapter, ValidationError
@@ -29,6 +31,7 @@ from mrl.files import make_private, write_privately
 from mrl.ports import HERE, default_address, free_port, is_here
 from mrl.rollout.access import Access, tls
 from mrl.rollout.agent import Offered
+from mrl.rollout.client import EngineClient
 from mrl.rollout.errors import EngineError, EngineStartError, RolloutError
 from mrl.rollout.launch import Launch, environment
 from mrl.rollout.process import EngineProcess
@@ -197,3 +200,40 @@ class RouterProcess(EngineProcess):
             self.client.nodes()
             return True
         return False
+
+
+ASKED_AT_ONCE = 64
+
+
+def engines_at(urls: Sequence[str], access: Access) -> dict[str, str]:
+    """Returns the engines at these addresses and behind those that are routers, in order, each with the one of `urls`
+    that it was found by. An address that does not answer yet counts as an engine's.
+
+    Raises EngineStartError for a router without engines, with what is no address, or with one that is named elsewhere.
+    """
+    urls = [url.rstrip("/") for url in urls]
+    found: dict[str, str] = {}
+    with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
+        for url, engines in zip(urls, pool.map(lambda url: _at(url, access), urls)):
+            for engine in engines:
+                if engine in found:
+                    where = " and ".join(dict.fromkeys((found[engine], url)))
+                    raise EngineStartError(f"rollout.urls: {engine}: there twice, by itself or behind routers: {where}")
+                found[engine] = url
+    return found
+
+
+def _at(url: str, access: Access) -> list[str]:
+    with contextlib.closing(EngineClient(url, ANSWER_S, access)) as client:
+        behind = client.workers()
+    if behind is None:
+        return [url]
+    if not behind:
+        raise EngineStartError(f"{url} is a router without engines: start them first, or name them in rollout.urls")
+    for engine in behind:
+        parts = urlsplit(engine)
+        if parts.scheme not in ("http", "https") or not parts.hostname or "@" in engine:
+            raise EngineStartError(
+                f"the router {url} names {engine!r}, which is not an address such as http://host:30000"
+            )
+    return [engine.rstrip("/") for engine in behind]

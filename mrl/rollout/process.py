@@ -18,11 +18,10 @@ from typing import BinaryIO, Protocol
 from mrl.files import lock
 from mrl.ports import HERE
 from mrl.rollout import fork_server
-from mrl.rollout.access import OPEN, Access
+from mrl.rollout.access import OPEN, Access, listeners
 from mrl.rollout.client import EngineClient
 from mrl.rollout.errors import EngineStartError, PortTaken
 from mrl.rollout.launch import Launch
-from mrl.rollout.listener import listeners
 
 FORMER_ENGINE_S = 30.0  # its supervisor needs GRACE_S and a little more to end it
 GRACE_S = 3.0  # between SIGTERM and SIGKILL: an engine has nothing to save

@@ -28,14 +28,12 @@ import orjson
 
 from mrl.core import Request, Sample, SamplingParams
 from mrl.rollout.access import tls
-from mrl.rollout.answers import error_message
+from mrl.rollout.answers import PLAIN, Incoming, error_message
 from mrl.rollout.client import CONNECT_TIMEOUT_S
 from mrl.rollout.engine_pool import EnginePool
 from mrl.rollout.errors import BadAnswer, EngineError, Refused, RolloutError
-from mrl.rollout.incoming import PLAIN, Incoming
-from mrl.rollout.partial_response import PartialResponse
 from mrl.rollout.protocol import ABORT, GENERATE, AbortBody, GenerateBody
-from mrl.rollout.samples import Expected, generate_body, most_bytes, prefill_body, read_answer
+from mrl.rollout.samples import Expected, PartialResponse, generate_body, most_bytes, prefill_body, read_answer
 from mrl.rollout.server import Server
 from mrl.stopping import run_coroutine
 

@@ -15,13 +15,11 @@ from mrl.config.derived import Machine
 from mrl.config.schema import RLConfig
 from mrl.ports import free_port
 from mrl.rollout.access import Access
-from mrl.rollout.adapters import started_with
 from mrl.rollout.agent import Agent, Home
-from mrl.rollout.elsewhere import OtherNode
+from mrl.rollout.elsewhere import OtherNode, joined
 from mrl.rollout.errors import EngineStartError, RolloutError
-from mrl.rollout.launch import Part
+from mrl.rollout.launch import Part, started_with
 from mrl.rollout.membership import ListedNode, NodeRecord, RouterClient, engines_key, router_file, served
-from mrl.rollout.spread import joined
 from mrl.rollout.start import start_servers
 
 LOOK_S = 0.5

@@ -17,18 +17,16 @@ from mrl.ports import free_port
 from mrl.rollout.access import Access
 from mrl.rollout.agent import Agent, Home, Offered
 from mrl.rollout.check import check_server
-from mrl.rollout.elsewhere import OtherNode
+from mrl.rollout.elsewhere import Member, OtherNode, joined
 from mrl.rollout.engine import Engine
 from mrl.rollout.engine_pool import Checked, EnginePool
 from mrl.rollout.errors import EngineError, EngineStartError
 from mrl.rollout.launch import CPU, Launch, Part, ServerSpec, launcher
-from mrl.rollout.membership import RouterProcess, engines_key, served
+from mrl.rollout.membership import RouterProcess, engines_at, engines_key, served
 from mrl.rollout.open_engine_pool import OpenEnginePool
 from mrl.rollout.process import EnginePart, EngineProcess
 from mrl.rollout.routed import RoutedShape
-from mrl.rollout.router import engines_at
 from mrl.rollout.server import Server
-from mrl.rollout.spread import Member, joined
 
 
 @dataclass(frozen=True)

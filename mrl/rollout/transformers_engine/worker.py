@@ -25,8 +25,7 @@ from mrl.families import load_arch
 from mrl.rollout.protocol import MEMORY_PARTS, MemoryPart
 from mrl.rollout.routed import RoutedShape
 from mrl.rollout.transformers_engine import attention
-from mrl.rollout.transformers_engine.batch import padded, responses
-from mrl.rollout.transformers_engine.experts import ExpertTap
+from mrl.rollout.transformers_engine.batch import ExpertTap, padded, responses
 from mrl.rollout.transformers_engine.pictures import Sight
 from mrl.rollout.transformers_engine.sampling import Job
 from mrl.rollout.transformers_engine.weights import ModelWeights, read_payload

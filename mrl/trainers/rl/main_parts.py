@@ -19,8 +19,7 @@ from mrl.observe import Recorder, SilentRecorder
 from mrl.reward.check import row_check
 from mrl.reward.manager import RewardManager
 from mrl.rollout import Access, Engine, Others, join_engines, start_engine
-from mrl.rollout.adapters import started_with
-from mrl.rollout.launch import cpu_threads
+from mrl.rollout.launch import cpu_threads, started_with
 from mrl.trainers.rl.generate import Generator
 from mrl.trainers.rl.longest_wait import longest_turn
 from mrl.trainers.rl.models import notes as model_notes

@@ -14,7 +14,7 @@ from mrl.config.schema import RLConfig
 from mrl.parallel import CollectiveErrorCheck, Nodes
 from mrl.ports import HERE, address_towards, free_port
 from mrl.rollout import Home, Offered, Others, Part, start_agent
-from mrl.rollout.adapters import started_with
+from mrl.rollout.launch import started_with
 from mrl.trainers.shared.run import RunSetup
 
 REACHED_BY_ALL = ("http", "distributed")  # transports by which a sender calls the engines of every node

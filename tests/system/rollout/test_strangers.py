@@ -22,10 +22,10 @@ from mrl import ports
 from mrl.config.schema import RolloutConfig
 from mrl.config.secret_file import read_secret
 from mrl.ports import free_port
-from mrl.rollout import Access, Engine, EngineClient, EngineError, EngineStartError, listener, router, start_engine
+from mrl.rollout import Access, Engine, EngineClient, EngineError, EngineStartError, access, membership, start_engine
+from mrl.rollout.access import listeners
 from mrl.rollout.errors import PortTaken
 from mrl.rollout.launch import Launch
-from mrl.rollout.listener import listeners
 from mrl.rollout.process import EngineProcess
 from tests.conftest import TinyModels
 from tests.system.agents.test_agent_endpoint import Model
@@ -186,7 +186,7 @@ def test_who_listens_is_seen(address: str, reached: bool, tables: bool, monkeypa
     def refused(port: int) -> list[Any]:
         raise PermissionError
 
-    monkeypatch.setattr(listener, "_ask" if tables else "_read_tables", refused)
+    monkeypatch.setattr(access, "_ask" if tables else "_read_tables", refused)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, 0), family=family, dualstack_ipv6=":" in address) as server:
         found = listeners(server.getsockname()[1])
@@ -301,7 +301,7 @@ def test_a_given_engine_that_hangs_at_start(
     tiny_models: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that takes the connection and says nothing, and one that answers a byte at a time."""
-    monkeypatch.setattr(router, "ANSWER_S", 0.6)
+    monkeypatch.setattr(membership, "ANSWER_S", 0.6)
     with socket.create_server(("127.0.0.1", 0)) as silent, socket.create_server(("127.0.0.1", 0)) as slow:
 
         def drip() -> None:

@@ -22,7 +22,7 @@ from mrl.families import ModelArch, load_arch
 from mrl.families.adapters import LoRA, adapter_table
 from mrl.families.peft import PREFIX
 from mrl.rollout import Engine, EngineError, sample_seed, start_engine
-from mrl.rollout.adapters import started_with
+from mrl.rollout.launch import started_with
 from mrl.rollout.protocol import Endpoint, read_adapters
 from mrl.weights.disk import adapter_files
 from mrl.weights.errors import SyncError, SyncMismatch

@@ -23,8 +23,8 @@ from mrl.data.collate import collate
 from mrl.data.packing import pack
 from mrl.families import load_arch
 from mrl.rollout import Engine, EngineClient, EngineStartError, start_engine
-from mrl.rollout.adapters import started_with
 from mrl.rollout.errors import BadAnswer
+from mrl.rollout.launch import started_with
 from mrl.rollout.routed import ASK, RoutedShape, joined, whole
 from mrl.rollout.samples import Expected, generate_body, read_answer
 from mrl.rollout.server_info import ServerInfo

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from mrl.core import Prompt, Request, Sample, SamplingParams
-from mrl.rollout.partial_response import PartialResponse
 from mrl.rollout.request_dispatcher import RequestDispatcher
+from mrl.rollout.samples import PartialResponse
 from tests.helpers.stub_process import StubProcess, start
 
 WAIT_S = 20.0

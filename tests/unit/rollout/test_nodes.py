@@ -14,9 +14,9 @@ import pytest
 from mrl.parallel import Nodes
 from mrl.ports import free_port, is_here, listen
 from mrl.rollout import Access, Agent, Home, RolloutError
+from mrl.rollout.access import listeners
 from mrl.rollout.elsewhere import ElsewhereEngine, OtherNode
 from mrl.rollout.errors import EngineStartError, PortTaken
-from mrl.rollout.listener import listeners
 from mrl.rollout.process import EngineProcess
 
 KEY = "a" * 64
