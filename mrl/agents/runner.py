@@ -22,7 +22,7 @@ from mrl.agents.trajectory import TokenSequence, Trajectory, TurnPosition
 from mrl.config.schema import AgentConfig
 from mrl.core import Prompt, Request, Sample, SamplingParams
 from mrl.data import Tokenizer, TokenizerError
-from mrl.rollout.seeds import sample_seed
+from mrl.inference.seeds import sample_seed
 from mrl.workers.pool import Session, SessionFault, WorkerPool
 
 DAY_S = 86400.0

@@ -19,8 +19,8 @@ from mrl.agents.chat import Message
 from mrl.agents.errors import AgentError
 from mrl.agents.suffix import Suffix
 from mrl.core import Prompt, Request, Sample
-from mrl.rollout.routed import joined, whole
-from mrl.rollout.seeds import sample_seed
+from mrl.inference.routed import joined, whole
+from mrl.inference.seeds import sample_seed
 
 TURN_STREAM, CHAT_STREAM = 1 << 45, 1 << 47  # keep the seeds of later turns and of chats apart from samples'
 

@@ -20,9 +20,9 @@ from mrl.config.trainers.base import AnyConfig
 from mrl.core import Prompt, Request, Rollout, Sample, SamplingParams, StepStats
 from mrl.data import collate
 from mrl.data.encoder import Encoder
+from mrl.inference import sample_seed
 from mrl.learner import Learner
 from mrl.learner.loss_terms import Loss, LossParts
-from mrl.rollout import sample_seed
 from mrl.trainers.rl.run import RLRun
 
 PromptLike = str | Sequence[Mapping[str, Any]] | Mapping[str, Any]

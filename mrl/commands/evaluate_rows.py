@@ -70,9 +70,9 @@ def _found(args: argparse.Namespace, cfg: Config, weights: str, run_dir: Path) -
     from mrl.config.schema import RewardModelTrainerConfig
     from mrl.data import DataError, TokenizerError
     from mrl.evaluation import evaluate_answers, held_out, reward_model_agreement, why_unanswerable
+    from mrl.inference import EngineError, EngineStartError, RolloutError
+    from mrl.inference.errors import EngineUnavailable
     from mrl.reward.errors import RewardError
-    from mrl.rollout import EngineError, EngineStartError, RolloutError
-    from mrl.rollout.errors import EngineUnavailable
     from mrl.weights.errors import WeightError
 
     temperature = args.temperature if args.temperature is not None else float(args.per_prompt > 1)

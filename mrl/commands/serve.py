@@ -76,15 +76,15 @@ def _problems(cfg: RLConfig, gpus: int) -> list[str]:
 
 def _serve(cfg: RLConfig, args: argparse.Namespace, gpus: int) -> int:
     from mrl.config.derived import Machine
+    from mrl.inference.agent import Home
+    from mrl.inference.errors import EngineStartError, EngineUnavailable
+    from mrl.inference.membership import engines_folder
+    from mrl.inference.serve import EngineNode, Reason
     from mrl.launcher import signals
     from mrl.observe.lock import Lock, RunLocked
     from mrl.ports import NoFreePort, address_towards, default_address
     from mrl.redaction import redact
     from mrl.resilience.protocol import EXIT_PREEMPTED
-    from mrl.rollout.agent import Home
-    from mrl.rollout.errors import EngineStartError, EngineUnavailable
-    from mrl.rollout.membership import engines_folder
-    from mrl.rollout.serve import EngineNode, Reason
 
     def say(line: str) -> None:
         print(f"mrl: engine node {args.node}: {redact(line)}", file=sys.stderr, flush=True)

@@ -126,8 +126,8 @@ def _engine_fork_server(cfg: AnyConfig) -> contextlib.AbstractContextManager[obj
     engines = cfg.engines()
     if engines is None or engines[0].urls or cfg.engine_nodes() is not None:
         return contextlib.nullcontext()
+    from mrl.inference import fork_server
     from mrl.platform import is_built_for_gpus
-    from mrl.rollout import fork_server
 
     name = engines[0].engine
     imports = ENGINES[name].cpu_imports

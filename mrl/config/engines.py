@@ -11,15 +11,15 @@ from pydantic_core import PydanticKnownError
 
 @dataclass(frozen=True)
 class EngineKind:
-    """An inference engine that implements `mrl.rollout.protocol`.
+    """An inference engine that implements `mrl.inference.protocol`.
 
     Attributes:
-        launch: `module:function`, a function mrl.rollout.launch.ServerSpec -> Launch; imported when a run starts the
+        launch: `module:function`, a function mrl.inference.launch.ServerSpec -> Launch; imported when a run starts the
             engine
         ignores: keys of `rollout` without effect on this engine
         is_plain: weights arrive as CPU tensors or files only, neither by CUDA IPC nor by a process group
         returns_experts: can return the routed experts of each token
-        cpu_imports: module that imports everything the engine needs, for the fork server (mrl.rollout.fork_server),
+        cpu_imports: module that imports everything the engine needs, for the fork server (mrl.inference.fork_server),
             which
             forks engines on a CPU; None: always started as a new process
     """
@@ -33,16 +33,16 @@ class EngineKind:
 
 ENGINES = {
     "sglang": EngineKind(
-        "mrl.rollout.sglang.command:sglang_launch",
+        "mrl.inference.sglang.command:sglang_launch",
         is_plain=False,
         returns_experts=True,
-        cpu_imports="mrl.rollout.sglang.cpu_imports",
+        cpu_imports="mrl.inference.sglang.cpu_imports",
     ),
     "transformers": EngineKind(
-        "mrl.rollout.transformers_engine.command:transformers_launch",
+        "mrl.inference.transformers_engine.command:transformers_launch",
         ignores=("tensor", "memory_fraction", "quantization", "server_args"),
         returns_experts=True,
-        cpu_imports="mrl.rollout.transformers_engine.cpu_imports",
+        cpu_imports="mrl.inference.transformers_engine.cpu_imports",
     ),
 }
 

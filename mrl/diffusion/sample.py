@@ -13,8 +13,8 @@ from mrl.config.sections.diffusion import SamplerConfig
 from mrl.diffusion.conditioning import ConditioningInputs, take_rows
 from mrl.diffusion.pipeline import Pipeline
 from mrl.diffusion.steps import DenoisingSteps
+from mrl.inference.seeds import sample_seed
 from mrl.parallel import rank, world_size
-from mrl.rollout.seeds import sample_seed
 
 
 class DiffusionError(RuntimeError):

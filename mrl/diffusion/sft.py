@@ -20,7 +20,7 @@ from mrl.diffusion.prompts import PromptRows
 from mrl.diffusion.rewards import SamplingErrorCheck
 from mrl.diffusion.run import DiffusionRun, begin
 from mrl.diffusion.sample import share
-from mrl.rollout.seeds import sample_seed
+from mrl.inference.seeds import sample_seed
 from mrl.trainers.shared.loop import Loop
 from mrl.trainers.shared.run import set_up_run
 from mrl.trainers.shared.updates import named

@@ -16,13 +16,13 @@ from mrl import platform, ports
 from mrl.config.derived import Machine, asks_for_transformer_engine
 from mrl.config.schema import AnyConfig, Config
 from mrl.config.trainers.table import trainer_of
+from mrl.inference.errors import EngineUnavailable
+from mrl.inference.launch import Part, ServerSpec, launcher
 from mrl.launcher.elastic import missing
 from mrl.observe import trackers
 from mrl.packages import pip_install
 from mrl.preflight.finding import Finding, Verdict
 from mrl.preflight.versions import TESTED
-from mrl.rollout.errors import EngineUnavailable
-from mrl.rollout.launch import Part, ServerSpec, launcher
 
 CONNECT_S = 5.0
 SLOWER = 0.9  # speed of bfloat16 relative to float32 below which a warning is due

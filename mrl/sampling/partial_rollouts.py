@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from mrl.core import Request, Sample
-from mrl.rollout.samples import PartialResponse
+from mrl.inference.samples import PartialResponse
 from mrl.sampling.scheduler import GenerateGroup, StepSamples
 
 Generate = Callable[[Request, int], Awaitable[Sample]]  # with so many new tokens at most

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from mrl.core import Request, Sample
-from mrl.rollout.request_dispatcher import PromptGroup, RequestDispatcher
+from mrl.inference.request_dispatcher import PromptGroup, RequestDispatcher
 from mrl.sampling.saved_samples import plain, restored
 
 Interrupt = Literal["never", "at_sync", "at_step_end"]

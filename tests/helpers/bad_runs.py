@@ -350,7 +350,7 @@ MISTAKES = [
     Mistake(
         "no engine installed",
         ("rollout.engine: transformers", "not installed"),
-        edit=patched("mrl.rollout.sglang.command.importlib.util.find_spec", lambda name: None),
+        edit=patched("mrl.inference.sglang.command.importlib.util.find_spec", lambda name: None),
     ),
     Mistake(
         "no wandb installed",

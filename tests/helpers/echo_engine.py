@@ -15,9 +15,9 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
 from mrl.families import read_hf_config  # noqa: E402
-from mrl.rollout import protocol  # noqa: E402
-from mrl.rollout.launch import Launch, ServerSpec, environment  # noqa: E402
-from mrl.rollout.serving import KEY_VARIABLE, BadRequest, serve  # noqa: E402
+from mrl.inference import protocol  # noqa: E402
+from mrl.inference.launch import Launch, ServerSpec, environment  # noqa: E402
+from mrl.inference.serving import KEY_VARIABLE, BadRequest, serve  # noqa: E402
 
 
 def echo_launch(spec: ServerSpec) -> Launch:

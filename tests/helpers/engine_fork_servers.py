@@ -18,7 +18,7 @@ from pathlib import Path
 
 from mrl.config.engines import ENGINES
 from mrl.forks import BACKLOG, serve
-from mrl.rollout import fork_server
+from mrl.inference import fork_server
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mrl.rollout.launch import Launch, ServerSpec
+    from mrl.inference.launch import Launch, ServerSpec
 
 KEY = "MRL_ENGINE_KEY"
 
 
 def light_launch(spec: ServerSpec) -> Launch:
-    from mrl.rollout.launch import Launch, environment
+    from mrl.inference.launch import Launch, environment
 
     command = [sys.executable, "-S", str(Path(__file__)), spec.model_path, spec.host, str(spec.port)]
     return Launch(command, environment() | {KEY: spec.api_key or ""})

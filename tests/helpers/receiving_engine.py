@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.files import write_atomically
-from mrl.rollout.serving import BadRequest
-from mrl.rollout.serving import Server as HttpServer
+from mrl.inference.serving import BadRequest
+from mrl.inference.serving import Server as HttpServer
 
 KEY = "sesame"
 LIMIT = timedelta(seconds=60)  # a deadlock ends here

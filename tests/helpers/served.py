@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.config.schema import SyncConfig
-from mrl.rollout import Engine, EngineClient
+from mrl.inference import Engine, EngineClient
 from mrl.weights.sync.weight_sync import WeightSync
 from tests.helpers.sync_tools import FileExporter
 from tests.helpers.world import run_world

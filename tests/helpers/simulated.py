@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from mrl.core import Request, Sample, SamplingParams
-from mrl.rollout.load import Load, Meter
+from mrl.inference.load import Load, Meter
 
 
 class SimulatedDispatcher:

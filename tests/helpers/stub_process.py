@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from mrl.rollout.access import Access
-from mrl.rollout.engine import Engine
-from mrl.rollout.engine_pool import Checked, EnginePool
-from mrl.rollout.server import Server
-from mrl.rollout.serving import Route
-from mrl.rollout.serving import Server as HttpServer
+from mrl.inference.access import Access
+from mrl.inference.engine import Engine
+from mrl.inference.engine_pool import Checked, EnginePool
+from mrl.inference.server import Server
+from mrl.inference.serving import Route
+from mrl.inference.serving import Server as HttpServer
 
 KEY = "sesame"
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import yaml
 
+from mrl.inference import Engine
 from mrl.resilience.rank import process_name
-from mrl.rollout import Engine
 from tests.helpers import zygote
 
 ROOT = Path(__file__).parents[2]

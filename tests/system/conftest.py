@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from mrl.config.schema import RolloutConfig
-from mrl.rollout import Engine, start_engine
+from mrl.inference import Engine, start_engine
 from tests.conftest import TinyModels
 from tests.helpers import engine_fork_servers
 

@@ -28,7 +28,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "parallel": ("config", "platform"),
     "kernels": (),
     "models": ("core", "units", "families", "config", "platform", "parallel", "kernels"),
-    "rollout": (
+    "inference": (
         *("core", "families", "config", "forks", "files", "gloo_loop", "imports", "kernels.native", "packages"),
         *("ports", "stopping"),
     ),
@@ -39,16 +39,16 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "config",
         "data",
         "reward.sandbox",
-        "rollout.routed",
-        "rollout.seeds",
+        "inference.routed",
+        "inference.seeds",
         *("strict_json", "user_functions", "workers"),
     ),
-    "sampling": ("core", "config", "observe", "reward", "rollout"),
+    "sampling": ("core", "config", "observe", "reward", "inference"),
     "algo": ("kernels", "options", "stopping", "user_functions", "verl_config"),
     "data": ("core", "units", "families", "config", "foreign", "strict_json"),
     "weights": (
         *("core", "families", "config", "platform", "parallel", "kernels", "models", *ON_DISK),
-        *("rollout.errors", "rollout.access", "rollout.protocol", "rollout.client", "data.packing"),
+        *("inference.errors", "inference.access", "inference.protocol", "inference.client", "data.packing"),
     ),
     "learner": BELOW,
     "checkpoint": ("core", "config", "platform", "parallel", "weights", "learner", *ON_DISK),
@@ -57,7 +57,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "resilience": ("core", "config", "forks", "platform", "parallel", "failure", "files", "stopping"),
     "diffusion": (
         *("core", "config", "platform", "parallel", "data", "observe", "cards", "directories", "files", "failure"),
-        *("checkpoint", "foreign", "reward", "trainers.shared", "rollout.seeds", "plan.chips", "weights.disk"),
+        *("checkpoint", "foreign", "reward", "trainers.shared", "inference.seeds", "plan.chips", "weights.disk"),
         "weights.errors",
     ),
     "plan": (
@@ -65,20 +65,20 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "kernels.head_chunks",
     ),
     "precision": (*BELOW, "learner", "observe"),
-    "evaluation": (*BELOW, "learner", "observe", "reward", "rollout", "scoring"),
+    "evaluation": (*BELOW, "learner", "observe", "reward", "inference", "scoring"),
     "scoring": (*BELOW, "learner"),
     "trainers": (
-        *(*BELOW, "rollout", "sampling", "reward", "agents", "learner", "checkpoint", "observe", "cards", "plan"),
+        *(*BELOW, "inference", "sampling", "reward", "agents", "learner", "checkpoint", "observe", "cards", "plan"),
         *("resilience", "failure", "files", "ports"),
     ),
     "rank_imports": ("config", "kernels.native", "platform", "checkpoint"),
     "preflight": (
-        *("families", "config", "platform", "algo", "options", "data", "reward", "rollout", "observe", "launcher"),
+        *("families", "config", "platform", "algo", "options", "data", "reward", "inference", "observe", "launcher"),
         *("plan", "weights.disk", "weights.errors", "directories", "files", "packages", "ports", "redaction"),
         "user_functions",
     ),
     "forks": ("imports",),
-    "doctor": ("platform", "reward", "rollout", "preflight", "packages"),
+    "doctor": ("platform", "reward", "inference", "preflight", "packages"),
     "packages": (),
     "terminal": (),
     "failure": ("files", "redaction"),
@@ -100,69 +100,42 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
 }
 LOWEST = ("errors", "agreement", "parameter_layout", "meta")
-TALK = ("errors", "answers", "server_info", "protocol", "access", "incoming", "client")
+TALK = ("errors", "answers", "server_info", "protocol", "access", "client")
 # room with rooms inside -> inner room or module, "*" for any other -> what it may import of the whole, besides itself
 INSIDE: dict[str, dict[str, tuple[str, ...]]] = {
-    "rollout": {
+    "inference": {
         "errors": (),
         "seeds": (),
-        "listener": (),
         "supervisor": (),
         "serving": (),
+        "load": (),
         "answers": ("errors",),
-        "incoming": ("errors",),
         "server_info": ("answers",),
         "protocol": ("errors", "answers", "server_info"),
-        "access": ("errors", "listener"),
-        "client": ("errors", "answers", "server_info", "protocol", "access", "incoming"),
+        "access": ("errors",),
+        "client": ("errors", "answers", "server_info", "protocol", "access"),
         "routed": ("errors", "answers"),
         "samples": ("errors", "answers", "protocol", "routed"),
-        "launch": (),
-        "adapters": ("routed",),
+        "launch": ("routed",),
         "sglang": ("errors", "launch"),
         "transformers_engine": ("errors", "launch", "protocol", "routed", "serving", "sglang.cpu_shim"),
         "fork_server": ("launch", "supervisor"),
-        "process": ("errors", "access", "client", "launch", "listener", "fork_server"),
+        "process": ("errors", "access", "client", "launch", "fork_server"),
         "agent": ("errors", "process", "serving"),
         "elsewhere": ("errors", "access", "agent", "process"),
-        "restarts": ("errors", "process"),
-        "load": (),
-        "caller_thread": (),
-        "request_queue": (),
         "server": ("errors", "protocol", "client", "process", "load"),
-        "engine_pool": (
-            "errors",
-            "access",
-            "caller_thread",
-            "client",
-            "process",
-            "elsewhere",
-            "restarts",
-            "load",
-            "server",
-        ),
-        "spread": ("elsewhere", "process"),
-        "membership": ("errors", "access", "agent", "launch", "process"),
-        "open_engine_pool": ("errors", "caller_thread", "elsewhere", "server", "engine_pool", "membership"),
+        "engine_pool": (*TALK, "process", "elsewhere", "load", "server"),
+        "membership": ("errors", "access", "agent", "client", "launch", "process"),
+        "open_engine_pool": ("errors", "elsewhere", "server", "engine_pool", "membership"),
         "check": (*TALK, "samples", "engine_pool"),
-        "router": ("errors", "access", "client"),
-        "request_dispatcher": (*TALK, "caller_thread", "samples", "server", "engine_pool"),
-        "engine": (
-            *TALK,
-            "routed",
-            "samples",
-            "restarts",
-            "load",
-            "request_queue",
-            "engine_pool",
-            "request_dispatcher",
-        ),
+        "request_dispatcher": (*TALK, "samples", "server", "engine_pool"),
+        "engine": (*TALK, "routed", "samples", "load", "server", "engine_pool", "request_dispatcher"),
         "start": (
             *(*TALK, "routed", "launch", "process", "agent", "elsewhere", "server", "engine_pool", "check", "engine"),
-            *("membership", "open_engine_pool", "router", "spread"),
+            *("membership", "open_engine_pool"),
         ),
-        "serve": ("errors", "access", "launch", "adapters", "agent", "elsewhere", "membership", "spread", "start"),
-        "__init__": (*TALK, "seeds", "launch", "agent", "load", "request_queue", "engine", "start"),
+        "serve": ("errors", "access", "launch", "agent", "elsewhere", "membership", "start"),
+        "__init__": (*TALK, "seeds", "launch", "agent", "load", "engine", "start"),
     },
     "weights": {
         "errors": (),
@@ -180,7 +153,7 @@ INSIDE: dict[str, dict[str, tuple[str, ...]]] = {
 }
 ANYTHING = ("api", "cli", "commands", "__main__", "__init__")
 WITHOUT_MEGATRON = (
-    *("options", "algo", "reward", "rollout", "data", "config", "observe", "kernels", "core", "units", "workers"),
+    *("options", "algo", "reward", "inference", "data", "config", "observe", "kernels", "core", "units", "workers"),
 )
 FILES = sorted(PACKAGE.rglob("*.py"))
 
@@ -329,8 +302,8 @@ def test_the_machine_is_the_platform_room_s_alone() -> None:
     ("room", "code"),
     [
         ("algo", "from mrl.core import Rollout"),
-        ("rollout", "from mrl import weights"),
-        ("weights", "from mrl.rollout.sglang import server"),
+        ("inference", "from mrl import weights"),
+        ("weights", "from mrl.inference.sglang import server"),
         ("learner", "import mrl.trainers.rl.loop"),
         ("config", "from ..models import build"),
         ("families", "from mrl.config.schema import TrainConfig"),

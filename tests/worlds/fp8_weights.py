@@ -25,11 +25,11 @@ from gradients import parse  # noqa: E402
 from mrl import checkpoint  # noqa: E402
 from mrl.config.schema import OptimizerConfig, SyncConfig, TrainConfig  # noqa: E402
 from mrl.families import load_arch  # noqa: E402
+from mrl.inference import Access, EngineClient  # noqa: E402
 from mrl.learner import Learner, learner  # noqa: E402
 from mrl.models.build import build_model  # noqa: E402
 from mrl.models.initialise import initialise  # noqa: E402
 from mrl.parallel import Meshes, rank  # noqa: E402
-from mrl.rollout import Access, EngineClient  # noqa: E402
 from mrl.weights.sync.weight_sync import WeightSync  # noqa: E402
 from tests.helpers import fake_fp8  # noqa: E402
 

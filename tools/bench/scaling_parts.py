@@ -94,11 +94,11 @@ def sampling(samples: int, tokens: int, servers: int = 8) -> Row:
     platform.install()
     from mrl.config.schema import RLConfig
     from mrl.core import Prompt
+    from mrl.inference.access import OPEN
+    from mrl.inference.engine import Engine
+    from mrl.inference.engine_pool import Checked, EnginePool
+    from mrl.inference.server import Server
     from mrl.reward.manager import RewardManager
-    from mrl.rollout.access import OPEN
-    from mrl.rollout.engine import Engine
-    from mrl.rollout.engine_pool import Checked, EnginePool
-    from mrl.rollout.server import Server
     from mrl.trainers.rl import generate
 
     cfg = RLConfig.model_validate({
@@ -135,11 +135,11 @@ def sampling(samples: int, tokens: int, servers: int = 8) -> Row:
 def client(samples: int, tokens: int, in_flight: int, servers: int = 8) -> Row:
     """Rank 0: one request per sample to engines, their answers to samples, which nobody keeps."""
     from mrl.core import Prompt, Request, SamplingParams
-    from mrl.rollout.access import OPEN
-    from mrl.rollout.engine_pool import Checked, EnginePool
-    from mrl.rollout.request_dispatcher import Generation, PromptGroup, RequestDispatcher, by_prompt
-    from mrl.rollout.samples import Expected
-    from mrl.rollout.server import Server
+    from mrl.inference.access import OPEN
+    from mrl.inference.engine_pool import Checked, EnginePool
+    from mrl.inference.request_dispatcher import Generation, PromptGroup, RequestDispatcher, by_prompt
+    from mrl.inference.samples import Expected
+    from mrl.inference.server import Server
 
     prompts, clock, answered = [Prompt(i, tuple(range(1, PROMPT + 1)), {}) for i in range(64)], Clock(), 0
 
@@ -322,10 +322,10 @@ def engines(servers: int) -> Row:
 
     platform.install()
     from mrl.config.schema import RolloutConfig, SyncConfig
-    from mrl.rollout.access import OPEN
-    from mrl.rollout.check import check_server
-    from mrl.rollout.engine_pool import EnginePool
-    from mrl.rollout.server import Server
+    from mrl.inference.access import OPEN
+    from mrl.inference.check import check_server
+    from mrl.inference.engine_pool import EnginePool
+    from mrl.inference.server import Server
     from mrl.weights.sync.weight_sync import WeightSync
 
     exporter: Any = SimpleNamespace(arch=an_arch(), metas=list, stream=lambda: iter(()))
@@ -356,7 +356,7 @@ def broadcast(receivers: int, mib: int) -> Row:
     import torch
 
     from mrl.config.schema import SyncConfig
-    from mrl.rollout.access import Access
+    from mrl.inference.access import Access
     from mrl.weights.meta import TensorMeta
     from mrl.weights.sync.weight_sync import WeightSync
     from tests.helpers.receiving_engine import KEY

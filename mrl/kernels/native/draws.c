@@ -1,4 +1,4 @@
-// Seeded draws of tokens, as mrl/rollout/sglang/cpu_shim/mrl_cpu_engine/draws.py describes them, a row at a time.
+// Seeded draws of tokens, as mrl/inference/sglang/cpu_shim/mrl_cpu_engine/draws.py describes them, a row at a time.
 #include <stdlib.h>
 
 #include "vectors.h"

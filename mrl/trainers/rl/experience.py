@@ -16,10 +16,10 @@ from mrl.algo.advantages import Estimator
 from mrl.config.schema import AlgorithmConfig, KLConfig, PFPPOConfig, RolloutCorrectionConfig
 from mrl.config.trainers.rl import needs_forward_pass
 from mrl.core import Rollout
+from mrl.inference.seeds import sample_seed
 from mrl.learner import Learner
 from mrl.learner.policy_copy import PolicyCopy
 from mrl.options.estimators import CustomEstimator
-from mrl.rollout.seeds import sample_seed
 from mrl.trainers.rl.correction import FlatCorrection, correction_of
 from mrl.trainers.rl.replay import Reused
 from mrl.trainers.shared.references import ActorWithoutAdapters

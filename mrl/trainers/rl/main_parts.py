@@ -15,11 +15,11 @@ from mrl.config.trainers.rl import counts_turns, most_tokens
 from mrl.data import Tokenizer, conversation, read_template_variables
 from mrl.data.open_data import open_prompts
 from mrl.families import engine_arch
+from mrl.inference import Access, Engine, Others, join_engines, start_engine
+from mrl.inference.launch import cpu_threads, started_with
 from mrl.observe import Recorder, SilentRecorder
 from mrl.reward.check import row_check
 from mrl.reward.manager import RewardManager
-from mrl.rollout import Access, Engine, Others, join_engines, start_engine
-from mrl.rollout.launch import cpu_threads, started_with
 from mrl.trainers.rl.generate import Generator
 from mrl.trainers.rl.longest_wait import longest_turn
 from mrl.trainers.rl.models import notes as model_notes

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from mrl.inference import Engine, MemoryPart
 from mrl.learner.memory import Level
-from mrl.rollout import Engine, MemoryPart
 from mrl.trainers.shared.memory import AWAKE, PhaseMemory
 from mrl.trainers.shared.world import World
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 from mrl.config.derived import Machine
 from mrl.config.schema import RLConfig
+from mrl.inference import Home, Offered, Others, Part, start_agent
+from mrl.inference.launch import started_with
 from mrl.parallel import CollectiveErrorCheck, Nodes
 from mrl.ports import HERE, address_towards, free_port
-from mrl.rollout import Home, Offered, Others, Part, start_agent
-from mrl.rollout.launch import started_with
 from mrl.trainers.shared.run import RunSetup
 
 REACHED_BY_ALL = ("http", "distributed")  # transports by which a sender calls the engines of every node

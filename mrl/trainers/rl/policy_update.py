@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from mrl.algo import Sequences, rollout_correction, token_choice
+from mrl.inference.seeds import sample_seed
 from mrl.learner import losses
-from mrl.rollout.seeds import sample_seed
 from mrl.trainers.rl.experience import Experience, token_weights
 from mrl.trainers.rl.run import RLRun
 

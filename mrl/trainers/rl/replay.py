@@ -11,7 +11,7 @@ from torch import Tensor
 from mrl import units
 from mrl.config.schema import ReplayConfig
 from mrl.core import Rollout
-from mrl.rollout.seeds import sample_seed
+from mrl.inference.seeds import sample_seed
 from mrl.trainers.shared.world import World
 from mrl.units import PerResponseToken, PerSample
 

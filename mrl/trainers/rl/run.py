@@ -16,9 +16,9 @@ from mrl.config import placement
 from mrl.config.schema import RLConfig
 from mrl.config.trainers.rl import samples_per_step
 from mrl.core import Rollout, Sample
+from mrl.inference import RELEASED_PARTS, sample_seed
 from mrl.learner import Learner
 from mrl.learner.policy_copy import PolicyCopy
-from mrl.rollout import RELEASED_PARTS, sample_seed
 from mrl.trainers.rl.demonstrations import Demonstrations
 from mrl.trainers.rl.generate import Generator
 from mrl.trainers.rl.longest_wait import longest_wait

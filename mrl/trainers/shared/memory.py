@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mrl import platform
+from mrl.inference import RELEASED_PARTS, MemoryPart
 from mrl.learner import Learner
 from mrl.learner.memory import Level
 from mrl.parallel import CollectiveErrorCheck
 from mrl.parallel.error_check import by_reason
-from mrl.rollout import RELEASED_PARTS, MemoryPart
 
 GIB = 1 << 30
 AWAKE = RELEASED_PARTS["all"]

@@ -21,9 +21,9 @@ from mrl.config.schema import SyncConfig
 from mrl.families import ModelArch
 from mrl.families.adapters import LoRA, adapted_rows, layer_of
 from mrl.families.peft import PREFIX, peft_config
-from mrl.rollout.access import OPEN, Access
-from mrl.rollout.client import EngineClient
-from mrl.rollout.errors import EngineError
+from mrl.inference.access import OPEN, Access
+from mrl.inference.client import EngineClient
+from mrl.inference.errors import EngineError
 from mrl.weights.errors import SyncError, WeightError
 from mrl.weights.sync.checksum import Key
 from mrl.weights.sync.engine_sync import EngineSync, Guard, SyncReport

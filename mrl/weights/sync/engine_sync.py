@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from typing import TypeVar
 
 from mrl.config.schema import SyncConfig
-from mrl.rollout.access import OPEN, Access
-from mrl.rollout.client import EngineClient
+from mrl.inference.access import OPEN, Access
+from mrl.inference.client import EngineClient
 from mrl.weights.agreement import SyncAgreement
 from mrl.weights.sync.checksum import Key, StreamHasher
 from mrl.weights.sync.payload import WeightSource

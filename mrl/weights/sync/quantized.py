@@ -1,7 +1,7 @@
 """The actor's weights for an engine in fp8: the layers' matrices as e4m3 in blocks of 128 x 128, each with the inverse
 of its scale beside it, under the names of the hub's quantized checkpoints (`weight_scale_inv`).
 
-The engine is started with that format (mrl.rollout.sglang.command); embedding, head, norms and routers stay
+The engine is started with that format (mrl.inference.sglang.command); embedding, head, norms and routers stay
 unquantized. Written from SGLang's sources; not yet tested with an engine on a GPU.
 """
 

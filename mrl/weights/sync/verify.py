@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from mrl.families import ModelArch
 from mrl.families.engine_names import DERIVED
 from mrl.families.table import HF_OUTPUT
-from mrl.rollout.client import EngineClient
-from mrl.rollout.protocol import RankChecksums, ServerInfo
+from mrl.inference.client import EngineClient
+from mrl.inference.protocol import RankChecksums, ServerInfo
 from mrl.weights.agreement import SyncAgreement
 from mrl.weights.errors import SyncMismatch, WeightError
 from mrl.weights.meta import TensorMeta

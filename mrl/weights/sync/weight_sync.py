@@ -16,10 +16,10 @@ from pathlib import Path
 from mrl import platform
 from mrl.config.schema import SyncConfig
 from mrl.families.engine_names import joined_tensors
+from mrl.inference.access import OPEN, Access
+from mrl.inference.client import EngineClient
+from mrl.inference.errors import EngineError
 from mrl.parallel import Nodes
-from mrl.rollout.access import OPEN, Access
-from mrl.rollout.client import EngineClient
-from mrl.rollout.errors import EngineError
 from mrl.weights.errors import SyncError, SyncMismatch
 from mrl.weights.sync import transports
 from mrl.weights.sync.checksum import StreamHasher

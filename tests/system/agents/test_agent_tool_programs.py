@@ -12,8 +12,8 @@ import pytest
 
 from mrl.agents.tool_call_parsers import ToolCall
 from mrl.core import Request
+from mrl.inference.sglang.command import SHIM
 from mrl.reward.sandbox import find_sandbox
-from mrl.rollout.sglang.command import SHIM
 from tests.helpers.tool_calls import TEXTS, TOOLS
 from tests.system.agents.test_agents import FakeEngine, play
 

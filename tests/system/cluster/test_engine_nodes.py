@@ -16,6 +16,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from tests.system.inference.test_rollout_engines import requests
 
 from mrl.config.derived import Machine
 from mrl.config.engines import ENGINES, EngineKind
@@ -23,19 +24,18 @@ from mrl.config.loader import load
 from mrl.config.schema import RLConfig, RolloutConfig
 from mrl.core import SamplingParams
 from mrl.files import write_privately
+from mrl.inference import Agent, Engine, Home, RolloutError, join_engines, start_engine
+from mrl.inference.access import Access
+from mrl.inference.check import check_server
+from mrl.inference.errors import EngineStartError
+from mrl.inference.launch import Part, ServerSpec
+from mrl.inference.membership import NodeRecord, RouterClient, RouterProcess, engines_key, router_file
+from mrl.inference.serve import EngineNode, Reason
+from mrl.inference.serving import Server
+from mrl.inference.sglang.command import sglang_launch
 from mrl.ports import free_port, listen
-from mrl.rollout import Agent, Engine, Home, RolloutError, join_engines, start_engine
-from mrl.rollout.access import Access
-from mrl.rollout.check import check_server
-from mrl.rollout.errors import EngineStartError
-from mrl.rollout.launch import Part, ServerSpec
-from mrl.rollout.membership import NodeRecord, RouterClient, RouterProcess, engines_key, router_file
-from mrl.rollout.serve import EngineNode, Reason
-from mrl.rollout.serving import Server
-from mrl.rollout.sglang.command import sglang_launch
 from tests.conftest import TinyModels
 from tests.helpers.train_tools import write_config
-from tests.system.rollout.test_rollout_engines import requests
 
 pytestmark = pytest.mark.long
 

@@ -17,9 +17,9 @@ from typing import Any
 import httpx
 import pytest
 
+from mrl.inference import Access, EngineClient
+from mrl.inference.membership import NodeRecord, RouterClient, engines_folder, engines_key, router_file
 from mrl.resilience.protocol import EXIT_PREEMPTED
-from mrl.rollout import Access, EngineClient
-from mrl.rollout.membership import NodeRecord, RouterClient, engines_folder, engines_key, router_file
 from tests.conftest import TinyModels
 from tests.helpers.runs import results, samples
 from tests.helpers.train_tools import Train, write_config

@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from mrl.inference.serving import Route, Server
 from mrl.observe import read_metrics
 from mrl.ports import free_port
-from mrl.rollout.serving import Route, Server
 from tests.conftest import TinyModels
 from tests.helpers.runs import results
 from tests.helpers.train_tools import Train, write_config

@@ -9,7 +9,7 @@ import pytest
 
 from mrl import cli
 from mrl.config.derived import Machine
-from mrl.rollout.errors import EngineUnavailable
+from mrl.inference.errors import EngineUnavailable
 from tests.conftest import TinyModels
 from tests.unit.evaluation.test_eval import sampling
 

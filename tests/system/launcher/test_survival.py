@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from mrl.config.schema import RolloutConfig
+from mrl.inference import start_engine
 from mrl.observe import read_metrics
 from mrl.resilience import EXIT_PREEMPTED
-from mrl.rollout import start_engine
 from tests.conftest import TinyModels
 from tests.helpers.slow import RUN_SLOW
 from tests.helpers.train_tools import ROOT, Train, given, write_config

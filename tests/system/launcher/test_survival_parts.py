@@ -17,13 +17,13 @@ from nvidia_resiliency_ext.fault_tolerance import FaultToleranceConfig, RankMoni
 
 from mrl import failure
 from mrl.config.schema import SectionTimeouts
+from mrl.inference import process
+from mrl.inference.errors import EngineStartError
+from mrl.inference.launch import Launch
+from mrl.inference.process import EngineProcess
 from mrl.launcher.logs import root_cause
 from mrl.resilience import ft_config, sections
 from mrl.resilience.stragglers import DEVICE, TIMED, StragglerReport
-from mrl.rollout import process
-from mrl.rollout.errors import EngineStartError
-from mrl.rollout.launch import Launch
-from mrl.rollout.process import EngineProcess
 from mrl.trainers.shared.heartbeat import LostRankError
 from mrl.trainers.shared.world import RankZeroError, World, _RankZero
 

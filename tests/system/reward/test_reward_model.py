@@ -17,12 +17,12 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from mrl.config.schema import RewardConfig, RewardModelConfig, RolloutConfig
 from mrl.core import Prompt, Request, Sample
 from mrl.families import FAMILIES, VALUE_HEAD_SUFFIX, load_arch
+from mrl.inference.launch import CPU, Launch, ServerSpec
+from mrl.inference.process import EngineProcess
+from mrl.inference.sglang.command import sglang_launch
 from mrl.ports import free_port
 from mrl.reward.manager import RewardManager
 from mrl.reward.server_api import BIASED_IN_SGLANG
-from mrl.rollout.launch import CPU, Launch, ServerSpec
-from mrl.rollout.process import EngineProcess
-from mrl.rollout.sglang.command import sglang_launch
 from mrl.trainers.rl.reward_scores import of_heads
 from mrl.weights.disk.model_files import copy_model_files
 from tests.helpers.slow import slow_cases

@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 
 from mrl.config.schema import AlgorithmConfig, BatchConfig, RLConfig, RolloutConfig, ValidationConfig
 from mrl.config.sections.models import ActorConfig
+from mrl.inference import MemoryPart
 from mrl.observe import read_metrics
 from mrl.resilience import EXIT_PREEMPTED
-from mrl.rollout import MemoryPart
 from mrl.trainers.rl.memory_order import ORDER, Engines
 from mrl.trainers.rl.run import RLRun
 from mrl.trainers.shared.memory import AWAKE, PhaseMemoryManager

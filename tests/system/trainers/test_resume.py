@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from mrl.rollout import Engine
+from mrl.inference import Engine
 from tests.conftest import TinyModels
 from tests.helpers import zygote
 from tests.helpers.runs import (

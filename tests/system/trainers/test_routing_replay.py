@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.system.inference.test_engine_families import sample
 
 from mrl.config.checks.routing import check
 from mrl.config.schema import RLConfig, RolloutConfig, SyncConfig
@@ -22,12 +23,12 @@ from mrl.core import Prompt, Request, Sample, SamplingParams
 from mrl.data.collate import collate
 from mrl.data.packing import pack
 from mrl.families import load_arch
-from mrl.rollout import Engine, EngineClient, EngineStartError, start_engine
-from mrl.rollout.errors import BadAnswer
-from mrl.rollout.launch import started_with
-from mrl.rollout.routed import ASK, RoutedShape, joined, whole
-from mrl.rollout.samples import Expected, generate_body, read_answer
-from mrl.rollout.server_info import ServerInfo
+from mrl.inference import Engine, EngineClient, EngineStartError, start_engine
+from mrl.inference.errors import BadAnswer
+from mrl.inference.launch import started_with
+from mrl.inference.routed import ASK, RoutedShape, joined, whole
+from mrl.inference.samples import Expected, generate_body, read_answer
+from mrl.inference.server_info import ServerInfo
 from mrl.sampling.saved_samples import plain, restored
 from mrl.weights.sync.payload import plan_buckets
 from mrl.weights.sync.weight_sync import WeightSync
@@ -37,7 +38,6 @@ from tests.helpers.slow import slow_cases
 from tests.helpers.sync_tools import FileExporter
 from tests.helpers.train_tools import given, write_config
 from tests.helpers.world import run_world
-from tests.system.rollout.test_engine_families import sample
 
 pytestmark = pytest.mark.longest
 

@@ -26,7 +26,7 @@ def fill(metas: list[TensorMeta], flat: Tensor) -> list[tuple[str, Tensor]]:
 
 READER = """
 import sys
-from mrl.rollout.transformers_engine.weights import read_payload
+from mrl.inference.transformers_engine.weights import read_payload
 for text in sys.stdin.read().split():
     for name, tensor in read_payload(text, None):
         print(name, tuple(tensor.shape), tensor.dtype, tensor.double().sum().item())

@@ -22,8 +22,8 @@ from mrl.data import DataError, PromptDataset, collate, load_image_processor, lo
 from mrl.data.image_positions import image_positions
 from mrl.data.image_store import ImageStore
 from mrl.data.images import SizeBounds, read_image
-from mrl.rollout.errors import BadAnswer
-from mrl.rollout.samples import Expected, generate_body, read_answer
+from mrl.inference.errors import BadAnswer
+from mrl.inference.samples import Expected, generate_body, read_answer
 from tests.helpers.tiny_vl import IMAGE, make_tiny_vl
 
 RNG = np.random.default_rng(0)

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from mrl.algo import advantages, group_advantages, stats
+from mrl.inference.sglang.cpu_shim.mrl_cpu_engine import batched_attention, draws
 from mrl.kernels import clipped_loss, head_rows, layers, native
 from mrl.kernels.native import algo, engine
 from mrl.kernels.native import attention as native_attention
 from mrl.kernels.native import head as native_head
 from mrl.kernels.native.attention import NativeAttention, Segments
-from mrl.rollout.sglang.cpu_shim.mrl_cpu_engine import batched_attention, draws
 
 WITHOUT = native.problem() or ""
 NO_FAULT = ("there is no C compiler", "cannot be used", "MRL_KERNELS=")  # of theirs, but this machine's or user's

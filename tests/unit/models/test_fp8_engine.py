@@ -18,12 +18,12 @@ from mrl.config.loader import load
 from mrl.config.problems import ConfigError
 from mrl.config.schema import FP8Config, RLConfig, RolloutConfig
 from mrl.families import UnsupportedModel
+from mrl.inference.sglang.command import _common
 from mrl.kernels.fp8 import E4M3
 from mrl.models import fp8_params
 from mrl.models.mcore import TransformerConfig
 from mrl.models.precision import transformer_engine_fields
 from mrl.preflight.machine import check_quantization
-from mrl.rollout.sglang.command import _common
 from mrl.weights.meta import TensorMeta
 from mrl.weights.sync.payload import plan_buckets
 from mrl.weights.sync.quantized import QuantizedSource

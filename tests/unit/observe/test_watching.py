@@ -25,6 +25,7 @@ from mrl.config.derived import Machine  # noqa: E402
 from mrl.config.loader import dump_resolved, load  # noqa: E402
 from mrl.config.schema import AnyConfig, SFTConfig  # noqa: E402
 from mrl.core import StepStats  # noqa: E402
+from mrl.inference.load import Load, Meter  # noqa: E402
 from mrl.observe import Recorder, append_jsonl, read_metrics, trackers, write_report  # noqa: E402
 from mrl.observe.progress import THREE_DIGITS, number  # noqa: E402
 from mrl.observe.remote_tracker import Outcome, RemoteTracker, TrackedStep  # noqa: E402
@@ -34,7 +35,6 @@ from mrl.plan.forecast import PHASES, Samples, forecast  # noqa: E402
 from mrl.plan.placement import Placement  # noqa: E402
 from mrl.plan.plan import Plan, machine_of, make_plan, read_shapes  # noqa: E402
 from mrl.plan.workload import models_of  # noqa: E402
-from mrl.rollout.load import Load, Meter  # noqa: E402
 from mrl.trainers import sft  # noqa: E402
 from mrl.trainers.rl.sample_metrics import load_metrics  # noqa: E402
 from mrl.trainers.shared import run_plan as beside  # noqa: E402

@@ -26,6 +26,7 @@ from mrl.config.schema import ParallelConfig, RLConfig, TrainConfig  # noqa: E40
 from mrl.config.trainers.base import Config, StepSize  # noqa: E402
 from mrl.data.balance import plan_micro_batches  # noqa: E402
 from mrl.families import ModelArch, load_arch  # noqa: E402
+from mrl.inference.routed import RoutedShape  # noqa: E402
 from mrl.parallel import Mesh  # noqa: E402
 from mrl.plan.chips import CHIPS, NO_GPU, Assumptions, Cluster  # noqa: E402
 from mrl.plan.engine import weights_per_gpu  # noqa: E402
@@ -34,7 +35,6 @@ from mrl.plan.memory import NEEDS  # noqa: E402
 from mrl.plan.placement import Placement  # noqa: E402
 from mrl.plan.plan import Plan, machine_of, make_plan, read_shapes  # noqa: E402
 from mrl.plan.workload import MicroBatchPlan, SampleLengths, largest_micro_batch  # noqa: E402
-from mrl.rollout.routed import RoutedShape  # noqa: E402
 from mrl.trainers.rl.memory_order import ORDER  # noqa: E402
 from tests.conftest import TinyModels  # noqa: E402
 

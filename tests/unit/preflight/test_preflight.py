@@ -22,10 +22,10 @@ from mrl.config.derived import Machine
 from mrl.config.loader import load
 from mrl.config.schema import Config
 from mrl.families import load_arch
+from mrl.inference.launch import ServerSpec
 from mrl.packages import pip_install, pip_install_extra
 from mrl.plan.plan import machine_of
 from mrl.preflight import checks, disk_space, machine, memory, versions
-from mrl.rollout.launch import ServerSpec
 from tests.conftest import TinyModels
 from tests.helpers.bad_runs import MISTAKES, Mistake, full, in_config_json, left_by_a_run, written
 from tests.helpers.preflight_run import assert_named, preflight_run

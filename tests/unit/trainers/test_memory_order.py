@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from mrl.inference import MemoryPart
 from mrl.platform import OffloadBuffer, host_bytes
-from mrl.rollout import MemoryPart
 from mrl.trainers.rl.memory_order import ORDER
 from mrl.trainers.shared.memory import AWAKE, PhaseMemoryManager
 from tests.helpers.world import ROOT

@@ -24,13 +24,13 @@ from mrl.algo import aggregate  # noqa: E402
 from mrl.config.schema import RLConfig, SyncConfig  # noqa: E402
 from mrl.core import Prompt, Request, Rollout  # noqa: E402
 from mrl.data import collate, load_tokenizer  # noqa: E402
+from mrl.inference.access import OPEN  # noqa: E402
+from mrl.inference.client import EngineClient  # noqa: E402
+from mrl.inference.engine_pool import Checked, EnginePool  # noqa: E402
+from mrl.inference.samples import Expected, read_answer  # noqa: E402
+from mrl.inference.server import Server  # noqa: E402
 from mrl.parallel import messages  # noqa: E402
 from mrl.platform import process  # noqa: E402
-from mrl.rollout.access import OPEN  # noqa: E402
-from mrl.rollout.client import EngineClient  # noqa: E402
-from mrl.rollout.engine_pool import Checked, EnginePool  # noqa: E402
-from mrl.rollout.samples import Expected, read_answer  # noqa: E402
-from mrl.rollout.server import Server  # noqa: E402
 from mrl.trainers.rl.experience import Passes, make_experience, token_weights  # noqa: E402
 from mrl.trainers.rl.policy_update import policy_targets  # noqa: E402
 from mrl.weights.sync.weight_sync import WeightSync  # noqa: E402

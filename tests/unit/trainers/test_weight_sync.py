@@ -12,10 +12,10 @@ from mrl import platform
 platform.install()
 
 from mrl.config.schema import RLConfig  # noqa: E402
-from mrl.rollout.access import OPEN  # noqa: E402
-from mrl.rollout.engine import Engine  # noqa: E402
-from mrl.rollout.engine_pool import Checked, EnginePool  # noqa: E402
-from mrl.rollout.server import Server  # noqa: E402
+from mrl.inference.access import OPEN  # noqa: E402
+from mrl.inference.engine import Engine  # noqa: E402
+from mrl.inference.engine_pool import Checked, EnginePool  # noqa: E402
+from mrl.inference.server import Server  # noqa: E402
 from mrl.weights.errors import SyncError  # noqa: E402
 from tests.helpers.bare_run import bare_run  # noqa: E402
 

@@ -20,7 +20,7 @@ from mrl import platform
 from mrl.config.checks import rollout as rollout_checks
 from mrl.config.derived import Machine
 from mrl.config.schema import RLConfig, RolloutConfig, SyncConfig
-from mrl.rollout.client import EngineClient, EngineError
+from mrl.inference.client import EngineClient, EngineError
 from mrl.weights.errors import WeightError
 from mrl.weights.meta import TensorMeta
 from mrl.weights.sync.payload import Bucket, plan_buckets

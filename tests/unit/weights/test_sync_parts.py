@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from mrl.families import load_arch
-from mrl.rollout.protocol import RankChecksums
-from mrl.rollout.server_info import read_server_info
-from mrl.rollout.transformers_engine.server import Endpoints
-from mrl.rollout.transformers_engine.weights import tensor_checksum
+from mrl.inference.protocol import RankChecksums
+from mrl.inference.server_info import read_server_info
+from mrl.inference.transformers_engine.server import Endpoints
+from mrl.inference.transformers_engine.weights import tensor_checksum
 from mrl.weights.errors import WeightError
 from mrl.weights.meta import TensorMeta
 from mrl.weights.sync import transports

@@ -109,7 +109,7 @@ def keep_old(module: Any) -> None:
     module.BucketFiller.add = faulty
 
 
-PATCHES = {"mrl.resilience.sections": patch, "mrl.rollout.client": hold, "mrl.weights.sync.filler": keep_old}
+PATCHES = {"mrl.resilience.sections": patch, "mrl.inference.client": hold, "mrl.weights.sync.filler": keep_old}
 
 
 class Finder:

@@ -15,8 +15,8 @@ from typing import ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from mrl.rollout.client import EngineClient
-from mrl.rollout.protocol import LoadFormat
+from mrl.inference.client import EngineClient
+from mrl.inference.protocol import LoadFormat
 from mrl.weights.sync.payload import Bucket
 
 MIB = 1 << 20

@@ -26,9 +26,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl import platform
+from mrl.inference.client import EngineClient
+from mrl.inference.errors import EngineError
 from mrl.parallel import world_size
-from mrl.rollout.client import EngineClient
-from mrl.rollout.errors import EngineError
 from mrl.weights.errors import WeightError
 from mrl.weights.sync.payload import Bucket
 from mrl.weights.sync.transports.background import InBackground

@@ -16,7 +16,7 @@ from typing import cast
 from torch import Tensor
 
 from mrl import platform
-from mrl.rollout.client import EngineClient
+from mrl.inference.client import EngineClient
 from mrl.weights.errors import WeightError
 from mrl.weights.sync.payload import Bucket
 from mrl.weights.sync.transports.base import Engines, HandleTransport, SenderLocation, Transport

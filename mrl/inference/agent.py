@@ -1,0 +1,150 @@
+"""What a node's first rank does for the engines of its node: starts and ends them, and lets rank 0, on another node,
+ask after them and have them started again."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from mrl.inference.errors import EngineStartError, EngineUnavailable
+from mrl.inference.process import Started
+from mrl.inference.serving import BadRequest, Route, Server
+from mrl.ports import HERE
+
+LOOK_S = 0.1
+LONGEST_LOOK_S = 30.0
+HEALTH, END_OF_RUN = "/health", "/end_of_run"
+ENDED, READY, EXIT_REPORT, END, RESTART = "/ended", "/ready", "/exit_report", "/end", "/restart"
+
+
+@dataclass(frozen=True)
+class Home:
+    """A node, as its engines need to know it.
+
+    node: its number, of the launcher there
+    host: the address that its engines listen on: the node's own where another one must reach them
+    """
+
+    node: int = 0
+    host: str = HERE
+
+
+@dataclass(frozen=True)
+class Offered:
+    """The engines of a node, to whom another node's rank 0 is told of them. Names, addresses and logs: one an engine.
+
+    where: the node in words; agent: the address of who answers for them
+    """
+
+    node: int
+    where: str
+    agent: str
+    names: tuple[str, ...]
+    urls: tuple[str, ...]
+    logs: tuple[str, ...]
+
+
+class Agent:
+    """Answers for a node's engines, in threads of this process, until `close`, which ends them. Whoever asks must have
+    the run's key; without it, `/health` says that the node is there.
+
+    run_is_over: the run has made its last step
+    """
+
+    def __init__(self, home: Home, where: str, engines: Sequence[Started], key: str) -> None:
+        self._home, self._where = home, where
+        self.add(engines)
+        self.run_is_over = self._is_leaving = self._closed = False
+        calls: dict[str, Callable[[Started, dict[str, Any]], Any]] = {
+            READY: lambda engine, body: engine.is_ready(body["timeout_s"]),
+            EXIT_REPORT: lambda engine, body: engine.exit_report(),
+            END: lambda engine, body: _end(engine),
+            RESTART: self._restart,
+        }
+        routes: dict[str, Route] = {path: partial(self._call, call) for path, call in calls.items()}
+        routes |= {ENDED: self._ended, END_OF_RUN: self._end_of_run}
+        self._server = Server(0, key, routes, home.host, unlocked=HEALTH)
+        threading.Thread(target=self._server.serve_forever, args=(LOOK_S,), daemon=True, name="engines' agent").start()
+
+    def add(self, engines: Sequence[Started]) -> None:
+        """Answers for these from now on."""
+        self._restarts = [0] * len(engines)  # of each: an exit code belongs to one start
+        self._engines = engines
+
+    @property
+    def offered(self) -> Offered:
+        """What rank 0 needs to know."""
+        return Offered(
+            self._home.node,
+            self._where,
+            f"http://{self._home.host}:{self._server.server_port}",
+            tuple(engine.name for engine in self._engines),
+            tuple(engine.url for engine in self._engines),
+            tuple(str(engine.log) for engine in self._engines),
+        )
+
+    def is_ready(self, timeout_s: float) -> bool:
+        """Whether all its engines answer. Raises EngineStartError, as `EngineProcess.is_ready`."""
+        return all(engine.is_ready(timeout_s) for engine in self._engines)
+
+    def exit_report(self) -> str | None:
+        """Of an engine that has ended; None while there is none."""
+        return next((engine.exit_report() for engine in self._engines if engine.exit_code() is not None), None)
+
+    def leave(self) -> None:
+        """Tells whoever watches the node that it is about to end."""
+        self._is_leaving = True
+
+    def close(self) -> None:
+        """Ends the engines."""
+        self._is_leaving = self._closed = True
+        self._server.shutdown()
+        self._server.server_close()
+        for engine in self._engines:
+            _end(engine)
+
+    def _check_open(self) -> None:
+        """A connection that was kept alive outlives `close`."""
+        if self._closed:
+            raise BadRequest(f"{self._where} has ended its engines")
+
+    def _call(self, call: Callable[[Started, dict[str, Any]], Any], body: dict[str, Any]) -> dict[str, Any]:
+        """Answers for one engine. What is wrong with it is for the caller, as the error that it is."""
+        self._check_open()
+        index = body["engine"]
+        if not isinstance(index, int) or not 0 <= index < len(self._engines):
+            raise BadRequest(f"no engine {index!r} on {self._where}")
+        try:
+            return {"value": call(self._engines[index], body)}
+        except (EngineStartError, EngineUnavailable) as error:
+            return {"error": str(error), "kind": type(error).__name__}
+
+    def _restart(self, engine: Started, body: dict[str, Any]) -> int:
+        engine.restart()
+        self._restarts[body["engine"]] += 1
+        return self._restarts[body["engine"]]
+
+    def _end_of_run(self, body: dict[str, Any]) -> Any:
+        self.run_is_over = True
+        return {}
+
+    def _ended(self, body: dict[str, Any]) -> Any:
+        """Answers with [restarts, exit code] of every engine, as soon as they are not those that the caller has `seen`,
+        the node is leaving, or after `wait_s`."""
+        self._check_open()
+        end = time.monotonic() + min(float(body["wait_s"]), LONGEST_LOOK_S)
+        while (exits := self._exits()) == body["seen"] and time.monotonic() < end and not self._is_leaving:
+            time.sleep(LOOK_S)
+        return {"exits": exits, "is_leaving": self._is_leaving}
+
+    def _exits(self) -> list[list[int | None]]:
+        return [[restarts, engine.exit_code()] for restarts, engine in zip(self._restarts, self._engines)]
+
+
+def _end(engine: Started) -> None:
+    for process in engine.here:
+        process.close()

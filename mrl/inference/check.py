@@ -1,0 +1,124 @@
+"""What a server must show before it is used: that it is shut for strangers, and serves the run's model in a way that
+weights can be pushed to and samples believed of."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+from mrl.config.schema import RolloutConfig
+from mrl.core import SamplingParams
+from mrl.inference.access import Access
+from mrl.inference.client import CONNECT_TIMEOUT_S, DENIED, EngineClient
+from mrl.inference.engine_pool import Checked
+from mrl.inference.errors import EngineError, EngineStartError
+from mrl.inference.protocol import MODEL_INFO, ModelInfo, SamplingBody
+from mrl.inference.samples import sampling_body
+from mrl.inference.server_info import ServerInfo
+
+
+def check_server(
+    url: str, access: Access, cfg: RolloutConfig, model_path: str, model_type: str, dtype: str, *, outlives: bool
+) -> Checked:
+    """What there is to know of a server that may be used. Draws one token to warm it up.
+
+    dtype: in which the run has the model; outlives: it may have served a run before, which may have been killed
+    Raises EngineStartError or EngineError if it lets strangers in, does not answer, refuses the key, serves a model of
+    another type, or has been started in a way that pushes or samples would not survive."""
+    if access.ours:
+        _check_refusal(url)
+    end = time.monotonic() + cfg.startup_timeout_s
+    with contextlib.closing(EngineClient(url, cfg.startup_timeout_s, access)) as client:
+        try:
+            if not access.ours:
+                _check_router(client, end)
+            if outlives:
+                _tidy(client, end)
+            info = _get_to_know(client, end, model_path, model_type)
+        except EngineError as error:
+            if error.status in DENIED:
+                wants = f"engine {url} wants a key, or another one (HTTP {error.status})"
+                raise EngineStartError(f"{wants}: rollout.api_key_file names its file") from error
+            if error.status is not None or time.monotonic() < end:
+                raise
+            limit = f"rollout.startup_timeout_s = {cfg.startup_timeout_s:g} s"
+            text = f"engine {url} did not answer within {limit}: {error.endpoint}: {error.text}"
+            raise EngineStartError(text) from error
+    own = cfg.tensor if access.ours else None
+    if found := list(info.hindrances(own, cfg.quantization, SamplingBody.__annotations__)):
+        raise EngineStartError(f"engine {url} cannot serve this run: {'; '.join(found)}")
+    notes = (*_notes(url, info, cfg), *_differences(url, info, dtype))
+    return Checked(notes, info.has_tokenizer, info.tensor or cfg.tensor, info.has_prefix_cache)
+
+
+def _differences(url: str, info: ServerInfo, dtype: str) -> Iterator[str]:
+    """From the trainer, which mismatch/* measures."""
+    if info.dtype not in ("", "auto", dtype):
+        yield f"engine {url} computes in {info.dtype}, and gets weights of a model in {dtype} (model.dtype)"
+    if info.drafts:
+        yield f"engine {url} guesses tokens ahead ({info.drafts}), by weights that no push changes: ever more slowly"
+
+
+def _notes(url: str, info: ServerInfo, cfg: RolloutConfig) -> Iterator[str]:
+    if cfg.release != "none" and not info.releases_memory:
+        if info.releases_memory is None or info.device != "cpu":
+            raise EngineStartError(
+                f"engine {url} cannot give memory up as rollout.release = {cfg.release} asks (SGLang can with "
+                "--enable-memory-saver): set rollout.release: none"
+            )
+        yield f"engine {url} serves on a CPU: it says that it gives memory up (rollout.release), and gives none"
+    if cfg.deterministic and not info.is_deterministic:
+        yield (
+            f"engine {url} runs without --enable-deterministic-inference: it ignores sampling seeds, so the same "
+            "(run seed, step, sample) need not give the same tokens, and a resumed run will sample differently "
+            "(rollout.deterministic: false says that this is meant)"
+        )
+
+
+def _check_router(client: EngineClient, end: float) -> None:
+    client.timeout_s = max(0.1, min(CONNECT_TIMEOUT_S, end - time.monotonic()))
+    if (behind := client.workers()) is not None:
+        raise EngineStartError(
+            f"{client.url} is a router (sglang-router) with {len(behind)} engines behind it, and did not say so when "
+            "the run began: start the run again, or name the engines themselves in rollout.urls"
+        )
+
+
+def _tidy(client: EngineClient, end: float) -> None:
+    """Ends what a killed run may have left: an open weight update and running requests."""
+    for tidy in (client.end_weight_update, client.abort_all):
+        client.timeout_s = max(0.1, end - time.monotonic())
+        with contextlib.suppress(EngineError):  # nothing is open
+            tidy()
+
+
+def _get_to_know(client: EngineClient, end: float, model_path: str, model_type: str) -> ServerInfo:
+    """The engine's settings. Nothing is waited for beyond `end`."""
+
+    def in_time() -> EngineClient:
+        client.timeout_s = max(0.1, end - time.monotonic())
+        return client
+
+    _check_model(client.url, in_time().model_info(), model_path, model_type)
+    in_time().generate({"input_ids": [1], "sampling_params": sampling_body(SamplingParams(max_new_tokens=2), seed=0)})
+    return in_time().server_info()
+
+
+def _check_refusal(url: str) -> None:
+    """An engine of ours must be shut for strangers, whatever `rollout.server_args` has made of it. The second host name
+    is one that some web servers take for the path, and /health is open to everybody."""
+    with contextlib.closing(EngineClient(url, CONNECT_TIMEOUT_S, Access(ours=True))) as stranger:
+        for host in (urlsplit(url).netloc, "x/health?"):
+            if stranger.is_let_in(host):
+                raise EngineStartError(
+                    f"engine {url} answers without the run's key ({MODEL_INFO.path}, host {host!r}): anybody on this "
+                    "machine could change its weights. Is one of rollout.server_args the cause?"
+                )
+
+
+def _check_model(url: str, info: ModelInfo, model_path: str, wanted: str) -> None:
+    if info.model_type != wanted:
+        text = f"serves {info.model_path}, a {info.model_type} model; the trainer has {model_path}, a {wanted} model"
+        raise EngineError(url, MODEL_INFO.name, 200, text)

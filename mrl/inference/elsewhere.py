@@ -1,0 +1,186 @@
+"""Engines of other nodes and engines over several nodes, which rank 0 starts and ends through the agents there."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from mrl.inference import errors
+from mrl.inference.access import Access, tls
+from mrl.inference.agent import END, END_OF_RUN, ENDED, EXIT_REPORT, READY, RESTART, Offered
+from mrl.inference.process import FORMER_ENGINE_S, GRACE_S, EngineProcess, Started
+
+CONNECT_S = 10.0
+ANSWER_S = 30.0  # more than one look at an engine takes
+RESTART_S = FORMER_ENGINE_S + GRACE_S + ANSWER_S
+LOOK_S = 10.0  # that a question after ended engines is left open
+UNANSWERED = 2  # questions in a row after which a node that may leave has left
+KINDS = (errors.EngineStartError, errors.PortTaken, errors.EngineUnavailable)
+
+
+class OtherNode:
+    """A node whose engines were started there: by its own first rank, or by `mrl serve`.
+
+    silence_s: seconds without an answer after which it is gone, for good; None: the run does not go on without it
+    Raises RolloutError, with the node's name, wherever the agent does not answer in time.
+    """
+
+    def __init__(self, offered: Offered, access: Access, *, silence_s: float | None = None) -> None:
+        self.offered, self._silence_s = offered, silence_s
+        self.is_gone = False
+        self.exits: list[list[int | None]] = [[0, None] for _ in offered.urls]  # restarts and exit code of each engine
+        self._http = httpx.Client(base_url=offered.agent, headers=access.headers, trust_env=False, verify=tls())
+        self._is_closed = threading.Event()
+        threading.Thread(target=self._watch, daemon=True, name=f"engines of {offered.where}").start()
+
+    @property
+    def engines(self) -> list[ElsewhereEngine]:
+        """As many as it offered."""
+        return [ElsewhereEngine(self, index) for index in range(len(self.offered.urls))]
+
+    def ask(self, path: str, limit_s: float, **body: Any) -> Any:
+        """The agent's answer. Raises what it raised there, too."""
+        try:
+            reply = self._http.post(path, json=body, timeout=httpx.Timeout(limit_s, connect=CONNECT_S))
+            answer = reply.json()
+            if reply.status_code != 200:
+                raise ValueError(f"HTTP {reply.status_code}: {answer.get('message', answer)}")
+        except (httpx.HTTPError, ValueError) as error:
+            what = f"{path.removeprefix('/')} within {limit_s:g} s: {type(error).__name__}: {error}"
+            raise errors.RolloutError(f"{self.offered.where}: nobody answers for its engines: {what}") from error
+        for kind in KINDS:
+            if answer.get("kind") == kind.__name__:
+                raise kind(f"{self.offered.where}: {answer['error']}")
+        return answer
+
+    def end_of_run(self) -> None:
+        """Tells the node that the run has made its last step."""
+        self.ask(END_OF_RUN, ANSWER_S)
+
+    def close(self) -> None:
+        """No more questions; the engines are its node's to end."""
+        self._is_closed.set()
+        self._http.close()
+
+    def _watch(self) -> None:
+        """Keeps `exits` at what the agent says. A rank's agent that says nothing is the business of the ranks' own
+        heartbeats."""
+        look_s = LOOK_S if self._silence_s is None else min(LOOK_S, self._silence_s / 3)
+        limit_s = look_s + ANSWER_S if self._silence_s is None else self._silence_s
+        unanswered, answered = 0, time.monotonic()
+        while not self._is_closed.is_set() and not self.is_gone:
+            try:
+                answer = self.ask(ENDED, limit_s, seen=self.exits, wait_s=look_s)
+                self.exits, unanswered, answered = answer["exits"], 0, time.monotonic()
+                self.is_gone = self._silence_s is not None and answer["is_leaving"]
+            except (errors.RolloutError, RuntimeError):
+                unanswered += 1
+                if self._silence_s is not None:
+                    self.is_gone = unanswered >= UNANSWERED or time.monotonic() - answered > self._silence_s
+                self._is_closed.wait(1.0)
+
+
+class ElsewhereEngine:
+    """One of them; a `Started`."""
+
+    def __init__(self, node: OtherNode, index: int) -> None:
+        self._node, self._index = node, index
+        self._restarts = 0
+        offered = node.offered
+        self.name = f"{offered.names[index]} on {offered.where}"
+        self.url, self.log = offered.urls[index], Path(offered.logs[index])
+
+    @property
+    def is_gone(self) -> bool:
+        """With its node."""
+        return self._node.is_gone
+
+    @property
+    def here(self) -> list[EngineProcess]:
+        """None."""
+        return []
+
+    def exit_code(self) -> int | None:
+        """None while it runs, as far as has been heard."""
+        restarts, code = self._node.exits[self._index]
+        return code if restarts == self._restarts else None
+
+    def is_ready(self, timeout_s: float) -> bool:
+        """As `EngineProcess.is_ready`, which is asked on the engine's own node."""
+        answer = self._node.ask(READY, ANSWER_S, engine=self._index, timeout_s=timeout_s)
+        return bool(answer["value"])
+
+    def close(self) -> None:
+        """Has its node end it."""
+        self._node.ask(END, RESTART_S, engine=self._index)
+
+    def restart(self) -> None:
+        """Has its node end and start it anew, at the same address; returns when it is started."""
+        self._restarts = int(self._node.ask(RESTART, RESTART_S, engine=self._index)["value"])
+
+    def exit_report(self) -> str:
+        """What ended it; also where nobody on its node can say."""
+        try:
+            return str(self._node.ask(EXIT_REPORT, ANSWER_S, engine=self._index)["value"])
+        except errors.RolloutError as error:
+            return str(error)
+
+
+Member = EngineProcess | ElsewhereEngine
+
+
+class SpreadEngine:
+    """A `Started`. With any of its parts all end, and are started again together.
+
+    parts: of this node or others; the first one answers requests
+    """
+
+    def __init__(self, parts: Sequence[Member]) -> None:
+        self._parts = parts
+        first = parts[0]
+        self.name, self.url = f"{first.name} and {len(parts) - 1} more", first.url
+        self.log: Path = first.log
+
+    @property
+    def is_gone(self) -> bool:
+        """With a node that is."""
+        return any(part.is_gone for part in self._parts)
+
+    @property
+    def here(self) -> list[EngineProcess]:
+        """Its part on this node."""
+        return [process for part in self._parts for process in part.here]
+
+    def exit_code(self) -> int | None:
+        """Of the part that ended first, as far as has been heard."""
+        return next((code for part in self._parts if (code := part.exit_code()) is not None), None)
+
+    def is_ready(self, timeout_s: float) -> bool:
+        """Whether the first part answers, which is when all are there. Raises EngineStartError as soon as one has
+        ended: the others would wait for it."""
+        return all(part.is_ready(timeout_s) for part in reversed(self._parts))
+
+    def restart(self) -> None:
+        """Ends all parts and only then starts them anew, at the same addresses: none meets one from before."""
+        with ThreadPoolExecutor(len(self._parts)) as pool:
+            for step in (lambda part: part.close(), lambda part: part.restart()):
+                for done in [pool.submit(step, part) for part in self._parts]:
+                    done.result()
+
+    def exit_report(self) -> str:
+        """What ended the part that has ended."""
+        ended = next((part for part in self._parts if part.exit_code() is not None), self._parts[0])
+        return ended.exit_report()
+
+
+def joined(parts: Sequence[Member], nodes: int) -> list[Started]:
+    """The engines that these are, or are parts of, over so many nodes each; parts in the order of their nodes."""
+    if nodes == 1:
+        return [*parts]
+    return [SpreadEngine(parts[first : first + nodes]) for first in range(0, len(parts), nodes)]

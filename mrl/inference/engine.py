@@ -1,0 +1,309 @@
+"""The rollout engines of a run: samples in order, or one clear error."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import closing, contextmanager
+from types import TracebackType
+from typing import Any, TypeVar
+
+from mrl.core import Request, Sample, SamplingParams
+from mrl.inference.access import Access
+from mrl.inference.client import EngineClient
+from mrl.inference.engine_pool import EnginePool
+from mrl.inference.errors import EngineError, EngineStartError, RolloutError
+from mrl.inference.load import Load
+from mrl.inference.protocol import BEGIN_UPDATE, MemoryPart
+from mrl.inference.request_dispatcher import Generation, PromptGroup, RequestDispatcher, by_prompt
+from mrl.inference.routed import ASK, RoutedShape
+from mrl.inference.samples import Expected
+from mrl.inference.server import Restarts
+from mrl.inference.server_info import ServerInfo
+
+OnSamples = Callable[[list[Sample]], None]
+T = TypeVar("T")
+
+
+class Engine:
+    """The rollout engines of a run. `start_engine` makes one.
+
+    pool: its servers
+    vocab_size: tokens of the model; a sample with any other one is refused
+    concurrent_requests: in flight at once, over all servers
+    request_timeout_s: of one request
+    weight_version: the name of the weights that the run gave them last, once it did; a sample of others is refused
+    versions: all names of weights that the run has given them
+    routed: of a model that has experts
+    """
+
+    def __init__(
+        self,
+        pool: EnginePool,
+        *,
+        vocab_size: int,
+        concurrent_requests: int,
+        request_timeout_s: float,
+        routed: RoutedShape | None = None,
+    ) -> None:
+        self.pool = pool
+        self.vocab_size = vocab_size
+        self.concurrent_requests, self.request_timeout_s = concurrent_requests, request_timeout_s
+        self.weight_version: str | None = None
+        self.versions: set[str] = set()
+        self.routed = routed
+        self._dispatcher: RequestDispatcher | None = None
+        self._owner = threading.current_thread()
+        pool.restarts.post = self._in_owner
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Base URLs, one a server."""
+        return tuple(server.url for server in self.pool.servers)
+
+    @property
+    def access(self) -> Access:
+        """What opens them."""
+        return self.pool.access
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know about these engines before the run starts, one sentence each."""
+        return self.pool.notes
+
+    @property
+    def restarts(self) -> Restarts:
+        """Who may start a lost server again; nobody, until `restarts.allow` is called."""
+        return self.pool.restarts
+
+    def wait_ready(self) -> None:
+        """Until every server answers and has been checked; then `notes` is complete. Raises EngineStartError when a
+        server of ours does not come up, EngineError when a given URL does not answer or serves something else."""
+        self.pool.wait_ready()
+
+    def check_experts(self) -> None:
+        """Raises EngineStartError for a server that cannot say which experts tokens went to."""
+        for url, info in self._infos().items():
+            if not info.returns_experts:
+                raise EngineStartError(
+                    f"engine {url} does not say which experts tokens went to (actor.routing_replay: engine): "
+                    f"start it with {ASK}"
+                )
+
+    def check_room(self, tokens: int) -> None:
+        """Raises EngineStartError for a server that has no room for so many tokens of prompt and response: it would cut
+        responses short, or refuse them in the middle of the run."""
+        for url, info in self._infos().items():
+            if info.room is not None and info.room < tokens:
+                raise EngineStartError(
+                    f"engine {url} has room for {info.room} tokens of prompt and response together (its context length "
+                    f"or its KV cache), and the run may ask for {tokens}: start it with more, or lower "
+                    "data.max_prompt_tokens, rollout.sampling.max_new_tokens or agent.max_tokens"
+                )
+
+    @property
+    def tensor(self) -> int:
+        """Tensor-parallel ranks of each server, of which `wait_ready` has found the same."""
+        assert self.pool.tensor is not None, "wait_ready comes first"
+        return self.pool.tensor
+
+    @property
+    def computes_in(self) -> set[tuple[str, str]]:
+        """(device, dtype) of every server that is there now, as `ServerInfo` has them."""
+        return {(info.device, info.dtype) for info in self._infos().values()}
+
+    def _infos(self) -> dict[str, ServerInfo]:
+        found = {}
+        for url in self.urls:
+            with closing(self.client(url)) as client:
+                found[url] = client.server_info()
+        return found
+
+    def close(self) -> None:
+        """Ends the servers that mrl started; given URLs are left alone, without a request of this run."""
+        self.close_dispatcher()
+        self.pool.close()
+
+    def generate(
+        self, requests: Sequence[Request], sampling: SamplingParams, on_samples: OnSamples | None = None
+    ) -> list[Sample]:
+        """Returns finished samples ordered by sample_id. `on_samples` is called in this thread with each that finishes.
+
+        Log-probs are of logits / temperature (raw logits when greedy), not renormalised for top_p and top_k.
+        A server of ours that dies or does not answer within rollout.request_timeout_s is started again as often as
+        `restarts` allows; what it had not finished is sampled again with the same seeds.
+        Raises RolloutError when that is not allowed, an engine refuses, has given up memory or lacks its weights; no
+        request is left running on the other servers then.
+        """
+        how = self.generation(sampling)
+        for server in self.pool.servers:
+            if (reason := server.asleep()) is not None:
+                raise RolloutError(reason)
+        if not requests:
+            return []
+        samples: list[Sample] = []
+
+        def finished(sample: Sample) -> None:
+            samples.append(sample)
+            if on_samples is not None:
+                on_samples([sample])
+
+        async def one(request: Request, group: PromptGroup) -> None:
+            sample = await self.dispatcher.generate(request, how, group)
+            self.dispatcher.post(lambda: finished(sample))
+
+        async def every() -> None:
+            await asyncio.gather(*(one(request, group) for group in by_prompt(requests) for request in group.requests))
+
+        self.run(every())
+        return sorted(samples, key=lambda sample: sample.request.sample_id)
+
+    def run(self, program: Coroutine[Any, Any, T]) -> T:
+        """Returns the result of a coroutine that uses `dispatcher`, with nothing else in flight. Gives engines that
+        were restarted meanwhile the weights that the others have. No request is left running if it raises."""
+        dispatcher = self.dispatcher
+        try:
+            done = dispatcher.submit(program)
+            dispatcher.serve(
+                lambda: done.done() and not dispatcher.is_restarting and not dispatcher.awaiting_weights,
+                self.restarts.give_weights,
+            )
+            return done.result()
+        except BaseException:
+            self.close_dispatcher()
+            raise
+
+    def generation(
+        self, sampling: SamplingParams, *, is_background: bool = False, is_interruptible: bool = False
+    ) -> Generation:
+        """Returns how `dispatcher` is to sample.
+
+        Args:
+            is_background: weights may be synced before the request has its sample.
+            is_interruptible: a response continues after such a sync.
+
+        Raises RolloutError for stop strings that the engines do not understand.
+        """
+        self.wait_ready()
+        if sampling.stop and not self.pool.accepts_stop_strings:
+            raise RolloutError(
+                f"stop strings {list(sampling.stop)} need an engine with a tokenizer, but {self.urls[0]} was started "
+                "without one: set them in rollout.sampling.stop, or use stop_token_ids"
+            )
+        current = None if self.weight_version is None else {self.weight_version}
+        routed = self.routed if sampling.return_routed_experts else None
+        versions = self.versions if is_background else current
+        expected = Expected(self.vocab_size, sampling.max_new_tokens, versions, is_interruptible, routed)
+        return Generation(sampling, expected, is_background)
+
+    @property
+    def dispatcher(self) -> RequestDispatcher:
+        if self._dispatcher is None:
+            self.pool.forget_losses()
+            self._dispatcher = RequestDispatcher(self.pool, self.concurrent_requests, self.request_timeout_s)
+        return self._dispatcher
+
+    def close_dispatcher(self) -> None:
+        """Ends all sampling; no request is left running."""
+        if self._dispatcher is not None:
+            self._dispatcher.close()
+            self._dispatcher = None
+
+    def _in_owner(self, work: Callable[[], object]) -> None:
+        if threading.current_thread() is self._owner or self._dispatcher is None:
+            work()
+        else:
+            self._dispatcher.post(work)
+
+    def take_loads(self) -> tuple[dict[str, Load], Load]:
+        """Since the last call: what each server had to do, by URL, and the requests that waited here for one."""
+        return {server.url: server.meter.take() for server in self.pool.servers}, self.pool.waiting.take()
+
+    # ---- memory
+
+    def release_memory(self, parts: Sequence[MemoryPart]) -> None:
+        """Gives up these parts of every server's memory, as far as it holds them. Waits until no request runs.
+
+        Weights are gone then, and back with the first push after `resume_memory`. A server of ours that dies or does
+        not answer within rollout.request_timeout_s is started again as often as `restarts` allows, gives up as much,
+        and lacks its weights (`lacks_weights`). Raises RolloutError when that is not allowed, or a server refuses.
+        """
+        self.wait_ready()
+        self.pool.settle(lambda released: released | set(parts))
+
+    def resume_memory(self, parts: Sequence[MemoryPart]) -> None:
+        """Takes back these parts of every server's memory, as far as they are given up; restarts and errors as in
+        `release_memory`."""
+        self.pool.settle(lambda released: released - set(parts))
+
+    @property
+    def lacks_weights(self) -> bool:
+        """Whether a server has given its weights up, or lost them in a restart, and got no others since: they must be
+        pushed before it samples."""
+        return not all(server.has_weights for server in self.pool.servers)
+
+    def check_push(self, url: str) -> None:
+        """Raises EngineError if the weights of the server at `url` are given up: a push would write into nothing."""
+        (server,) = (server for server in self.pool.all if server.url == url)
+        if "weights" in server.released:
+            text = "not asked: the memory of its weights is given up; take it back before the push"
+            raise EngineError(url, BEGIN_UPDATE.name, None, text)
+
+    @contextmanager
+    def pushing(self, version: str) -> Iterator[None]:
+        """Context of a weight sync of all engines: meanwhile only the sync itself restarts a lost engine, and samples
+        may have this version from now on."""
+        self.versions.add(version)
+        self.pool.is_syncing = True
+        try:
+            yield
+        finally:
+            self.pool.is_syncing = False
+
+    def has_pushed(self, version: str, adapter: str | None = None) -> None:
+        """To be called at the end of each push of weights to all servers: from now on samples of others are refused.
+
+        adapter: the name of what was pushed, where it is not the whole model
+        """
+        self.weight_version, self.pool.adapter = version, adapter
+        self.pool.use_joined()
+        for server in self.pool.servers:
+            server.has_weights = True
+        if self._dispatcher is not None:
+            self._dispatcher.have_weights()
+
+    def present(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Returns the addresses of all engines that a weight sync is for now, and of those among them that are new
+        processes. Engines that have left are out. Waits until no engine is being started again. Raises RolloutError if
+        there has been none for too long."""
+        lack: tuple[str, ...] = ()
+        if self._dispatcher is not None:
+            self._dispatcher.serve(lambda: not self.dispatcher.is_restarting)
+            lack = self._dispatcher.awaiting_weights
+        servers = self.pool.present()
+        new = [server.url for server in servers if server not in self.pool.servers or server.url in lack]
+        return tuple(server.url for server in servers), tuple(new)
+
+    def end_of_run(self) -> None:
+        """The last step is made: `mrl serve` ends."""
+        self.pool.end_of_run()
+
+    def client(self, url: str, timeout_s: float = 300.0) -> EngineClient:
+        """Of the server at `url`, one of `urls`."""
+        return self.pool.client(url, timeout_s)
+
+    def revive(self, error: Exception) -> bool:
+        """After a failed push of weights: starts again what has died in it; the weights are for the caller to push.
+
+        Returns whether there was such a server and a restart left for it.
+        """
+        return self.pool.revive(error)

@@ -1,0 +1,285 @@
+"""The engines of a run: which are up, which memory they hold, and how a lost one is restarted."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+
+from mrl.inference.access import Access
+from mrl.inference.client import EngineClient
+from mrl.inference.elsewhere import OtherNode
+from mrl.inference.errors import EngineError, EngineStartError, PortTaken, RolloutError
+from mrl.inference.load import Meter
+from mrl.inference.process import EngineProcess, Started, wait_ready
+from mrl.inference.server import DEATH_POLL_S, DEATH_WAIT_S, Parts, Restarts, Server
+from mrl.stopping import run_coroutine
+
+Weights = Callable[[str], Awaitable[None]]  # waits until the engine at an address has received them
+
+RESTART_POLL_S = 0.25
+CHECKS_AT_ONCE = 64
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A server that may be used.
+
+    notes: what the user should know about it before the run starts, one sentence each
+    accepts_stop_strings: it knows text
+    tensor: its tensor-parallel ranks
+    has_prefix_cache: it keeps keys and values of a prompt for the requests that follow
+    """
+
+    notes: tuple[str, ...]
+    accepts_stop_strings: bool
+    tensor: int = 1
+    has_prefix_cache: bool = False
+
+
+class EnginePool:
+    """The servers of a run.
+
+    access: credentials for all servers
+    check: raises if the server at a URL must not be used
+    notes: of all checked servers
+    accepts_stop_strings: True if all checked servers do
+    tensor: tensor-parallel ranks of each checked server; None before the first check
+    waiting: meter of requests that have not been sent to a server yet
+    is_syncing: all engines are receiving weights
+    adapter: name of the LoRA adapter to sample with, where weight syncs send adapters
+    restarts: restarts of lost servers; none are allowed before `restarts.allow`
+    silence_s: seconds until a server that has left is known to have
+    nodes: other nodes that run some of the servers
+    memory_timeout_s: until a server has released memory, or taken it back
+    """
+
+    silence_s = 0.0
+
+    def __init__(
+        self,
+        servers: Sequence[Server],
+        access: Access,
+        check: Callable[[str], Checked],
+        *,
+        startup_timeout_s: float,
+        max_restarts: int,
+        nodes: Sequence[OtherNode] = (),
+        memory_timeout_s: float,
+    ) -> None:
+        self.servers = tuple(servers)
+        self.access = access
+        self.notes: list[str] = []
+        self.accepts_stop_strings = True
+        self.tensor: int | None = None
+        self.prefix_caches: set[str] = set()  # addresses of servers that have one
+        self.restarts = Restarts(max_restarts)
+        self.waiting = Meter()
+        self.is_syncing = False
+        self.adapter: str | None = None
+        self._nodes = nodes
+        self._check, self._startup_timeout_s = check, startup_timeout_s
+        self._memory_timeout_s = memory_timeout_s
+        self._ready = False
+
+    @property
+    def processes(self) -> list[EngineProcess]:
+        """Of the servers that mrl started on this node."""
+        return [process for started in self._started for process in started.here]
+
+    @property
+    def _started(self) -> list[Started]:
+        return [server.process for server in self.all if server.process is not None]
+
+    def client(self, url: str, timeout_s: float) -> EngineClient:
+        """Of the server at `url`; its caller closes it."""
+        return EngineClient(url, timeout_s, self.access)
+
+    def wait_ready(self) -> None:
+        """Until every server answers and has been checked. Raises EngineStartError when one of ours does not come up,
+        EngineError when a given one does not answer or serves something else."""
+        if self._ready:
+            return
+        for process in self._started:
+            wait_ready(process, self._startup_timeout_s)
+        with ThreadPoolExecutor(CHECKS_AT_ONCE) as pool:
+            for server, found in zip(self.servers, pool.map(lambda one: self._check(one.url), self.servers)):
+                self._take_in(server.url, found)
+        self._ready = True
+
+    def close(self) -> None:
+        """Ends the servers that mrl started on this node; those of others end with the ranks that own them, and what
+        mrl did not start is left alone."""
+        for node in self._nodes:
+            node.close()
+        for process in self.processes:
+            process.close()
+
+    # ---- servers that come and go: see `OpenEnginePool`
+
+    @property
+    def all(self) -> tuple[Server, ...]:
+        """All that get weights."""
+        return self.servers
+
+    def admit(self) -> tuple[Server, ...]:
+        """Servers that have come since the last time, and lack the weights: here there are none."""
+        return ()
+
+    def use_joined(self, *servers: Server) -> None:
+        """Joining servers, these or all, have the weights now."""
+
+    def has_left(self, server: Server) -> bool:
+        """Whether the server is gone with its node, so that the run goes on without it."""
+        return False
+
+    async def leaves_soon(self, server: Server) -> bool:
+        """As `has_left`, now or in a moment."""
+        return False
+
+    def present(self) -> tuple[Server, ...]:
+        """All that are to get weights now."""
+        return self.all
+
+    async def bring_in(self, server: Server, weights: Weights) -> None:
+        """Waits until a joining server has its weights, unless it leaves again."""
+
+    def end_of_run(self) -> None:
+        """The last step is made."""
+
+    # ---- servers that are lost
+
+    def least_loaded(self) -> Server | None:
+        """Returns the one with the fewest requests, of those that are up and have weights."""
+        up = (server for server in self.servers if server.up and server.has_weights)
+        return min(up, key=lambda server: server.meter.running, default=None)
+
+    def forget_losses(self) -> None:
+        """Servers that were given up while they were brought back are tried again."""
+        for server in self.servers:
+            server.up = True
+
+    def lose(self, server: Server, error: RolloutError) -> None:
+        """Takes one restart for a server that is gone or hangs; it is down until `bring_back` is done. Raises `error`
+        if the server cannot be restarted."""
+        if server.process is None:
+            raise error
+        self.restarts.take(server.process, error)
+        server.up = False
+
+    async def bring_back(self, server: Server, weights: Weights | None = None) -> None:
+        """Restarts a lost server, with as many more restarts as it takes. weights: waits until it has those that it had
+        before; None: it goes without until the next weight sync."""
+        process = server.process
+        assert process is not None, "only servers that mrl started are lost"
+        while True:
+            try:
+                await self._start_again(server, process)
+                if weights is not None and server.has_weights:
+                    await weights(server.url)
+                break
+            except Exception as error:
+                if isinstance(error, PortTaken) or not await server.ends_soon():
+                    raise
+                if await self.leaves_soon(server):
+                    return
+                again = f"engine died again before it had its weights: {process.exit_report()}"
+                self.restarts.take(process, RolloutError(again))
+        server.restarts += 1
+        server.up = True
+
+    def revive(self, error: Exception) -> bool:
+        """After a failed push of weights: starts again what has died in it, with as much of its memory given up as
+        before; the weights are for the caller to push.
+
+        Returns whether there was such a server and a restart left for it.
+        """
+        end = time.monotonic() + DEATH_WAIT_S + self.silence_s
+        while not (dead := self._dead()) and self._started and time.monotonic() < end:
+            time.sleep(DEATH_POLL_S)
+        for server, process in dead:
+            if self.has_left(server):
+                continue
+            if not self.restarts.is_left():
+                return False
+            self.restarts.take(process, error)
+            released = server.released
+            server.has_weights = False
+            run_coroutine(self._start_again(server, process))
+            server.restarts += 1
+            self._settle(server, released)
+        return bool(dead)
+
+    def _dead(self) -> list[tuple[Server, Started]]:
+        return [(server, server.process) for server in self.all if server.process and server.has_ended]
+
+    async def _start_again(self, server: Server, process: Started) -> None:
+        """Restarts the process and returns when it has been checked, with the weights of its model directory. All that
+        may block runs in other threads."""
+        await asyncio.to_thread(process.restart)
+        server.released = frozenset()
+        while not await asyncio.to_thread(process.is_ready, self._startup_timeout_s):
+            await asyncio.sleep(RESTART_POLL_S)
+        self._take_in(server.url, await asyncio.to_thread(self._check, server.url))
+
+    # ---- memory
+
+    def settle(self, change: Callable[[Parts], Parts]) -> None:
+        """Brings every server from the parts of memory that it has given up to `change` of them, all at once.
+
+        One that dies or does not answer in it is lost, started again, and brought there too, without its weights.
+        Raises RolloutError when that is not allowed, or if a server refuses.
+        """
+        wanted = {server: change(server.released) for server in self.servers}
+        todo = list(self.servers)
+        while todo:
+            with ThreadPoolExecutor(len(todo)) as pool:
+                tries = {server: pool.submit(self._settle, server, wanted[server]) for server in todo}
+            failed = {server: error for server, tried in tries.items() if (error := tried.exception()) is not None}
+            for server, error in failed.items():
+                self._replace(server, error)
+            todo = list(failed)
+
+    def _settle(self, server: Server, wanted: Parts) -> None:
+        with closing(self.client(server.url, self._memory_timeout_s)) as client:
+            server.settle(wanted, client)
+
+    def _replace(self, server: Server, error: BaseException) -> None:
+        """After a failure to give up or take back memory: restarts the server, if it did not just refuse."""
+        if not isinstance(error, EngineError):
+            raise error
+        refuses = error.status is not None and error.status < 500
+        ended = not refuses and run_coroutine(server.ends_soon())
+        problem = RolloutError(f"{error}\n{server.exit_report()}".strip() if not refuses else str(error))
+        if error.status is not None and not ended:
+            raise problem from error
+        self._begin_anew(server, problem)
+
+    def _begin_anew(self, server: Server, problem: RolloutError) -> None:
+        """Restarts a lost server without the trainer's weights, which are not at hand now."""
+        self.lose(server, problem)
+        server.has_weights = False
+        run_coroutine(self.bring_back(server))
+
+    # ---- checks
+
+    def _take_in(self, url: str, found: Checked) -> None:
+        if self.tensor not in (None, found.tensor):
+            raise EngineStartError(
+                f"engine {url} has {found.tensor} tensor-parallel ranks (--tp-size), another one {self.tensor}: a push "
+                "is made for engines that are alike"
+            )
+        self.tensor = found.tensor
+        if found.has_prefix_cache:
+            self.prefix_caches.add(url)
+        self.accepts_stop_strings &= found.accepts_stop_strings
+        for note in found.notes:
+            if note not in self.notes:
+                self.notes.append(note)
+                log.warning("%s", note)

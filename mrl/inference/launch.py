@@ -1,0 +1,186 @@
+"""The arguments of an engine server, and the command and environment that start it.
+
+An engine of another kind is a function of a ServerSpec, named in `mrl.config.engines.ENGINES`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mrl.config.derived import Machine
+from mrl.config.engines import ENGINES
+from mrl.config.placement import engine_gpus, shared_gpus
+from mrl.config.schema import RLConfig, RolloutConfig
+from mrl.families import ModelArch, engine_arch
+from mrl.families.adapters import adapted_parts
+from mrl.families.flops import num_parameters
+from mrl.inference.routed import ASK
+from mrl.ports import HERE
+
+# Variables of whoever launched the ranks
+LAUNCHER = frozenset(
+    (
+        *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR"),
+        *("MASTER_PORT", "ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_NAME"),
+    )
+)
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+# glibc's: the logits of a batch are large blocks, wanted again for the next token; by itself it returns them each time
+KEPT_MEMORY = dict.fromkeys(("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"), str(1 << 30))
+_MALLOPT = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_MMAP_THRESHOLD_": -3}
+CPU = Machine(1, 1, gpus=0)  # a world of one
+SMALL_MODEL = 20_000_000  # parameters; engines of smaller models on CPUs have one thread
+
+
+@dataclass(frozen=True)
+class Part:
+    """Of an engine over several nodes: its number among `nodes`, of which number 0 answers requests, and HOST:PORT, an
+    address of that one where they meet."""
+
+    nodes: int
+    number: int
+    meeting: str
+
+
+@dataclass(frozen=True)
+class ServerSpec:
+    """One server that is to be started.
+
+    model_path: Hugging Face directory; without safetensors the weights are random until the first push
+    dtype: "float32" or "bfloat16"
+    port: where on `host` it has to listen
+    index: among the `cfg.servers` of its node
+    seed: for what it draws without a sample's own seed; the same for all servers of a node
+    machine: what this process sees of it; without GPUs the server is to serve on the CPU
+    folder: this account's alone; goes with the engine
+    api_key: what every request will carry, for the engine to refuse all others; None: it lets everybody in
+    host: the only address that it has to listen on: this machine's own where other nodes must reach it
+    part: None: the whole engine is on this node
+    """
+
+    cfg: RolloutConfig
+    model_path: str
+    dtype: str
+    port: int
+    index: int
+    seed: int
+    machine: Machine
+    folder: Path
+    api_key: str | None = field(default=None, repr=False)
+    host: str = HERE
+    part: Part | None = None
+
+    @property
+    def arch(self) -> ModelArch:
+        """The model's shape."""
+        return engine_arch(self.model_path)
+
+    @property
+    def gpu(self) -> bool:
+        """Serve on GPUs, which are the first that it sees (`environment`), else on the CPU."""
+        return bool(self.machine.gpus)
+
+    @property
+    def shares_gpus(self) -> bool:
+        """A rank of the trainer is on one of its GPUs."""
+        return not set(self._gpus).isdisjoint(shared_gpus(self.cfg, self.machine, self._nodes))
+
+    @property
+    def _nodes(self) -> int:
+        return self.part.nodes if self.part is not None else 1
+
+    @property
+    def _gpus(self) -> tuple[int, ...]:
+        here = self.cfg.tensor // self._nodes
+        return engine_gpus(self.cfg, self.machine, self._nodes)[self.index * here : (self.index + 1) * here]
+
+    def environment(self) -> dict[str, str]:
+        """`environment`, in which the server's own GPUs come first. It sees all others too: weights in the memory of a
+        sender's GPU can be read by who sees that GPU alone. On a CPU it keeps the memory that it frees."""
+        env = environment()
+        if not self.gpu:
+            env = KEPT_MEMORY | env
+        else:
+            names = env[VISIBLE].split(",") if env.get(VISIBLE) else list(map(str, range(self.machine.gpus or 0)))
+            order = [*self._gpus, *(gpu for gpu in range(self.machine.gpus or 0) if gpu not in self._gpus)]
+            env[VISIBLE] = ",".join(names[gpu].strip() for gpu in order)
+        return env
+
+    @property
+    def threads(self) -> int:
+        """OpenMP threads of each process of this engine on a CPU."""
+        return cpu_threads(self.cfg, self.arch, self.machine)
+
+    def secret_file(self, name: str, content: str) -> Path:
+        """Writes a file that this account alone can read: anybody could read a command line."""
+        file = self.folder / name
+        file.touch(0o600)
+        file.write_text(content)
+        return file
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Command that starts an engine.
+
+    env: the whole environment, which may hold the API key
+    kind: name of the fork server that may start it
+    """
+
+    command: list[str]
+    env: dict[str, str] = field(repr=False)
+    kind: str | None = None
+
+
+def keep_memory() -> None:
+    """Applies KEPT_MEMORY to this process, since glibc reads the variables only when a program starts."""
+    for name, value in KEPT_MEMORY.items():
+        ctypes.CDLL(None).mallopt(_MALLOPT[name], int(os.environ.get(name, value)))
+
+
+def cpu_threads(cfg: RolloutConfig, arch: ModelArch, machine: Machine) -> int:
+    """Returns the OpenMP threads of each process of an engine on a CPU: cfg.threads, else the cores, shared among the
+    machine's engines. The machine's ranks keep a core each if they train while engines sample."""
+    if cfg.threads is not None:
+        return cfg.threads
+    if cfg.tensor > 1 or num_parameters(arch) < SMALL_MODEL:
+        return 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    training = machine.local_world_size if cfg.max_staleness or cfg.early_passes is not None else 0
+    return max(1, (cores - training) // cfg.servers)
+
+
+def launcher(engine: str) -> Callable[[ServerSpec], Launch]:
+    """Of an engine in the table: how a server of it is started. Raises EngineUnavailable where that cannot be."""
+    module, _, name = ENGINES[engine].launch.partition(":")
+    found: Callable[[ServerSpec], Launch] = getattr(importlib.import_module(module), name)
+    return found
+
+
+def environment() -> dict[str, str]:
+    """This process's, as engines get it: they make process groups of their own, which torchrun's variables would
+    disturb."""
+    return {k: v for k, v in os.environ.items() if k not in LAUNCHER and not k.startswith("TORCHELASTIC_")}
+
+
+AT_ONCE = 2  # adapters in memory: the one that is drawn with, and that there is none
+
+
+def started_with(cfg: RLConfig) -> RolloutConfig:
+    """Returns the run's rollout settings, with SGLang's arguments for adapters and routed experts where needed."""
+    rollout, words = cfg.engines()[0], list[str]()
+    if cfg.actor.routing_replay == "engine" and "server_args" not in ENGINES[cfg.rollout.engine].ignores:
+        words.append(ASK)
+    if cfg.sync.lora == "adapter":
+        lora = cfg.actor.lora
+        assert lora is not None
+        parts = adapted_parts(engine_arch(cfg.model.path), lora.spec)
+        words += ["--enable-lora", "--max-lora-rank", str(lora.rank), "--max-loras-per-batch", str(AT_ONCE)]
+        words += ["--lora-target-modules", *parts]
+    return rollout.model_copy(update={"server_args": (*words, *rollout.server_args)})

@@ -1,0 +1,218 @@
+"""An engine pool whose servers join and leave with nodes of their own, which run `mrl serve`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from mrl.config.schema import PlacementConfig
+from mrl.inference.elsewhere import OtherNode
+from mrl.inference.engine_pool import EnginePool, Weights
+from mrl.inference.errors import EngineError, EngineStartError, RolloutError
+from mrl.inference.membership import ListedNode, NodeRecord, RouterProcess, differences
+from mrl.inference.server import DEATH_POLL_S, DEATH_WAIT_S, Server
+
+LOOK_S = 0.5  # between questions to the router
+WAIT_POLL_S = 0.25
+ROUTER_START_S = 120.0
+TOLD_AT_ONCE = 64
+
+
+class OpenEnginePool(EnginePool):
+    """It is without servers until as many nodes are ready as the run waits for.
+
+    router: where the nodes register; ends with the pool
+    serves: settings that the nodes must have too, by key
+    joining: servers that have been checked, and lack the run's weights: no request goes there
+    """
+
+    def __init__(
+        self, router: RouterProcess, placement: PlacementConfig, serves: Mapping[str, Any], *pool: Any, **settings: Any
+    ) -> None:
+        super().__init__((), *pool, **settings)
+        self._router, self._placement, self._serves = router, placement, serves
+        self.silence_s = placement.silence_s
+        self.joining: tuple[Server, ...] = ()
+        self._listed: list[ListedNode] = []
+        self._next_look = 0.0
+        self._taken: dict[str, OtherNode] = {}  # by agent
+        self._refused: dict[str, str] = {}  # why, by agent
+        self._node_of: dict[Server, OtherNode] = {}
+        self._empty_since: float | None = None
+        self._gone: set[str] = set()  # agents that are to be removed from the router's list
+        self._admitting, self._looking = threading.Lock(), threading.Lock()
+
+    @property
+    def all(self) -> tuple[Server, ...]:
+        """All servers, also those that are joining."""
+        return (*self.servers, *self.joining)
+
+    def wait_ready(self) -> None:
+        """Blocks until the nodes that the run waits for are ready, and their servers have been checked. Raises
+        EngineStartError after `placement.wait_s`, with the state of every node."""
+        if not self._ready:
+            self._router.wait_ready(ROUTER_START_S)
+        end, size = time.monotonic() + self._placement.wait_s, self._placement.nodes_per_engine
+        while not self._ready:
+            ready = self._ready_nodes()
+            if len(ready) * size >= self._placement.nodes:
+                self.admit()
+                self._ready = len(self._ready_nodes()) * size >= self._placement.nodes
+                self.use_joined()  # the first push is for all
+            elif time.monotonic() > end:
+                raise EngineStartError(
+                    f"{len(ready) * size} of {self._placement.nodes} engine nodes (placement.nodes) are ready after "
+                    f"placement.wait_s = {self._placement.wait_s:g} s. Each is a `mrl serve` of this configuration, "
+                    "with a --node of its own, that sees this run's directory and reaches the run's router "
+                    f"{self._router.url} (placement.address)\n{self._known}"
+                )
+            time.sleep(WAIT_POLL_S)
+
+    def close(self) -> None:
+        """Ends the router. The nodes wait for another run."""
+        for node in self._taken.values():
+            node.close()
+        self._router.file.unlink(missing_ok=True)
+        self._router.client.close()
+        self._router.close()
+
+    def end_of_run(self) -> None:
+        """Tells all nodes that the run has made its last step: `mrl serve` ends."""
+        self._look(at_once=True)
+
+        def tell(record: NodeRecord) -> None:
+            with contextlib.suppress(RolloutError), contextlib.closing(OtherNode(record.engines, self.access)) as node:
+                node.end_of_run()
+
+        with ThreadPoolExecutor(TOLD_AT_ONCE) as threads:
+            list(threads.map(tell, [node.record for node in self._listed if node.healthy]))
+
+    # ---- servers
+
+    def admit(self) -> tuple[Server, ...]:
+        """Checks the servers of nodes that have come since the last time, and returns them: they are joining. Raises
+        RolloutError when there has been no server for placement.wait_s, if it is called again and again."""
+        found: tuple[Server, ...] = ()
+        with self._admitting:
+            for record in self._ready_nodes():
+                if record.engines.agent in self._taken:
+                    continue
+                node = OtherNode(record.engines, self.access, silence_s=self.silence_s)
+                self._taken[record.engines.agent] = node
+                servers = tuple(Server(engine.url, engine, up=False, has_weights=False) for engine in node.engines)
+                try:
+                    for server in servers:
+                        self._take_in(server.url, self._check(server.url))
+                except (EngineError, RolloutError, EngineStartError) as error:
+                    self._refused[record.engines.agent] = f"refused: {error}"
+                    self._drop(node)
+                    self.restarts.say(f"{record.engines.where} is not used: {error}")
+                    continue
+                self._node_of |= dict.fromkeys(servers, node)
+                self.restarts.say(f"has come: {', '.join(engine.name for engine in node.engines)}")
+                found += servers
+            self.joining += found
+            now, wait_s = time.monotonic(), self._placement.wait_s
+            self._empty_since = None if self.all else self._empty_since or now
+            if self._empty_since is not None and now - self._empty_since > wait_s:
+                within = f"none has come within placement.wait_s = {wait_s:g} s"
+                raise RolloutError(f"no engine is left, and {within}:\n{self._known}")
+        return found
+
+    def use_joined(self, *servers: Server) -> None:
+        """Joining servers, these or all, have the weights: they are servers like the others."""
+        joined = servers or self.joining
+        for server in joined:
+            server.up = server.has_weights = True
+        self.servers += tuple(server for server in joined if server not in self.servers)
+        self.joining = tuple(server for server in self.joining if server not in joined)
+
+    def has_left(self, server: Server) -> bool:
+        """Whether the server is gone with its node; the run goes on without it."""
+        if server.process is None or not server.process.is_gone:
+            return False
+        server.up = False
+        if server in self.all:
+            self.servers = tuple(one for one in self.servers if one is not server)
+            self.joining = tuple(one for one in self.joining if one is not server)
+            self.restarts.say(f"{server.process.name} has left; engines that go on: {len(self.servers)}")
+        if (node := self._node_of.pop(server, None)) is not None:
+            self._drop(node)
+        return True
+
+    async def leaves_soon(self, server: Server) -> bool:
+        """As `has_left`, now or in a moment: a node's engines may be seen to end before the node is."""
+        end = time.monotonic() + DEATH_WAIT_S
+        while not (has_left := self.has_left(server)) and time.monotonic() < end:
+            await asyncio.sleep(DEATH_POLL_S)
+        return has_left
+
+    def present(self) -> tuple[Server, ...]:
+        """Returns all servers that are to get weights, also those that are joining, without those that have left.
+        Waits while there is none; raises as `admit`."""
+        while True:
+            for server in self.all:
+                self.has_left(server)
+            self.admit()
+            if self.all:
+                return self.all
+            time.sleep(WAIT_POLL_S)
+
+    async def bring_in(self, server: Server, weights: Weights) -> None:
+        """Waits until a joining server has its weights, unless it leaves again."""
+        try:
+            await weights(server.url)
+        except Exception:
+            if not await self.leaves_soon(server):
+                raise
+        else:
+            self.use_joined(server)
+
+    # ---- nodes
+
+    def _look(self, *, at_once: bool = False) -> None:
+        """Asks the router for its nodes, at most every LOOK_S; starts it again if it has ended."""
+        with self._looking, contextlib.suppress(RolloutError):
+            if time.monotonic() < self._next_look and not at_once:
+                return
+            self._next_look = time.monotonic() + LOOK_S
+            if self._router.exit_code() is not None:
+                self._router.restart()
+            self._listed = self._router.client.nodes()
+            for node in self._listed:
+                if node.record.engines.agent in self._gone:  # unless it has only seemed to be, and registers again
+                    self._router.client.remove(node)
+                    self._gone.remove(node.record.engines.agent)
+
+    def _ready_nodes(self) -> list[NodeRecord]:
+        """Returns the nodes that may be used: of those that share an engine, the first, which answers requests."""
+        self._look()
+        good = {node.record.engines.node: node.record for node in self._listed if self._problem(node) is None}
+        size = self._placement.nodes_per_engine
+        return [one for number, one in sorted(good.items()) if number % size == 0 and one.state == "ready"]
+
+    def _problem(self, node: ListedNode) -> str | None:
+        """Why the run does not use a node; None if it may."""
+        if wrong := differences(node.record.serves, self._serves):
+            return f"of another configuration: {wrong}"
+        if not node.healthy or node.record.engines.agent in self._gone:
+            return f"no sign of life: its agent {node.record.engines.agent} does not answer"
+        return self._refused.get(node.record.engines.agent)
+
+    def _drop(self, node: OtherNode) -> None:
+        """Goes on without a node. Nothing is sent to its address before it registers again."""
+        node.close()
+        self._gone.add(node.offered.agent)
+        self._taken.pop(node.offered.agent, None)
+
+    @property
+    def _known(self) -> str:
+        """Describes every node that has registered, one line each."""
+        nodes = sorted(self._listed, key=lambda node: node.record.engines.node)
+        lines = [f"  {node.record.engines.where}: {self._problem(node) or node.record.state}" for node in nodes]
+        return "\n".join(lines) or "no node has ever been there"

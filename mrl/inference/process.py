@@ -1,0 +1,233 @@
+"""An engine that mrl started: its process tree, its log, its end."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from mrl.files import lock
+from mrl.inference import fork_server
+from mrl.inference.access import OPEN, Access, listeners
+from mrl.inference.client import EngineClient
+from mrl.inference.errors import EngineStartError, PortTaken
+from mrl.inference.launch import Launch
+from mrl.ports import HERE
+
+FORMER_ENGINE_S = 30.0  # its supervisor needs GRACE_S and a little more to end it
+GRACE_S = 3.0  # between SIGTERM and SIGKILL: an engine has nothing to save
+POLL_S = 0.1
+ANSWER_S = 5.0
+LOG_TAIL_LINES = 40
+LAST_WORDS_LINES = 5  # at least, of an engine that wrote less than that since it was ready
+SUPERVISOR = Path(__file__).with_name("supervisor.py")
+
+
+class Started(Protocol):
+    """An engine that the run has started, on this node or another; see `EngineProcess`.
+
+    is_gone: with who could start it again
+    here: its processes on this node, which end with this process
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def url(self) -> str: ...
+    @property
+    def log(self) -> Path: ...
+    @property
+    def is_gone(self) -> bool: ...
+    @property
+    def here(self) -> list[EngineProcess]: ...
+    def exit_code(self) -> int | None: ...
+    def exit_report(self) -> str: ...
+    def is_ready(self, timeout_s: float) -> bool: ...
+    def restart(self) -> None: ...
+
+
+class EngineProcess:
+    """One engine server on this machine, in a process group of its own. Constructing it starts it and returns at once.
+
+    Its whole tree ends with `close`, with this process's normal exit, and within a second of this process's death by
+    any signal (see supervisor.py). It is a fork of a fork server, where there is one.
+
+    launch: asked at every start, with a new folder that is this account's alone: the engine's temporary files go there,
+    and it ends with the engine
+    host: the address of this machine that it listens on
+    """
+
+    def __init__(
+        self,
+        name: str,
+        launch: Callable[[Path], Launch],
+        port: int,
+        log: Path,
+        access: Access = OPEN,
+        host: str = HERE,
+    ) -> None:
+        self.name = name
+        self.url = f"http://{host}:{port}"
+        self.log = log
+        self._launch, self._port, self._access, self._host = launch, port, access, host
+        self._start()
+
+    def _start(self) -> None:
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as out:
+            self._hold(out)
+            self._folder = Path(tempfile.mkdtemp(prefix="mrl-engine-"))
+            try:
+                self._process = self._supervised(self._launch(self._folder), out.fileno())
+            except BaseException:
+                shutil.rmtree(self._folder)
+                raise
+        self._started = time.monotonic()
+        self._lines_when_ready: int | None = None
+        atexit.register(self.close)
+
+    def _supervised(self, launch: Launch, out: int) -> subprocess.Popen[bytes] | fork_server.SupervisorProcess:
+        env = launch.env | {"TMPDIR": str(self._folder)}
+        made = fork_server.start(launch.kind, launch.command, env, GRACE_S, self._folder, out)
+        if made is not None:
+            return made
+        own = [sys.executable, "-I", "-S", str(SUPERVISOR), str(os.getpid()), str(GRACE_S), str(self._folder)]
+        return subprocess.Popen(
+            [*own, *launch.command],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def _hold(self, log: BinaryIO) -> None:
+        """Locks the log, through the handle that the engine's whole tree inherits: none of a former engine's processes
+        (the run's before a restart) is left then, with the memory that it had."""
+        if not lock(log, timeout_s=FORMER_ENGINE_S):
+            text = f"an engine that was started before still runs after {FORMER_ENGINE_S:g} s ({self.log})"
+            raise EngineStartError(f"{self.name} did not start: {text}; end it first")
+
+    def restart(self) -> None:
+        """Ends what is left of the engine and starts it anew, at the same address; returns at once."""
+        self.close()
+        self._start()
+
+    @property
+    def pid(self) -> int:
+        """Of the supervisor: the root of the engine's process tree."""
+        return self._process.pid
+
+    @property
+    def is_gone(self) -> bool:
+        """Never: it is this process's."""
+        return False
+
+    @property
+    def here(self) -> list[EngineProcess]:
+        """Itself."""
+        return [self]
+
+    def exit_code(self) -> int | None:
+        """None while the engine runs; 128 + n if signal n ended it."""
+        return self._process.poll()
+
+    def log_tail(self) -> str:
+        """The end of the log; what was written before the engine was ready only if it never was."""
+        lines = self._log_lines()
+        count = LOG_TAIL_LINES
+        if self._lines_when_ready is not None:
+            count = min(count, max(LAST_WORDS_LINES, len(lines) - self._lines_when_ready))
+        return "\n".join(line[:400] for line in lines[-count:])
+
+    def _log_lines(self) -> list[str]:
+        return self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+
+    def exit_report(self) -> str:
+        """One paragraph for an error message: what ended the engine, and its last words."""
+        code = self.exit_code()
+        state = "is running" if code is None else f"ended with {describe_exit(code)}"
+        return f"{self.name} ({self.url}) {state}. End of {self.log}:\n{self.log_tail()}"
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Until the HTTP server answers. The time-out counts from the start of the process."""
+        wait_ready(self, timeout_s)
+
+    def is_ready(self, timeout_s: float) -> bool:
+        """Whether the HTTP server answers. Raises EngineStartError if the process has ended, is not ready within
+        `timeout_s` of its start, or if another process has its port; then ends it."""
+        if self.exit_code() is not None:
+            raise EngineStartError(f"engine did not start: {self.exit_report()}")
+        if self._listens() and self._answers():
+            self._lines_when_ready = len(self._log_lines())
+            return True
+        if time.monotonic() - self._started > timeout_s:
+            self.close()
+            raise EngineStartError(
+                f"engine not ready within rollout.startup_timeout_s = {timeout_s:g} s: {self.exit_report()}"
+            )
+        return False
+
+    def _listens(self) -> bool:
+        """Whether the engine itself has the port: asked before a request goes there, with the run's secret in it."""
+        found = listeners(self._port, self._host)
+        strangers = [one for one in found if not one.is_held_by(self.pid)]
+        # none, or an engine that has just ended
+        if not strangers or strangers[0] not in listeners(self._port, self._host):
+            return bool(found) and not strangers
+        self.close()
+        raise PortTaken(
+            f"{self.name} ({self.url}) did not start: a process of user {strangers[0].user} that mrl did not start "
+            "listens there. Nothing was sent to it; end it, or start the run again to get another port"
+        )
+
+    def _answers(self) -> bool:
+        with contextlib.closing(EngineClient(self.url, ANSWER_S, self._access)) as client:
+            return client.is_up()
+
+    def close(self) -> None:
+        """End the engine and everything it started. Safe to call twice and from an exit handler."""
+        atexit.unregister(self.close)
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                self._process.wait(GRACE_S + 10.0)
+            except subprocess.TimeoutExpired:
+                self._process.kill()  # the engine's main process dies with its supervisor
+                self._process.wait(10.0)
+        shutil.rmtree(self._folder, ignore_errors=True)  # where the supervisor was killed
+
+
+class EnginePart(EngineProcess):
+    """A part of an engine over several nodes that answers no requests: whether it is ready, the first part says."""
+
+    def is_ready(self, timeout_s: float) -> bool:
+        """While it runs. Raises EngineStartError if it has ended."""
+        if self.exit_code() is not None:
+            raise EngineStartError(f"engine did not start: {self.exit_report()}")
+        return True
+
+
+def wait_ready(engine: Started, timeout_s: float) -> None:
+    """Until the engine answers. Raises as `is_ready` does, which counts the time-out from the engine's start."""
+    while not engine.is_ready(timeout_s):
+        time.sleep(POLL_S)
+
+
+def describe_exit(code: int) -> str:
+    """An exit code in words, with the signal where one ended the process."""
+    if code > 128:
+        try:
+            return f"exit code {code} ({signal.Signals(code - 128).name})"
+        except ValueError:
+            pass
+    return f"exit code {code}"

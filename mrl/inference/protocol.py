@@ -1,0 +1,304 @@
+"""What mrl and an engine say to each other: the part of SGLang's native HTTP interface that mrl uses, and no more.
+
+Bodies and answers are JSON; token ids travel in both directions, text never does. Every request carries the run's key
+as `Authorization: Bearer KEY`. What changes weights is answered `{"success": true}`. An engine refuses with a status of
+400 to 499, or with 200 and `{"success": false}`; either way `message` holds its reason. An endpoint that it does not
+have is 404.
+
+`EngineClient` asks these endpoints one by one, a `RequestDispatcher` asks GENERATE once for each sample, and an engine
+of mrl's own answers them. Their URLs are written nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, NotRequired, TypedDict, TypeVar
+
+from mrl.inference.answers import field, shown, typed
+from mrl.inference.errors import BadAnswer
+from mrl.inference.server_info import ServerInfo, read_server_info
+
+Body = TypeVar("Body")
+Answer = TypeVar("Answer")
+LoadFormat = Literal["flattened_bucket"]
+MemoryPart = Literal["weights", "kv_cache", "cuda_graph"]
+ADAPTED = ".base_layer."  # in the names of parameters of a layer that may have adapters
+MEMORY_PARTS: tuple[MemoryPart, ...] = ("weights", "kv_cache", "cuda_graph")
+RELEASED_PARTS: dict[str, tuple[MemoryPart, ...]] = {  # by rollout.release
+    "none": (),
+    "cache": ("kv_cache", "cuda_graph"),
+    "all": MEMORY_PARTS,
+}
+
+
+@dataclass(frozen=True)
+class Endpoint(Generic[Body, Answer]):
+    """One URL of an engine.
+
+    name: the path without its first slash
+    read: what the caller gets of the JSON answer (None where it was none); raises BadAnswer for one that cannot be
+    """
+
+    name: str
+    read: Callable[[Any], Answer]
+    method: Literal["GET", "POST"] = "POST"
+
+    @property
+    def path(self) -> str:
+        """Below the engine's address."""
+        return f"/{self.name}"
+
+
+# ---- what is asked
+
+
+class SamplingBody(TypedDict):
+    """How the tokens after one prompt are drawn. A greedy draw has temperature 0."""
+
+    temperature: float  # logits are divided by it
+    top_p: float
+    top_k: int  # -1: all
+    min_p: float  # 0, as all that follows until max_new_tokens: mrl draws by nothing else
+    frequency_penalty: float
+    presence_penalty: float
+    repetition_penalty: float  # 1
+    min_new_tokens: int
+    max_new_tokens: int
+    stop: list[str]  # texts, for engines with a tokenizer
+    stop_token_ids: list[int]  # besides the model's own end tokens
+    ignore_eos: bool  # false
+    n: int  # 1
+    sampling_seed: int  # of the sample's own random stream
+    skip_special_tokens: bool
+    no_stop_trim: bool  # what ends a response stays in it
+
+
+class GenerateBody(TypedDict):
+    """One prompt and its sampling parameters."""
+
+    input_ids: list[int]
+    rid: NotRequired[str]  # a new name for each request, which its answer has as `id`
+    sampling_params: SamplingBody
+    image_data: NotRequired[list[str]]  # the prompt's pictures, one image token each: data:image/png;base64
+    return_logprob: NotRequired[bool]
+    return_routed_experts: NotRequired[bool]
+    routed_experts_start_len: NotRequired[int]  # leading tokens of the prompt that are left out of that
+    lora_path: NotRequired[str]  # the name of a loaded adapter; left out: the model without any
+
+
+class AbortBody(TypedDict):
+    """Which requests to end."""
+
+    rid: str  # "" with abort_all
+    abort_all: bool
+
+
+class SessionBody(TypedDict):
+    """Which of the engine's models the updates to come are of."""
+
+    selector: Literal["all"]
+
+
+class EmptyBody(TypedDict):
+    """Nothing more to say."""
+
+
+class TensorsBody(TypedDict):
+    """Weights under Hugging Face names, in the request or in shared memory.
+
+    serialized_named_tensors: one base64 pickle for each tensor-parallel rank of the engine, of [(name, tensor), ...]
+    or, as "flattened_bucket", of {"flattened_tensor": uint8 tensor, "metadata": [...]}
+    """
+
+    serialized_named_tensors: list[str]
+    load_format: LoadFormat | None
+    flush_cache: bool
+    weight_version: str | None  # None: it keeps the name that it has
+
+
+class GroupBody(TypedDict):
+    """The process group of one sender, its rank 0, and the ranks of this engine."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    group_name: str
+    backend: str
+
+
+class BroadcastBody(TypedDict):
+    """Weights that rank 0 of the group broadcasts. dtypes like "float32"."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group_name: str
+    load_format: LoadFormat | None
+    flush_cache: bool
+    weight_version: str | None
+
+
+class LeaveBody(TypedDict):
+    """A group that was joined."""
+
+    group_name: str
+
+
+class DiskBody(TypedDict):
+    """All weights, from a Hugging Face directory that the engine's machine can read."""
+
+    model_path: str
+    load_format: Literal["auto"]  # without it a server that started with random weights would refuse to read any
+    weight_version: str
+    flush_cache: bool
+
+
+class AdapterBody(TypedDict):
+    """A LoRA adapter for the model that the engine has.
+
+    lora_name: one that it does not know yet; config_dict: as in PEFT's adapter_config.json
+    serialized_named_tensors: one base64 pickle for each tensor-parallel rank of the engine, of {name: whole tensor}
+    expected_checksums: SHA-256 of the tensors' bytes in hex, by name; an engine that finds others ends itself
+    """
+
+    lora_name: str
+    config_dict: dict[str, Any]
+    serialized_named_tensors: list[str]
+    expected_checksums: dict[str, str] | None
+
+
+class AdapterNameBody(TypedDict):
+    """An adapter that is loaded. It goes once no request uses it."""
+
+    lora_name: str
+
+
+class VersionBody(TypedDict):
+    """The name of the weights that the engine has; with abort_all_requests its requests would end."""
+
+    new_version: str
+    abort_all_requests: bool
+
+
+class CheckerBody(TypedDict):
+    """What to do with the parameters: hash them."""
+
+    action: Literal["checksum"]
+
+
+class MemoryBody(TypedDict):
+    """What of an idle engine's GPU memory to give up, or to take back, with undefined contents but for CUDA graphs. A
+    part that is given up twice, or taken back without having been given up, may end the engine."""
+
+    tags: list[MemoryPart]
+
+
+# ---- what is answered
+
+
+class MetaInfo(TypedDict):
+    """About one sample."""
+
+    id: NotRequired[str]  # as the request was named
+    finish_reason: Any  # {"type": "stop" | "length" | "abort", ...}
+    prompt_tokens: int
+    completion_tokens: int
+    weight_version: str
+    # base64 of int32 [tokens of prompt and response - 1, layers, experts a token]: which experts each token but the
+    # last went to, 0 in layers without experts; without the first routed_experts_start_len tokens
+    routed_experts: NotRequired[str]
+    output_token_logprobs: list[Any]  # [log-prob, token, null] of each token: of logits / temperature, unfiltered
+
+
+class Generated(TypedDict):
+    """One sample, as `mrl.inference.samples.read_answer` wants it. The token that ended it is there."""
+
+    output_ids: list[int]
+    meta_info: MetaInfo
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What an engine says it serves."""
+
+    model_path: str
+    model_type: str
+    weight_version: str
+
+
+@dataclass(frozen=True)
+class RankChecksums:
+    """One engine process: its tensor-parallel rank and the hash of each of its own (fused, sharded) parameters."""
+
+    tp_rank: int
+    tp_size: int
+    checksums: dict[str, str]
+
+
+def read_done(answer: Any) -> None:
+    """Of an answer that says that it is done: a server in between that answers 200 to everything does not."""
+    if typed(answer, "the answer", dict).get("success") is not True:
+        raise BadAnswer(f"the answer is {shown(answer)}, which does not say that it was done (success)")
+
+
+def read_nothing(answer: Any) -> None:
+    """Of an answer that says no more than its status."""
+
+
+def read_model_info(answer: Any) -> ModelInfo:
+    return ModelInfo(*(field(answer, name, str) for name in ("model_path", "model_type", "weight_version")))
+
+
+def read_workers(answer: Any) -> tuple[str, ...]:
+    """The engines behind a router, of either form that sglang-router has had."""
+    if isinstance(answer, dict) and "workers" in answer:
+        return tuple(field(worker, "url", str) for worker in field(answer, "workers", list))
+    return tuple(typed(url, "one of urls", str) for url in field(answer, "urls", list))
+
+
+def read_adapters(answer: Any) -> tuple[str, ...]:
+    """The names of all adapters that are loaded now."""
+    return tuple(field(answer, "loaded_adapters", dict))
+
+
+def read_checksums(answer: Any) -> list[RankChecksums]:
+    """In the order of the engine's tensor-parallel ranks. Names are those of a model without adapters, around whose
+    layers SGLang puts others."""
+    found = []
+    for rank in field(answer, "ranks", list):
+        checksums = field(rank, "checksums", dict)
+        info = rank.get("parallelism_info")
+        place = info[0] if isinstance(info, list) and info else info
+        if not set(map(type, checksums.values())) <= {str}:
+            raise BadAnswer(f"checksums is {shown(checksums)}, expected texts by name")
+        plain = {name.replace(ADAPTED, "."): digest for name, digest in checksums.items()}
+        found.append(RankChecksums(field(place, "tp_rank", int), field(place, "tp_size", int), plain))
+    return sorted(found, key=lambda rank: rank.tp_rank)
+
+
+# ---- the endpoints
+
+MODEL_INFO = Endpoint[None, ModelInfo]("model_info", read_model_info, "GET")
+SERVER_INFO = Endpoint[None, ServerInfo]("server_info", read_server_info, "GET")
+GENERATE = Endpoint[GenerateBody, Any]("generate", lambda answer: answer)  # a Generated
+ABORT = Endpoint[AbortBody, None]("abort_request", read_nothing)
+FLUSH_CACHE = Endpoint[None, None]("flush_cache", read_nothing)
+# nothing is drawn between the two; pausing twice and continuing unasked are harmless
+BEGIN_UPDATE = Endpoint[SessionBody, None]("begin_weight_update", read_done)
+END_UPDATE = Endpoint[EmptyBody, None]("end_weight_update", read_done)
+UPDATE_FROM_TENSOR = Endpoint[TensorsBody, None]("update_weights_from_tensor", read_done)
+JOIN_GROUP = Endpoint[GroupBody, None]("init_weights_update_group", read_done)
+UPDATE_FROM_BROADCAST = Endpoint[BroadcastBody, None]("update_weights_from_distributed", read_done)
+LEAVE_GROUP = Endpoint[LeaveBody, None]("destroy_weights_update_group", read_done)
+UPDATE_FROM_DISK = Endpoint[DiskBody, None]("update_weights_from_disk", read_done)
+LOAD_ADAPTER = Endpoint[AdapterBody, tuple[str, ...]]("load_lora_adapter_from_tensors", read_adapters)
+UNLOAD_ADAPTER = Endpoint[AdapterNameBody, None]("unload_lora_adapter", read_done)
+UPDATE_VERSION = Endpoint[VersionBody, None]("update_weight_version", read_done)
+RELEASE_MEMORY = Endpoint[MemoryBody, None]("release_memory_occupation", read_nothing)
+RESUME_MEMORY = Endpoint[MemoryBody, None]("resume_memory_occupation", read_nothing)
+CHECKSUMS = Endpoint[CheckerBody, list[RankChecksums]]("weights_checker", read_checksums)
+# an engine has neither of these: 404
+ROUTER_WORKERS = Endpoint[None, tuple[str, ...]]("workers", read_workers, "GET")
+OLD_ROUTER_WORKERS = Endpoint[None, tuple[str, ...]]("list_workers", read_workers, "GET")

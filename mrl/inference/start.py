@@ -1,0 +1,193 @@
+"""From the configuration to running engines."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from mrl.config.derived import Machine
+from mrl.config.schema import RLConfig, RolloutConfig
+from mrl.config.secret_file import read_secret
+from mrl.families import ModelArch, engine_arch
+from mrl.inference.access import Access
+from mrl.inference.agent import Agent, Home, Offered
+from mrl.inference.check import check_server
+from mrl.inference.elsewhere import Member, OtherNode, joined
+from mrl.inference.engine import Engine
+from mrl.inference.engine_pool import Checked, EnginePool
+from mrl.inference.errors import EngineError, EngineStartError
+from mrl.inference.launch import CPU, Launch, Part, ServerSpec, launcher
+from mrl.inference.membership import RouterProcess, engines_at, engines_key, served
+from mrl.inference.open_engine_pool import OpenEnginePool
+from mrl.inference.process import EnginePart, EngineProcess
+from mrl.inference.routed import RoutedShape
+from mrl.inference.server import Server
+from mrl.ports import free_port
+
+
+@dataclass(frozen=True)
+class Others:
+    """The nodes besides rank 0's own, whose engines have been started there, in their order.
+
+    key: opens all engines of the run
+    part: of rank 0's node, where engines are larger than one
+    """
+
+    key: str
+    home: Home
+    offered: Sequence[Offered]
+    part: Part | None = None
+
+
+def start_engine(
+    cfg: RolloutConfig,
+    model_path: str,
+    dtype: str,
+    log_dir: Path,
+    seed: int = 0,
+    *,
+    machine: Machine = CPU,
+    others: Others | None = None,
+) -> Engine:
+    """Start `cfg.servers` servers (or take those at `cfg.urls` and behind routers there) and return at once;
+    `Engine.wait_ready` waits and checks.
+
+    Servers started here want a key that is drawn now and known to this run alone.
+
+    model_path: Hugging Face directory (without safetensors the engine starts with random weights: push before use)
+    dtype: "float32" or "bfloat16"
+    log_dir: gets engine_N.log of every server started
+    machine: this one, and the trainer's ranks on it; with GPUs the stock engine serves on those of `cfg.gpus`
+    seed: of engines that draw without per-sample seeds (rollout.deterministic: false)
+    others: in a run over several nodes, what has been started on the others
+    """
+    nodes, named_by = list[OtherNode](), dict[str, str]()
+    if cfg.urls:
+        access = Access(read_secret(cfg.api_key_file) if cfg.api_key_file is not None else None)
+        named_by = engines_at(cfg.urls, access)
+        servers = [Server(url) for url in named_by]
+    else:
+        access = Access(secrets.token_hex(32) if others is None else others.key, ours=True)
+        home = Home() if others is None else others.home
+        part = others.part if others is not None else None
+        processes = start_servers(cfg, model_path, dtype, log_dir, seed, machine, home, access, part)
+        nodes = [OtherNode(offered, access) for offered in (others.offered if others is not None else ())]
+        parts: list[Member] = [*processes, *(engine for node in nodes for engine in node.engines)]
+        servers = [Server(one.url, one) for one in joined(parts, part.nodes if part is not None else 1)]
+    arch = engine_arch(model_path)
+
+    def check(url: str) -> Checked:
+        try:
+            return check_server(url, access, cfg, model_path, arch.family, dtype, outlives=bool(cfg.urls))
+        except (EngineError, EngineStartError) as error:
+            if named_by.get(url, url) == url:
+                raise
+            raise EngineStartError(f"{error} (behind the router {named_by[url]} of rollout.urls)") from error
+
+    pool = EnginePool(
+        servers,
+        access,
+        check,
+        startup_timeout_s=cfg.startup_timeout_s,
+        max_restarts=cfg.max_restarts,
+        nodes=nodes,
+        memory_timeout_s=cfg.request_timeout_s,
+    )
+    return _engine(pool, arch, cfg)
+
+
+def join_engines(cfg: RLConfig, run_dir: Path) -> Engine:
+    """The engines that `mrl serve` serves for the run in `run_dir`; returns at once, `Engine.wait_ready` waits for as
+    many nodes as the run waits for, and checks them. Raises ValueError for a key that others can read, EngineStartError
+    if the router with which the nodes register cannot be started."""
+    rollout, model, arch = cfg.rollout, cfg.model, engine_arch(cfg.model.path)
+    access = Access(engines_key(run_dir), ours=True)
+    pool = OpenEnginePool(
+        RouterProcess(run_dir, cfg.placement.address, cfg.placement.silence_s),
+        cfg.placement,
+        served(cfg),
+        access,
+        lambda url: check_server(url, access, rollout, model.path, arch.family, model.dtype, outlives=True),
+        startup_timeout_s=rollout.startup_timeout_s,
+        max_restarts=rollout.max_restarts,
+        memory_timeout_s=rollout.request_timeout_s,
+    )
+    return _engine(pool, arch, rollout)
+
+
+def _engine(pool: EnginePool, arch: ModelArch, cfg: RolloutConfig) -> Engine:
+    return Engine(
+        pool,
+        vocab_size=arch.vocab_size,
+        concurrent_requests=cfg.concurrent_requests,
+        request_timeout_s=cfg.request_timeout_s,
+        routed=RoutedShape.of(arch) if arch.experts is not None else None,
+    )
+
+
+def start_agent(
+    cfg: RolloutConfig,
+    model_path: str,
+    dtype: str,
+    log_dir: Path,
+    seed: int,
+    *,
+    machine: Machine,
+    home: Home,
+    where: str,
+    key: str,
+    part: Part | None = None,
+) -> Agent:
+    """Starts the engines of a node that is not rank 0's, and who answers for them there; returns at once.
+
+    where: the node in words, for errors; part: of the one engine that it has with other nodes; the rest as
+    `start_engine` takes it
+    """
+    access = Access(key, ours=True)
+    processes = start_servers(cfg, model_path, dtype, log_dir, seed, machine, home, access, part)
+    return Agent(home, where, processes, key)
+
+
+def start_servers(
+    cfg: RolloutConfig,
+    model_path: str,
+    dtype: str,
+    log_dir: Path,
+    seed: int,
+    machine: Machine,
+    home: Home,
+    access: Access,
+    part: Part | None = None,
+) -> list[EngineProcess]:
+    """All of a node's; none is left if one of them cannot be started."""
+    before = home.node * cfg.servers
+    with contextlib.ExitStack() as undo:
+        started = list[EngineProcess]()
+        ports = list[int]()
+        for index in range(cfg.servers):
+            port, number = free_port(home.host, ports), before + index
+            ports.append(port)
+            first = before - (part.number if part is not None else 0)  # parts of an engine have one seed
+            fixed = (cfg, model_path, dtype, port, index, seed + first, machine)
+            spec = partial(ServerSpec, *fixed, host=home.host, part=part)
+            process = _start(spec, port, f"engine {number}", log_dir / f"engine_{number}.log", access, home)
+            started.append(undo.enter_context(contextlib.closing(process)))
+        undo.pop_all()
+        return started
+
+
+def _start(spec: partial[ServerSpec], port: int, name: str, log: Path, access: Access, home: Home) -> EngineProcess:
+    """spec: lacks the folder and the key, which are new at every start and never shown."""
+
+    def launch(folder: Path) -> Launch:
+        made = spec(folder=folder, api_key=access.api_key)
+        found = launcher(made.cfg.engine)(made)
+        return found if made.gpu else replace(found, kind=made.cfg.engine)
+
+    part: Part | None = spec.keywords["part"]
+    kind = EnginePart if part is not None and part.number else EngineProcess
+    return kind(name, launch, port, log, access, home.host)

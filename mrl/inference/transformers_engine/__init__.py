@@ -1,0 +1,1 @@
+"""The fallback engine: transformers' generate behind `mrl.inference.protocol`."""

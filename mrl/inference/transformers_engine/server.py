@@ -1,0 +1,162 @@
+"""The HTTP front of the transformers engine: `mrl.inference.protocol` answered.
+
+    MRL_ENGINE_KEY=... python -m mrl.inference.transformers_engine.server --model-path DIR --port N --context-length N
+
+Every request must carry the key, as `Authorization: Bearer KEY`; what comes without it is not read.
+Not here: update groups (use the shared_memory, http or disk transport), prefix caching.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mrl.inference import protocol
+from mrl.inference.protocol import Generated, MetaInfo
+from mrl.inference.routed import RoutedShape
+from mrl.inference.serving import KEY_VARIABLE, BadRequest, Route, serve
+from mrl.inference.sglang.cpu_shim.mrl_cpu_engine import batch_invariance
+from mrl.inference.transformers_engine.pictures import Inputs
+from mrl.inference.transformers_engine.sampling import Job, parse_job
+from mrl.inference.transformers_engine.worker import Worker
+from mrl.ports import HERE
+
+log = logging.getLogger("transformers_engine")
+
+
+class Endpoints:
+    """One method an endpoint: JSON in, JSON out."""
+
+    def __init__(self, worker: Worker, context: int) -> None:
+        self._worker = worker
+        self._context = context
+        self.routes: dict[str, Route] = {
+            "/health": lambda body: {},
+            protocol.MODEL_INFO.path: self.model_info,
+            protocol.SERVER_INFO.path: self.server_info,
+            protocol.FLUSH_CACHE.path: lambda body: {"success": True},
+            protocol.ABORT.path: self.abort,
+            protocol.GENERATE.path: self.generate,
+            protocol.BEGIN_UPDATE.path: lambda body: _attempt(worker.begin_update),
+            protocol.END_UPDATE.path: lambda body: _attempt(worker.end_update),
+            protocol.UPDATE_FROM_TENSOR.path: self.update_weights_from_tensor,
+            protocol.UPDATE_FROM_DISK.path: self.update_weights_from_disk,
+            protocol.UPDATE_VERSION.path: self.update_weight_version,
+            protocol.CHECKSUMS.path: self.weights_checker,
+            protocol.RELEASE_MEMORY.path: lambda body: _attempt(lambda: worker.release_memory(body["tags"])),
+            protocol.RESUME_MEMORY.path: lambda body: _attempt(lambda: worker.resume_memory(body["tags"])),
+        }
+
+    def model_info(self, body: dict[str, Any]) -> Any:
+        model_type = self._worker.model.config.model_type
+        version = self._worker.weight_version
+        return {"model_path": self._worker.model_path, "model_type": model_type, "weight_version": version}
+
+    def server_info(self, body: dict[str, Any]) -> Any:
+        info: dict[str, Any] = dict.fromkeys(("enable_deterministic_inference", "enable_memory_saver"), True)
+        info |= {"device": self._worker.device, "weights_checksum": "sha256"}  # on any device
+        info |= {"dtype": str(self._worker.model.dtype).removeprefix("torch.")}
+        return info | {"skip_tokenizer_init": False, "enable_return_routed_experts": self._worker.routed is not None}
+
+    def generate(self, body: dict[str, Any]) -> Any:
+        ids, urls = body["input_ids"], body.get("image_data") or []
+        asks, start = bool(body.get("return_routed_experts")), body.get("routed_experts_start_len") or 0
+        if asks and self._worker.routed is None:
+            raise BadRequest("return_routed_experts: the model has no experts")
+        if type(start) is not int or not 0 <= start <= len(ids):
+            raise BadRequest(f"routed_experts_start_len: {start!r} is not a number of tokens that the prompt has")
+        try:
+            ids, inputs = self._read(ids, urls)
+            params = body.get("sampling_params") or {}
+            job = parse_job(ids, params, self._worker.eos_ids, self._context, inputs, asks)
+        except ValueError as error:
+            raise BadRequest(str(error)) from error
+        version = self._worker.weight_version
+        answer = _answer(job, self._worker.generate(job), version, self._worker.routed, start)
+        if "rid" in body:
+            answer["meta_info"]["id"] = body["rid"]
+        return answer
+
+    def abort(self, body: dict[str, Any]) -> Any:
+        if not body.get("abort_all"):
+            raise BadRequest("only all requests can be aborted: set abort_all")
+        self._worker.abort()
+        return {"success": True}
+
+    def _read(self, ids: list[int], urls: list[str]) -> tuple[list[int], Inputs | None]:
+        if self._worker.sight is not None:
+            return self._worker.sight.read(ids, urls)
+        if urls:
+            raise ValueError("the model sees no pictures")
+        return ids, None
+
+    def update_weights_from_tensor(self, body: dict[str, Any]) -> Any:
+        payload, version = body["serialized_named_tensors"][0], body.get("weight_version")
+        return _attempt(lambda: self._worker.update_from_tensor(payload, body.get("load_format"), version))
+
+    def update_weights_from_disk(self, body: dict[str, Any]) -> Any:
+        return _attempt(lambda: self._worker.update_from_disk(body["model_path"], body.get("weight_version")))
+
+    def update_weight_version(self, body: dict[str, Any]) -> Any:
+        self._worker.weight_version = str(body["new_version"])
+        return {"success": True, "message": "Success"}
+
+    def weights_checker(self, body: dict[str, Any]) -> Any:
+        if body.get("action") != "checksum":
+            raise BadRequest(f"unknown action {body.get('action')}")
+        place = {"role": "target", "tp_rank": 0, "tp_size": 1}
+        rank = {"checksums": self._worker.checksums(), "parallelism_info": [place]}
+        return {"success": True, "message": "Success", "ranks": [rank]}
+
+
+def _attempt(run: Callable[[], None]) -> dict[str, Any]:
+    try:
+        run()
+    except Exception as error:  # refused: the caller reads why
+        raise BadRequest(f"{type(error).__name__}: {error}") from error
+    return {"success": True, "message": "Success"}
+
+
+def _answer(job: Job, tokens: list[int], version: str, routed: RoutedShape | None, start: int) -> Generated:
+    """start: of the tokens, the first of which it is asked which experts they went to"""
+    meta: MetaInfo = {
+        "finish_reason": job.finish,
+        "prompt_tokens": len(job.prompt),
+        "completion_tokens": len(tokens),
+        "weight_version": version,
+        "output_token_logprobs": [[value, token, None] for value, token in zip(job.log_probs, tokens)],
+    }
+    if job.experts is not None and routed is not None:
+        meta["routed_experts"] = routed.written(job.experts[start:].numpy())
+    return {"output_ids": tokens, "meta_info": meta}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model-path", required=True)
+    parser.add_argument("--host", default=HERE)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--max-running-requests", type=int, default=256)
+    parser.add_argument("--context-length", type=int, required=True, help="tokens of prompt and response together")
+    args = parser.parse_args()
+    key = os.environ.pop(KEY_VARIABLE, "")
+    if not key:
+        parser.error(f"set {KEY_VARIABLE}: without a key anybody on this machine could change the weights")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    if args.device == "cpu":
+        torch.set_num_threads(torch.get_num_threads())  # a fork makes torch's thread pool anew: not in several threads
+        batch_invariance.install()
+    worker = Worker(args.model_path, getattr(torch, args.dtype), args.device, args.max_running_requests)
+    log.info("%s is loaded", args.model_path)
+    serve(args.port, key, Endpoints(worker, args.context_length).routes, args.host)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""The fallback engine: transformers' generate behind `mrl.rollout.protocol`."""
