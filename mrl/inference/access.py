@@ -41,7 +41,7 @@ class Listener:
     inode: str
 
     def is_held_by(self, pid: int) -> bool:
-        """Whether process `pid`, which is ours, or a descendant of it has the socket."""
+        """Returns True if process `pid`, one of ours, or a descendant of it holds the socket."""
         with contextlib.suppress(psutil.NoSuchProcess):
             root = psutil.Process(pid)
             return any(self._is_open_in(process.pid) for process in (root, *root.children(recursive=True)))
@@ -98,7 +98,7 @@ def _messages(kernel: socket.socket) -> Iterator[bytes]:
 
 
 def _read_tables(port: int) -> Iterator[tuple[bytes, Listener]]:
-    """As `_ask`, from /proc/net."""
+    """Yields the same as `_ask`, from /proc/net."""
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(FileNotFoundError):  # a kernel without IPv6
             for line in Path("/proc/net", table).read_text().splitlines()[1:]:
@@ -111,7 +111,7 @@ def _read_tables(port: int) -> Iterator[tuple[bytes, Listener]]:
 
 @dataclass(frozen=True)
 class Access:
-    """What opens the engines of a run, the same for all of them.
+    """Credentials of the engines of a run, the same for all of them.
 
     api_key: sent with every request; None: they want none
     ours: mrl started them, so that what listens there on this machine without being this account's is a stranger
@@ -122,11 +122,11 @@ class Access:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of every request."""
+        """Headers of every request."""
         return {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
 
     def check(self, url: str, endpoint: str) -> None:
-        """Before anything is sent: raises EngineError if a stranger has taken the engine's port."""
+        """Called before each request: raises EngineError if another account's process has taken the engine's port."""
         parts = urlsplit(url)
         host = parts.hostname or HERE
         if not self.ours or not is_here(host):
@@ -142,5 +142,6 @@ OPEN = Access()
 
 @cache
 def tls() -> ssl.SSLContext:
-    """Of every connection. Reading the certificates takes 20 ms and 1 MiB: once a process, not once an engine."""
+    """Returns the TLS context of all connections. Reading the certificates takes 20 ms and 1 MiB, so a process does it
+    once."""
     return httpx.create_ssl_context(trust_env=False)

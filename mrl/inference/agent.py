@@ -1,5 +1,4 @@
-"""What a node's first rank does for the engines of its node: starts and ends them, and lets rank 0, on another node,
-ask after them and have them started again."""
+"""The agent of a node's engines: starts and ends them, and lets rank 0 on another node check and restart them."""
 
 from __future__ import annotations
 
@@ -77,7 +76,7 @@ class Agent:
 
     @property
     def offered(self) -> Offered:
-        """What rank 0 needs to know."""
+        """Description of this node's engines for rank 0."""
         return Offered(
             self._home.node,
             self._where,
@@ -88,11 +87,11 @@ class Agent:
         )
 
     def is_ready(self, timeout_s: float) -> bool:
-        """Whether all its engines answer. Raises EngineStartError, as `EngineProcess.is_ready`."""
+        """Returns True if all its engines respond. Raises EngineStartError, as `EngineProcess.is_ready`."""
         return all(engine.is_ready(timeout_s) for engine in self._engines)
 
     def exit_report(self) -> str | None:
-        """Of an engine that has ended; None while there is none."""
+        """Returns the exit report of an engine that has ended; None while all run."""
         return next((engine.exit_report() for engine in self._engines if engine.exit_code() is not None), None)
 
     def leave(self) -> None:
@@ -108,7 +107,7 @@ class Agent:
             _end(engine)
 
     def _check_open(self) -> None:
-        """A connection that was kept alive outlives `close`."""
+        """Raises BadRequest after `close`, which connections that are kept alive outlive."""
         if self._closed:
             raise BadRequest(f"{self._where} has ended its engines")
 

@@ -60,7 +60,7 @@ def maybe(answer: dict[str, Any], name: str, kind: type[T]) -> T | None:
 
 
 def shown(value: Any) -> str:
-    """In a few words, however large it is."""
+    """Returns a short form of a value, however large it is."""
     return _SHORT.repr(value)
 
 
@@ -70,7 +70,7 @@ def error_message(content: bytes) -> str:
 
 
 def told(words: str) -> str:
-    """As an error says them: without the pictures that they may repeat, or what a terminal would obey."""
+    """Returns an engine's message without the pictures that it may repeat and without control characters."""
     return _CONTROL.sub("?", _PICTURE.sub(r"\1...", words)[:MOST_TEXT])
 
 

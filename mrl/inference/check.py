@@ -1,5 +1,5 @@
-"""What a server must show before it is used: that it is shut for strangers, and serves the run's model in a way that
-weights can be pushed to and samples believed of."""
+"""Checks of a server before its first use: it refuses strangers and serves the run's model, and weight syncs and
+samples work."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from mrl.inference.server_info import ServerInfo
 def check_server(
     url: str, access: Access, cfg: RolloutConfig, model_path: str, model_type: str, dtype: str, *, outlives: bool
 ) -> Checked:
-    """What there is to know of a server that may be used. Draws one token to warm it up.
+    """Checks a server, generates one token to warm it up, and returns what the run needs to know of it.
 
     dtype: in which the run has the model; outlives: it may have served a run before, which may have been killed
     Raises EngineStartError or EngineError if it lets strangers in, does not answer, refuses the key, serves a model of
-    another type, or has been started in a way that pushes or samples would not survive."""
+    another type, or has been started in a way that pushes or samples would not survive.
+    """
     if access.ours:
         _check_refusal(url)
     end = time.monotonic() + cfg.startup_timeout_s
@@ -54,7 +55,7 @@ def check_server(
 
 
 def _differences(url: str, info: ServerInfo, dtype: str) -> Iterator[str]:
-    """From the trainer, which mismatch/* measures."""
+    """Yields differences from the trainer that cause a mismatch, which mismatch/* measures."""
     if info.dtype not in ("", "auto", dtype):
         yield f"engine {url} computes in {info.dtype}, and gets weights of a model in {dtype} (model.dtype)"
     if info.drafts:

@@ -1,4 +1,4 @@
-"""One engine, asked and waited for: a method an endpoint of the protocol.
+"""Blocking HTTP client of one engine: one method for each endpoint of the protocol.
 
 Every call has a time-out, and every failure is an `EngineError` that says which engine, which endpoint and what the
 engine answered.
@@ -28,7 +28,7 @@ Answer = TypeVar("Answer")
 
 
 class EngineClient:
-    """One engine. Thread-safe; connections are kept alive.
+    """Client of one engine. Thread-safe; connections are kept alive.
 
     timeout_s: longest wait for one answer. Every method raises EngineError on a time-out, a refused or broken
     connection, a status other than 200 or an answer of `success: false`.
@@ -49,7 +49,7 @@ class EngineClient:
         )
 
     def close(self) -> None:
-        """Its connections."""
+        """Closes its connections."""
         self._http.close()
 
     # ---- generation
@@ -91,7 +91,7 @@ class EngineClient:
     # ---- state
 
     def is_up(self) -> bool:
-        """Whether it answers, whatever it says."""
+        """Returns True if the engine responds with status 200."""
         with contextlib.suppress(EngineError):
             return self._send(protocol.MODEL_INFO, None).status_code == 200
         return False
@@ -105,11 +105,11 @@ class EngineClient:
         return reply.status_code == 200
 
     def model_info(self) -> ModelInfo:
-        """What it serves, and the name of the weights."""
+        """Returns the model that the engine serves, and the version of its weights."""
         return self._call(protocol.MODEL_INFO, None)
 
     def server_info(self) -> ServerInfo:
-        """Its settings."""
+        """Returns the engine's settings."""
         return self._call(protocol.SERVER_INFO, None)
 
     def workers(self) -> tuple[str, ...] | None:
@@ -227,7 +227,7 @@ class EngineClient:
     # ---- the wire
 
     def _call(self, endpoint: Endpoint[Body, Answer], body: Body) -> Answer:
-        """What the endpoint reads in the answer."""
+        """Sends a request and returns what the endpoint reads in the answer."""
         reply = self._send(endpoint, body)
         if reply.status_code != 200:
             raise EngineError(self.url, endpoint.name, reply.status_code, error_message(reply.content))

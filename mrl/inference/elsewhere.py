@@ -41,7 +41,7 @@ class OtherNode:
 
     @property
     def engines(self) -> list[ElsewhereEngine]:
-        """As many as it offered."""
+        """The node's engines."""
         return [ElsewhereEngine(self, index) for index in range(len(self.offered.urls))]
 
     def ask(self, path: str, limit_s: float, **body: Any) -> Any:
@@ -64,7 +64,7 @@ class OtherNode:
         self.ask(END_OF_RUN, ANSWER_S)
 
     def close(self) -> None:
-        """No more questions; the engines are its node's to end."""
+        """Ends communication with the node, which ends its engines itself."""
         self._is_closed.set()
         self._http.close()
 
@@ -87,7 +87,7 @@ class OtherNode:
 
 
 class ElsewhereEngine:
-    """One of them; a `Started`."""
+    """An engine of another node; implements `Started`."""
 
     def __init__(self, node: OtherNode, index: int) -> None:
         self._node, self._index = node, index
@@ -98,21 +98,21 @@ class ElsewhereEngine:
 
     @property
     def is_gone(self) -> bool:
-        """With its node."""
+        """True once its node is gone."""
         return self._node.is_gone
 
     @property
     def here(self) -> list[EngineProcess]:
-        """None."""
+        """Processes on this node: none."""
         return []
 
     def exit_code(self) -> int | None:
-        """None while it runs, as far as has been heard."""
+        """Returns None while the engine runs, as far as its node has reported."""
         restarts, code = self._node.exits[self._index]
         return code if restarts == self._restarts else None
 
     def is_ready(self, timeout_s: float) -> bool:
-        """As `EngineProcess.is_ready`, which is asked on the engine's own node."""
+        """Asks the engine's node; see `EngineProcess.is_ready`."""
         answer = self._node.ask(READY, ANSWER_S, engine=self._index, timeout_s=timeout_s)
         return bool(answer["value"])
 
@@ -125,7 +125,7 @@ class ElsewhereEngine:
         self._restarts = int(self._node.ask(RESTART, RESTART_S, engine=self._index)["value"])
 
     def exit_report(self) -> str:
-        """What ended it; also where nobody on its node can say."""
+        """Returns why the engine ended, or why its node cannot say."""
         try:
             return str(self._node.ask(EXIT_REPORT, ANSWER_S, engine=self._index)["value"])
         except errors.RolloutError as error:
@@ -149,7 +149,7 @@ class SpreadEngine:
 
     @property
     def is_gone(self) -> bool:
-        """With a node that is."""
+        """True once one of its nodes is gone."""
         return any(part.is_gone for part in self._parts)
 
     @property
@@ -158,12 +158,12 @@ class SpreadEngine:
         return [process for part in self._parts for process in part.here]
 
     def exit_code(self) -> int | None:
-        """Of the part that ended first, as far as has been heard."""
+        """Returns the exit code of the part that ended first, as far as nodes have reported."""
         return next((code for part in self._parts if (code := part.exit_code()) is not None), None)
 
     def is_ready(self, timeout_s: float) -> bool:
-        """Whether the first part answers, which is when all are there. Raises EngineStartError as soon as one has
-        ended: the others would wait for it."""
+        """Returns True if the first part responds, which happens once all parts are there. Raises EngineStartError as
+        soon as a part has ended, since the others would wait for it."""
         return all(part.is_ready(timeout_s) for part in reversed(self._parts))
 
     def restart(self) -> None:
@@ -174,7 +174,7 @@ class SpreadEngine:
                     done.result()
 
     def exit_report(self) -> str:
-        """What ended the part that has ended."""
+        """Returns the exit report of the part that has ended."""
         ended = next((part for part in self._parts if part.exit_code() is not None), self._parts[0])
         return ended.exit_report()
 

@@ -72,22 +72,22 @@ class Engine:
 
     @property
     def access(self) -> Access:
-        """What opens them."""
+        """Credentials of the servers."""
         return self.pool.access
 
     @property
     def notes(self) -> list[str]:
-        """What the user should know about these engines before the run starts, one sentence each."""
+        """Remarks about these engines for the user, one sentence each."""
         return self.pool.notes
 
     @property
     def restarts(self) -> Restarts:
-        """Who may start a lost server again; nobody, until `restarts.allow` is called."""
+        """Restarts of lost servers; none are allowed before `restarts.allow`."""
         return self.pool.restarts
 
     def wait_ready(self) -> None:
-        """Until every server answers and has been checked; then `notes` is complete. Raises EngineStartError when a
-        server of ours does not come up, EngineError when a given URL does not answer or serves something else."""
+        """Blocks until every server responds and has been checked; then `notes` is complete. Raises EngineStartError
+        when a server of ours does not start, EngineError when a given URL does not respond or serves something else."""
         self.pool.wait_ready()
 
     def check_experts(self) -> None:
@@ -247,8 +247,8 @@ class Engine:
 
     @property
     def lacks_weights(self) -> bool:
-        """Whether a server has given its weights up, or lost them in a restart, and got no others since: they must be
-        pushed before it samples."""
+        """True if a server has released its weights or lost them in a restart, and needs a weight sync before it
+        samples."""
         return not all(server.has_weights for server in self.pool.servers)
 
     def check_push(self, url: str) -> None:
@@ -270,7 +270,7 @@ class Engine:
             self.pool.is_syncing = False
 
     def has_pushed(self, version: str, adapter: str | None = None) -> None:
-        """To be called at the end of each push of weights to all servers: from now on samples of others are refused.
+        """Call at the end of each weight sync of all servers: samples of other weights are refused from now on.
 
         adapter: the name of what was pushed, where it is not the whole model
         """
@@ -298,11 +298,11 @@ class Engine:
         self.pool.end_of_run()
 
     def client(self, url: str, timeout_s: float = 300.0) -> EngineClient:
-        """Of the server at `url`, one of `urls`."""
+        """Returns a client of the server at `url`, one of `urls`."""
         return self.pool.client(url, timeout_s)
 
     def revive(self, error: Exception) -> bool:
-        """After a failed push of weights: starts again what has died in it; the weights are for the caller to push.
+        """Restarts the engines that died in a failed weight sync; the caller syncs the weights again.
 
         Returns whether there was such a server and a restart left for it.
         """

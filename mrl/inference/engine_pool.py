@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Checked:
-    """A server that may be used.
+    """Result of the check of a server.
 
     notes: what the user should know about it before the run starts, one sentence each
     accepts_stop_strings: it knows text
@@ -90,7 +90,7 @@ class EnginePool:
 
     @property
     def processes(self) -> list[EngineProcess]:
-        """Of the servers that mrl started on this node."""
+        """Processes of the servers that mrl started on this node."""
         return [process for started in self._started for process in started.here]
 
     @property
@@ -98,12 +98,12 @@ class EnginePool:
         return [server.process for server in self.all if server.process is not None]
 
     def client(self, url: str, timeout_s: float) -> EngineClient:
-        """Of the server at `url`; its caller closes it."""
+        """Returns a client of the server at `url`; the caller closes it."""
         return EngineClient(url, timeout_s, self.access)
 
     def wait_ready(self) -> None:
-        """Until every server answers and has been checked. Raises EngineStartError when one of ours does not come up,
-        EngineError when a given one does not answer or serves something else."""
+        """Blocks until every server responds and has been checked. Raises EngineStartError when one of ours does not
+        start, EngineError when a given one does not respond or serves something else."""
         if self._ready:
             return
         for process in self._started:
@@ -125,7 +125,7 @@ class EnginePool:
 
     @property
     def all(self) -> tuple[Server, ...]:
-        """All that get weights."""
+        """All servers that receive weights."""
         return self.servers
 
     def admit(self) -> tuple[Server, ...]:
@@ -136,15 +136,15 @@ class EnginePool:
         """Joining servers, these or all, have the weights now."""
 
     def has_left(self, server: Server) -> bool:
-        """Whether the server is gone with its node, so that the run goes on without it."""
+        """Returns True if the server is gone with its node, so that the run goes on without it."""
         return False
 
     async def leaves_soon(self, server: Server) -> bool:
-        """As `has_left`, now or in a moment."""
+        """Returns True if the server `has_left`, now or within a moment."""
         return False
 
     def present(self) -> tuple[Server, ...]:
-        """All that are to get weights now."""
+        """Returns all servers that the next weight sync is for."""
         return self.all
 
     async def bring_in(self, server: Server, weights: Weights) -> None:
@@ -195,8 +195,8 @@ class EnginePool:
         server.up = True
 
     def revive(self, error: Exception) -> bool:
-        """After a failed push of weights: starts again what has died in it, with as much of its memory given up as
-        before; the weights are for the caller to push.
+        """Restarts the engines that died in a failed weight sync, which release as much memory as before; the caller
+        syncs the weights again.
 
         Returns whether there was such a server and a restart left for it.
         """
@@ -251,7 +251,7 @@ class EnginePool:
             server.settle(wanted, client)
 
     def _replace(self, server: Server, error: BaseException) -> None:
-        """After a failure to give up or take back memory: restarts the server, if it did not just refuse."""
+        """Restarts a server that failed to release or restore memory, unless it just refused."""
         if not isinstance(error, EngineError):
             raise error
         refuses = error.status is not None and error.status < 500

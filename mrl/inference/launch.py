@@ -40,8 +40,8 @@ SMALL_MODEL = 20_000_000  # parameters; engines of smaller models on CPUs have o
 
 @dataclass(frozen=True)
 class Part:
-    """Of an engine over several nodes: its number among `nodes`, of which number 0 answers requests, and HOST:PORT, an
-    address of that one where they meet."""
+    """One node's part of an engine over several nodes: its number among `nodes` (number 0 answers requests), and
+    HOST:PORT, an address of part 0 where the parts meet."""
 
     nodes: int
     number: int
@@ -50,7 +50,7 @@ class Part:
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """One server that is to be started.
+    """One server to be started.
 
     model_path: Hugging Face directory; without safetensors the weights are random until the first push
     dtype: "float32" or "bfloat16"
@@ -157,7 +157,8 @@ def cpu_threads(cfg: RolloutConfig, arch: ModelArch, machine: Machine) -> int:
 
 
 def launcher(engine: str) -> Callable[[ServerSpec], Launch]:
-    """Of an engine in the table: how a server of it is started. Raises EngineUnavailable where that cannot be."""
+    """Returns the function that starts servers of an engine in the table. The function raises EngineUnavailable where
+    that is impossible."""
     module, _, name = ENGINES[engine].launch.partition(":")
     found: Callable[[ServerSpec], Launch] = getattr(importlib.import_module(module), name)
     return found

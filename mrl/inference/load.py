@@ -1,4 +1,4 @@
-"""What engines had to do: requests at once, and how fast their answers came."""
+"""Load of the engines: concurrent requests and the speed of answers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mrl.core import Sample
 
 @dataclass(frozen=True)
 class Load:
-    """Of a span of time.
+    """Load over a span of time.
 
     requests: begun; samples, tokens: finished, and their response tokens
     seconds: in which there was any request; mean, most: requests at once in these seconds

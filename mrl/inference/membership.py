@@ -51,7 +51,7 @@ START = (
 
 @dataclass(frozen=True)
 class NodeRecord:
-    """What an engine node registers of itself.
+    """The record that an engine node registers.
 
     engines: their addresses, and that of the node's agent
     serves: settings that the run must have too, by key

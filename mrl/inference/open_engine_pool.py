@@ -24,7 +24,7 @@ TOLD_AT_ONCE = 64
 
 
 class OpenEnginePool(EnginePool):
-    """It is without servers until as many nodes are ready as the run waits for.
+    """Engine pool without servers until as many nodes are ready as the run waits for.
 
     router: where the nodes register; ends with the pool
     serves: settings that the nodes must have too, by key
@@ -133,7 +133,7 @@ class OpenEnginePool(EnginePool):
         self.joining = tuple(server for server in self.joining if server not in joined)
 
     def has_left(self, server: Server) -> bool:
-        """Whether the server is gone with its node; the run goes on without it."""
+        """Returns True if the server is gone with its node; the run goes on without it."""
         if server.process is None or not server.process.is_gone:
             return False
         server.up = False
@@ -146,7 +146,8 @@ class OpenEnginePool(EnginePool):
         return True
 
     async def leaves_soon(self, server: Server) -> bool:
-        """As `has_left`, now or in a moment: a node's engines may be seen to end before the node is."""
+        """Returns True if the server `has_left`, now or within a moment: a node's engines may be seen to end before the
+        node is."""
         end = time.monotonic() + DEATH_WAIT_S
         while not (has_left := self.has_left(server)) and time.monotonic() < end:
             await asyncio.sleep(DEATH_POLL_S)

@@ -1,4 +1,4 @@
-"""An engine that mrl started: its process tree, its log, its end."""
+"""Engines that mrl starts on this machine: process tree, log and exit."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Started(Protocol):
 
 
 class EngineProcess:
-    """One engine server on this machine, in a process group of its own. Constructing it starts it and returns at once.
+    """One engine server on this machine, in its own process group. The constructor starts it and returns at once.
 
     Its whole tree ends with `close`, with this process's normal exit, and within a second of this process's death by
     any signal (see supervisor.py). It is a fork of a fork server, where there is one.
@@ -124,7 +124,7 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
-        """Of the supervisor: the root of the engine's process tree."""
+        """Process id of the supervisor, the root of the engine's process tree."""
         return self._process.pid
 
     @property
@@ -138,7 +138,7 @@ class EngineProcess:
         return [self]
 
     def exit_code(self) -> int | None:
-        """None while the engine runs; 128 + n if signal n ended it."""
+        """Returns None while the engine runs; 128 + n if signal n ended it."""
         return self._process.poll()
 
     def log_tail(self) -> str:
@@ -153,18 +153,18 @@ class EngineProcess:
         return self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
 
     def exit_report(self) -> str:
-        """One paragraph for an error message: what ended the engine, and its last words."""
+        """Returns one paragraph for an error message: why the engine ended, and the end of its log."""
         code = self.exit_code()
         state = "is running" if code is None else f"ended with {describe_exit(code)}"
         return f"{self.name} ({self.url}) {state}. End of {self.log}:\n{self.log_tail()}"
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Until the HTTP server answers. The time-out counts from the start of the process."""
+        """Blocks until the HTTP server responds. The time-out counts from the start of the process."""
         wait_ready(self, timeout_s)
 
     def is_ready(self, timeout_s: float) -> bool:
-        """Whether the HTTP server answers. Raises EngineStartError if the process has ended, is not ready within
-        `timeout_s` of its start, or if another process has its port; then ends it."""
+        """Returns True if the HTTP server responds. Raises EngineStartError, and ends the process, if it has ended, is
+        not ready within `timeout_s` of its start, or if another process has its port."""
         if self.exit_code() is not None:
             raise EngineStartError(f"engine did not start: {self.exit_report()}")
         if self._listens() and self._answers():
@@ -178,7 +178,7 @@ class EngineProcess:
         return False
 
     def _listens(self) -> bool:
-        """Whether the engine itself has the port: asked before a request goes there, with the run's secret in it."""
+        """Returns True if the engine itself holds the port; checked before a request with the run's key goes there."""
         found = listeners(self._port, self._host)
         strangers = [one for one in found if not one.is_held_by(self.pid)]
         # none, or an engine that has just ended
@@ -218,7 +218,7 @@ class EnginePart(EngineProcess):
 
 
 def wait_ready(engine: Started, timeout_s: float) -> None:
-    """Until the engine answers. Raises as `is_ready` does, which counts the time-out from the engine's start."""
+    """Blocks until the engine responds. Raises as `is_ready`, which counts the time-out from the engine's start."""
     while not engine.is_ready(timeout_s):
         time.sleep(POLL_S)
 

@@ -1,4 +1,4 @@
-"""What mrl and an engine say to each other: the part of SGLang's native HTTP interface that mrl uses, and no more.
+"""Protocol between mrl and an engine: the part of SGLang's native HTTP interface that mrl uses.
 
 Bodies and answers are JSON; token ids travel in both directions, text never does. Every request carries the run's key
 as `Authorization: Bearer KEY`. What changes weights is answered `{"success": true}`. An engine refuses with a status of
@@ -34,7 +34,7 @@ RELEASED_PARTS: dict[str, tuple[MemoryPart, ...]] = {  # by rollout.release
 
 @dataclass(frozen=True)
 class Endpoint(Generic[Body, Answer]):
-    """One URL of an engine.
+    """One endpoint of an engine.
 
     name: the path without its first slash
     read: what the caller gets of the JSON answer (None where it was none); raises BadAnswer for one that cannot be
@@ -54,7 +54,7 @@ class Endpoint(Generic[Body, Answer]):
 
 
 class SamplingBody(TypedDict):
-    """How the tokens after one prompt are drawn. A greedy draw has temperature 0."""
+    """Sampling parameters of one request. Greedy sampling has temperature 0."""
 
     temperature: float  # logits are divided by it
     top_p: float
@@ -88,20 +88,20 @@ class GenerateBody(TypedDict):
 
 
 class AbortBody(TypedDict):
-    """Which requests to end."""
+    """Selects the requests to end."""
 
     rid: str  # "" with abort_all
     abort_all: bool
 
 
 class SessionBody(TypedDict):
-    """Which of the engine's models the updates to come are of."""
+    """Selects the models of the engine that the weight update is for."""
 
     selector: Literal["all"]
 
 
 class EmptyBody(TypedDict):
-    """Nothing more to say."""
+    """An empty body."""
 
 
 class TensorsBody(TypedDict):
@@ -141,13 +141,13 @@ class BroadcastBody(TypedDict):
 
 
 class LeaveBody(TypedDict):
-    """A group that was joined."""
+    """Names a process group that the engine has joined."""
 
     group_name: str
 
 
 class DiskBody(TypedDict):
-    """All weights, from a Hugging Face directory that the engine's machine can read."""
+    """Loads all weights from a Hugging Face directory that the engine's machine can read."""
 
     model_path: str
     load_format: Literal["auto"]  # without it a server that started with random weights would refuse to read any
@@ -170,7 +170,7 @@ class AdapterBody(TypedDict):
 
 
 class AdapterNameBody(TypedDict):
-    """An adapter that is loaded. It goes once no request uses it."""
+    """Names a loaded adapter to unload. It is unloaded once no request uses it."""
 
     lora_name: str
 
@@ -183,14 +183,14 @@ class VersionBody(TypedDict):
 
 
 class CheckerBody(TypedDict):
-    """What to do with the parameters: hash them."""
+    """Action on the parameters: hash them."""
 
     action: Literal["checksum"]
 
 
 class MemoryBody(TypedDict):
-    """What of an idle engine's GPU memory to give up, or to take back, with undefined contents but for CUDA graphs. A
-    part that is given up twice, or taken back without having been given up, may end the engine."""
+    """Parts of an idle engine's GPU memory to release or to restore; restored contents are undefined, except CUDA
+    graphs. An engine may end if a part is released twice, or restored without having been released."""
 
     tags: list[MemoryPart]
 
@@ -221,7 +221,7 @@ class Generated(TypedDict):
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What an engine says it serves."""
+    """Description of the model that an engine serves."""
 
     model_path: str
     model_type: str
@@ -238,13 +238,13 @@ class RankChecksums:
 
 
 def read_done(answer: Any) -> None:
-    """Of an answer that says that it is done: a server in between that answers 200 to everything does not."""
+    """Checks that an answer confirms success: a proxy that answers 200 to everything does not."""
     if typed(answer, "the answer", dict).get("success") is not True:
         raise BadAnswer(f"the answer is {shown(answer)}, which does not say that it was done (success)")
 
 
 def read_nothing(answer: Any) -> None:
-    """Of an answer that says no more than its status."""
+    """Reads an answer that has only a status."""
 
 
 def read_model_info(answer: Any) -> ModelInfo:
@@ -264,8 +264,8 @@ def read_adapters(answer: Any) -> tuple[str, ...]:
 
 
 def read_checksums(answer: Any) -> list[RankChecksums]:
-    """In the order of the engine's tensor-parallel ranks. Names are those of a model without adapters, around whose
-    layers SGLang puts others."""
+    """Returns the hashes in the order of the engine's tensor-parallel ranks. Names are those of a model without
+    adapters, around whose layers SGLang puts others."""
     found = []
     for rank in field(answer, "ranks", list):
         checksums = field(rank, "checksums", dict)

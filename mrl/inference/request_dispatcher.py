@@ -51,7 +51,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Generation:
-    """How to sample, and what to expect of every answer. is_background: waits while the dispatcher is paused."""
+    """Sampling parameters, and the properties that every answer must have. is_background: waits while the dispatcher is
+    paused."""
 
     sampling: SamplingParams
     expected: Expected
@@ -173,7 +174,7 @@ class RequestDispatcher:
 
     @property
     def is_restarting(self) -> bool:
-        """Whether an engine is being started that does not wait for weights yet."""
+        """True if an engine is being started that does not wait for weights yet."""
         return len(self._restarting) > len(self.awaiting_weights)
 
     def pause(self, *, interrupt: bool) -> Future[None]:

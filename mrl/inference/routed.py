@@ -1,4 +1,4 @@
-"""Which experts an engine has sent tokens to: what comes with a sample, made small."""
+"""Routed experts that an engine returns with a sample."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ ASK = "--enable-return-routed-experts"  # of SGLang's command line
 
 @dataclass(frozen=True)
 class RoutedShape:
-    """Of a model whose tokens go to `per_token` of `count` experts in those `layers` of `num_layers` that have any."""
+    """Shape of the routed experts of a model whose tokens go to `per_token` of `count` experts in those `layers` of
+    `num_layers` that have any."""
 
     layers: tuple[int, ...]
     num_layers: int
@@ -34,12 +35,12 @@ class RoutedShape:
 
     @property
     def token_bytes(self) -> int:
-        """Of an answer, for each token: base64 of int32."""
+        """Bytes of an answer for each token: base64 of int32."""
         return -(-self.num_layers * self.per_token * 16 // 3)
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of an expert's number."""
+        """Data type of an expert's number."""
         return np.dtype(ExpertArch(self.count, self.per_token).number)
 
     def read(self, meta: dict[str, Any], tokens: int, start: int = 0) -> np.ndarray:
@@ -68,7 +69,8 @@ class RoutedShape:
         return found
 
     def written(self, chosen: np.ndarray) -> str:
-        """What `read` reads, of the experts [tokens - start - 1, layers with experts, experts a token]."""
+        """Returns the text that `read` reads, of the experts [tokens - start - 1, layers with experts, experts a
+        token]."""
         every = np.zeros((len(chosen), self.num_layers, self.per_token), "<i4")
         every[:, list(self.layers)] = chosen
         return base64.b64encode(every.tobytes()).decode()
@@ -84,5 +86,5 @@ def joined(known: np.ndarray | None, drawn: np.ndarray | None) -> np.ndarray | N
 
 
 def whole(known: np.ndarray) -> np.ndarray:
-    """As in `Sample`: with the last token."""
+    """Returns the experts with a row for the last token, as in `Sample`."""
     return np.concatenate([known, np.zeros_like(known[:1])])

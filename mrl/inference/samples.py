@@ -87,7 +87,7 @@ def _url(png: bytes) -> str:
 
 @dataclass(frozen=True)
 class Expected:
-    """What every sample must comply with.
+    """Properties that every sample must have.
 
     versions: names of the weights that may have generated it; None: any
     is_interruptible: an answer may hold the beginning of a response, which ends with "abort"

@@ -40,7 +40,7 @@ class Restarts:
         self.post(lambda: tell(line))
 
     def is_left(self) -> bool:
-        """Whether one more is allowed."""
+        """Returns True if one more restart is allowed."""
         return self._give_weights is not None and self.made < self.limit
 
     def take(self, process: Started, error: Exception) -> None:
@@ -92,14 +92,14 @@ class Server:
         return self.process is not None and (self.process.is_gone or self.process.exit_code() is not None)
 
     async def ends_soon(self) -> bool:
-        """Whether the process behind a failure is gone, or is so in a moment."""
+        """Returns True if the process behind a failure has ended, or ends within a moment."""
         end = time.monotonic() + DEATH_WAIT_S
         while self.process and not self.has_ended and time.monotonic() < end:
             await asyncio.sleep(DEATH_POLL_S)
         return self.has_ended
 
     def exit_report(self) -> str:
-        """For the end of an error message; empty for one that mrl did not start."""
+        """Returns text for the end of an error message; empty for a server that mrl did not start."""
         return "" if self.process is None else self.process.exit_report()
 
     def settle(self, wanted: Parts, client: EngineClient) -> None:
@@ -121,7 +121,7 @@ class Server:
             self.released -= back
 
     def _wait_idle(self, client: EngineClient) -> None:
-        """An engine that is told to give memory up while it works ends itself (SGLang)."""
+        """Waits until no request runs: SGLang ends itself when it is told to release memory during work."""
         limit = client.timeout_s
         try:
             client.flush_when_idle(limit)

@@ -1,5 +1,5 @@
-"""What a server says of its own settings, and what follows for a run that pushes weights to it and learns from its
-samples. Written against sglang 0.5.23."""
+"""Settings that a server reports, and their consequences for a run that syncs weights to it and trains on its samples.
+Written against sglang 0.5.23."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class _Head(io.BufferedIOBase):
-    """What a connection sends. Lines, which only heads have, may be MAX_HEAD_BYTES together."""
+    """Reads what a connection sends. Lines, which only heads have, may have MAX_HEAD_BYTES together."""
 
     def __init__(self, inner: Any) -> None:
         self._inner, self.left = inner, MAX_HEAD_BYTES
@@ -122,7 +122,7 @@ class _Head(io.BufferedIOBase):
 
 
 class Server(ThreadingHTTPServer):
-    """As `serve`, for who runs it in a thread of its own: `serve_forever`, `shutdown`. It listens from here on.
+    """HTTP server for use in a thread: `serve_forever`, `shutdown`. It listens from its construction on; see `serve`.
 
     port: 0 for any that is free; `server_port` says which
     unlocked: path that a GET without the key is answered 200 at, with nothing
@@ -164,7 +164,7 @@ class Server(ThreadingHTTPServer):
             self._strangers.pop(request, None)
 
     def shutdown_request(self, request: Any) -> None:
-        """Its end."""
+        """Closes a connection."""
         self.let_in(request)
         super().shutdown_request(request)
 

@@ -1,4 +1,4 @@
-"""From the configuration to running engines."""
+"""Starts the engines of a configuration."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def start_servers(
     access: Access,
     part: Part | None = None,
 ) -> list[EngineProcess]:
-    """All of a node's; none is left if one of them cannot be started."""
+    """Starts all servers of a node; none is left if one of them cannot be started."""
     before = home.node * cfg.servers
     with contextlib.ExitStack() as undo:
         started = list[EngineProcess]()

@@ -32,7 +32,7 @@ def plain(sample: Sample) -> dict[str, Any]:
 
 
 def restored(request: Request, kept: dict[str, Any]) -> Sample:
-    """What `plain` was made of."""
+    """Returns the sample that `plain` was called with."""
     arrays = {name: tensor.numpy() for name, tensor in kept["arrays"].items()}
     prompt, lens = (tuple(arrays.pop(name).tolist()) for name in ("prompt", "sequence_lens"))
     texts = {name: kept[name] for name in TEXTS}

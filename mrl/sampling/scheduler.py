@@ -31,7 +31,7 @@ GenerateGroup = Callable[[int, int], Awaitable[Group]]  # by its number
 
 @dataclass(frozen=True)
 class StepSamples:
-    """What a step trains on.
+    """Samples of a step.
 
     groups: in order; others: those that were generated and are not trained on
     greedy: by the number of the group, a response of the likeliest tokens to its prompt, if the run needs them

@@ -28,7 +28,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def sglang_launch(spec: ServerSpec) -> Launch:
-    """With `spec.gpu` a stock server on its own GPUs, else the CPU form.
+    """Returns the command of a stock server on its own GPUs if `spec.gpu`, else of SGLang's CPU form.
 
     Its folder gets the file that tells the server its key, and the one over which its processes meet, for want of a
     port that nobody else could take.
@@ -100,7 +100,7 @@ def _common(spec: ServerSpec) -> list[str]:
 
 
 def _context(spec: ServerSpec) -> int:
-    """With as much more as SGLang keeps to itself: it takes prompts of up to 7 tokens less, and cuts responses 2 tokens
+    """Returns the context length to ask for: SGLang accepts prompts of up to 7 tokens less, and cuts responses 2 tokens
     earlier."""
     return (spec.cfg.max_context_tokens or spec.arch.max_positions) + CONTEXT_KEPT
 
@@ -183,6 +183,6 @@ def cpu_environment(tensor: int, threads: int) -> dict[str, str]:
 
 
 def _without_crash_dumps(env: dict[str, str]) -> dict[str, str]:
-    """A server that lost a process would otherwise stay up, silent, for a minute to write dumps."""
+    """Disables crash dumps: a server that lost a process would otherwise stay up for a minute to write them."""
     off = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
     return off | env

@@ -1,4 +1,4 @@
-"""What SGLang's CPU form imports, in its environment: for the process that engines are copied from."""
+"""Imports of SGLang's CPU form, for the fork server of engines."""
 
 import importlib
 import os

@@ -37,8 +37,8 @@ class ExpertTap:
             self._hooks.pop().remove()
 
     def give(self, jobs: Sequence[Job], width: int) -> None:
-        """To the jobs of the batch that has been generated, whose prompts were padded on the left to `width` tokens; a
-        job's last token has gone nowhere."""
+        """Gives each job of the generated batch its experts. Prompts were padded on the left to `width` tokens; a job's
+        last token was not routed."""
         rows = len(jobs)
         layers = [torch.cat([part.view(rows, -1, part.size(-1)) for part in seen], 1).cpu() for seen in self._seen]
         every = torch.stack(layers, 2)  # [rows, width + tokens drawn - 1, layers, experts a token]

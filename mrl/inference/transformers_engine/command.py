@@ -1,4 +1,4 @@
-"""How the transformers engine is started: as a process of its own, like SGLang, so that both die and sync alike."""
+"""Command of the transformers engine, a separate process like SGLang, so that failures and weight syncs work alike."""
 
 from __future__ import annotations
 

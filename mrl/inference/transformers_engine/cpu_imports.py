@@ -1,4 +1,4 @@
-"""What the transformers engine imports, some of it late: for the process that engines are copied from."""
+"""Imports of the transformers engine, some of which it makes late, for the fork server of engines."""
 
 import os
 

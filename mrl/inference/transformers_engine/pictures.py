@@ -26,7 +26,7 @@ class Inputs:
 
 
 class Sight:
-    """Of the model at `path`."""
+    """Image processing of the model at `path`."""
 
     def __init__(self, path: str, vision: VisionArch) -> None:
         from transformers import AutoImageProcessor
@@ -55,7 +55,7 @@ class Sight:
         return Inputs(found["pixel_values"], found["image_grid_thw"])
 
     def model_inputs(self, ids: Tensor, mask: Tensor, inputs: list[Inputs | None]) -> dict[str, Tensor]:
-        """What `generate` is told beside ids [rows, width] and their mask."""
+        """Returns the inputs of `generate` beside ids [rows, width] and their mask."""
         seen = [each for each in inputs if each is not None]
         if not seen:
             return {}

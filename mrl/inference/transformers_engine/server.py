@@ -30,7 +30,7 @@ log = logging.getLogger("transformers_engine")
 
 
 class Endpoints:
-    """One method an endpoint: JSON in, JSON out."""
+    """HTTP endpoints: one method each, JSON in, JSON out."""
 
     def __init__(self, worker: Worker, context: int) -> None:
         self._worker = worker

@@ -1,4 +1,4 @@
-"""The one thread that owns the model: it runs everything that is queued as one batch, and weight updates in between."""
+"""The thread that owns the model. It runs all queued requests as one batch, and weight updates in between."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ class Worker:
                 generation.done.set_exception(error)
 
     def _responses(self, jobs: list[Job]) -> Iterator[tuple[int, list[int]]]:
-        """As `batch.responses` gives them."""
+        """Yields responses as `batch.responses` does."""
         self._check_held(*MEMORY_PARTS)
         seen = None
         if self.sight is not None:
@@ -167,7 +167,7 @@ class Worker:
         return self._tokenizer
 
     def _release(self, parts: frozenset[MemoryPart]) -> None:
-        """Only weights are there between two batches."""
+        """Releases memory; between two batches there are only weights."""
         self._check_held(*parts)
         if "weights" in parts:
             self._weights.release()
@@ -223,7 +223,7 @@ def _settle(done: Future[Any], run: Callable[[], Any]) -> None:
 
 
 def _load(model_path: str, dtype: torch.dtype, *, sees: bool) -> Any:
-    """From safetensors, or random weights where the directory has none (they are pushed before the first use)."""
+    """Loads safetensors, or random weights where the directory has none (a weight sync comes before the first use)."""
     kind: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
     if any(Path(model_path).glob("*.safetensors")):
         return kind.from_pretrained(model_path, dtype=dtype, use_safetensors=True, **_LOCAL)

@@ -1,4 +1,4 @@
-"""What corrects a step's losses for the engine being another policy than the trainer."""
+"""Corrections of a step's losses for the difference between the engine's policy and the trainer's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class FlatCorrection:
 
 
 def correction_of(cfg: RolloutCorrectionConfig, rollout: Rollout, trainer_log_probs: Tensor) -> FlatCorrection:
-    """Of a step's tokens. trainer_log_probs [R]: of the policy at its start.
+    """Returns the correction of a step's tokens. trainer_log_probs [R]: of the policy at the start of the step.
 
     Advantages are made from all samples, and the critic learns from all (in verl, rejected tokens are out of gae's
     whitening and of the value loss too).

@@ -10,7 +10,8 @@ from mrl.learner import LossTerm, losses
 
 
 class Demonstrations:
-    """Which ones an update gets depends on (seed, step, update) alone: no state to save. Built on every rank."""
+    """Demonstrations of the PTX loss. Those of an update depend only on (seed, step, update), so there is no state to
+    save. Built on every rank."""
 
     def __init__(self, cfg: RLConfig) -> None:
         assert cfg.ptx is not None
@@ -22,7 +23,7 @@ class Demonstrations:
         self.notes = [note for note in notes if note not in tokenizer.notes]  # what was left out or cut
 
     def term(self, step: int, update: int) -> LossTerm:
-        """For one update of a step, both from 0."""
+        """Returns the loss term for one update of a step, both from 0."""
         count = self._cfg.samples_per_update
         batch = self.data.sft_rollout(step * self._updates + update, count, self._seed)
         weights = batch.flat(aggregate.token_weights("token-mean", batch.response_mask))

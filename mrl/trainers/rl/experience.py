@@ -1,4 +1,4 @@
-"""From scored samples to training targets: log-probs, values, rewards, advantages. The same on every rank."""
+"""Turns scored samples into training targets: log-probs, values, rewards, advantages. The same on every rank."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RESAMPLING_STREAM = 1 << 44  # keeps the draws of samples apart from all others
 
 @dataclass(frozen=True)
 class Passes:
-    """What the models say of a step's samples before its first update. Flat [R]; None: nothing needs it, or the first
+    """Outputs of the models for a step's samples before its first update. Flat [R]; None: not needed, or the first
     update computes it anyway.
 
     log_probs, entropies: the trainer's
@@ -85,17 +85,18 @@ class Experience:
         return self.correction.metrics if self.correction is not None else {}
 
     def pick(self, samples: Tensor) -> Experience:
-        """Of some of the samples, in the order of `samples` [b] int64, which may name one more than once."""
+        """Returns the experience of some samples, in the order of `samples` [b] int64, which may name one more than
+        once."""
         return units.pick(self, samples, of=self.rollout)
 
     def part(self, samples: Sequence[int]) -> Experience:
-        """Of some of the samples; without a copy where they are a range, which follow each other."""
+        """Returns the experience of some samples; without a copy where they are a range."""
         if isinstance(samples, range):
             return units.part(self, samples, of=self.rollout)
         return self.pick(torch.tensor(samples))
 
     def targets(self) -> list[Tensor]:
-        """All flat vectors that a loss may be made of."""
+        """Returns all flat vectors that a loss may use."""
         maybe = (self.old_log_probs, self.trainer_log_probs, self.ref_log_probs, self.values)
         return [self.advantages, self.returns, *(vector for vector in maybe if vector is not None)]
 
@@ -131,7 +132,7 @@ def forward_passes(
 def make_experience(
     cfg: AlgorithmConfig, rollout: Rollout, passes: Passes, kl_coef: float, reused: Reused | None = None
 ) -> Experience:
-    """What a step learns from its scored samples. reused: which of them are of earlier steps, if any are."""
+    """Returns the experience of a step's scored samples. reused: which of them are from earlier steps."""
     old, is_old_policy = _old_policy(cfg, rollout, passes.log_probs, reused)
     penalty, mean_ref_kl = _ref_kl(cfg.kl, rollout, passes, reused)
     early = None if rollout.token_rewards is None else rollout.dense(rollout.token_rewards)
@@ -160,7 +161,7 @@ def make_experience(
 def _old_policy(
     cfg: AlgorithmConfig, rollout: Rollout, trainers: Tensor | None, reused: Reused | None
 ) -> tuple[Tensor | None, bool]:
-    """Its log-probs [R], and whether they are the trainer's own.
+    """Returns the old policy's log-probs [R], and whether they are the trainer's own.
 
     Of samples of earlier steps it is the policy that drew them. With importance weights it is the present one for them
     too, as the weights count how far that is from the one that drew them (decoupled PPO, arXiv 2505.24298).
@@ -209,7 +210,7 @@ def _advantages(
 
 
 def chosen_estimator(cfg: AlgorithmConfig, has_values: bool) -> tuple[str | Estimator, dict[str, Any]]:
-    """What `advantages.compute` is called with: the estimator and its options. FunctionError for a user's own that
+    """Returns the estimator and its options for `advantages.compute`. Raises FunctionError for a user's function that
     cannot be used."""
     if isinstance(cfg, CustomEstimator):
         return custom.load_custom_estimator(cfg.advantage.function, cfg.advantage.options, has_values), {}
@@ -217,7 +218,8 @@ def chosen_estimator(cfg: AlgorithmConfig, has_values: bool) -> tuple[str | Esti
 
 
 def resampled(cfg: PFPPOConfig | None, exp: Experience, seed: int) -> Experience:
-    """What the updates of a step learn from: samples drawn anew where `cfg` asks for it. Follows from (seed, step)."""
+    """Returns the experience that the updates of a step use: resampled where `cfg` asks for it. Depends on (seed,
+    step)."""
     if cfg is None:
         return exp
     generator = torch.Generator().manual_seed(sample_seed(seed, RESAMPLING_STREAM + exp.rollout.step, 0))

@@ -77,7 +77,7 @@ class Generator:
 
     @property
     def kept(self) -> list[Stateful]:
-        """What checkpoints keep of the samples in flight."""
+        """State of the samples in flight, for checkpoints."""
         return [self.scheduler, *([self._policy] if isinstance(self._policy, PartialRollouts | FirstDone) else [])]
 
     def _make_policy(self) -> Policy:
@@ -97,7 +97,7 @@ class Generator:
         return WholeSteps(wanted)
 
     def notes(self) -> list[str]:
-        """What was corrected or left out of the data, for the user to see before the first step."""
+        """Returns remarks on corrected or excluded data, for the user before the first step."""
         sets = {"data.train": self.train} | ({"data.validation": self.validation} if self.validation else {})
         notes = data_notes(self.tokenizer, sets)
         if self.validation is not None:
@@ -287,8 +287,8 @@ class Generator:
         return {f"{name}/{metric}": value for metric, value in metrics.items()}
 
     def sampling_params(self) -> SamplingParams:
-        """Of samples that are learnt from. They end at the tokenizer's EOS too: the model's own configuration may name
-        another one."""
+        """Sampling parameters of training samples. They end at the tokenizer's EOS too: the model's own configuration
+        may name another one."""
         cfg = self.cfg.rollout.sampling
         stop_ids = (*cfg.stop_token_ids, self.tokenizer.eos_id)
         experts = self.cfg.actor.routing_replay == "engine"

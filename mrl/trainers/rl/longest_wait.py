@@ -1,4 +1,4 @@
-"""How long rank 0 may wait for samples, by the limits of all that it waits for."""
+"""Maximum time that rank 0 waits for samples, from the limits of everything it waits for."""
 
 from __future__ import annotations
 

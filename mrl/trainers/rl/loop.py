@@ -22,7 +22,7 @@ from mrl.trainers.shared.updates import named, over_updates
 
 
 def train_step(run: RLRun, step: int) -> StepStats:
-    """One step: sample with the current weights, learn from the samples, give the engine the new weights."""
+    """Runs one step: sample with the current weights, train on the samples, sync the new weights to the engines."""
     stats, started, restarts = run.checkpointer.new_stats(step + 1), time.monotonic(), run.engine_restarts
     rollout = generate(run, step, stats)
     experience = learn(run, step, rollout, stats)
@@ -41,7 +41,7 @@ def generate(run: RLRun, step: int, stats: StepStats) -> Rollout:
 
 
 def learn(run: RLRun, step: int, rollout: Rollout, stats: StepStats) -> Experience:
-    """All updates of a step from its samples, and what it has learnt from."""
+    """Makes all updates of a step from its samples; returns the experience it has trained on."""
     phase, trains_actor = run.phase, run.trains_actor(step)
     with phase("experience", stats):
         experience, metrics = experience_of(run, rollout, trains_actor)
@@ -90,7 +90,7 @@ def log(
 
 
 def experience_of(run: RLRun, rollout: Rollout, trains_actor: bool) -> tuple[Experience, dict[str, float]]:
-    """What the step learns from: its new samples and, with a replay buffer, older ones. Raises MismatchError for
+    """Returns the experience of a step: its new samples and, with a replay buffer, older ones. Raises MismatchError for
     samples of other weights than the actor's, where its log-probs are known before the first update."""
     cfg, reused = run.cfg, None
     metrics: dict[str, float] = {}
@@ -110,8 +110,8 @@ def experience_of(run: RLRun, rollout: Rollout, trains_actor: bool) -> tuple[Exp
 
 
 def update(run: RLRun, exp: Experience, trains_actor: bool) -> dict[str, float]:
-    """All epochs and mini-batches of one step, of one model after the other; metrics as `over_updates` puts them
-    together."""
+    """Runs all epochs and mini-batches of one step, one model after the other; returns metrics combined by
+    `over_updates`."""
     made: dict[str, list[dict[str, float]]] = {"critic": [], "actor": []}
     metrics, drawn = dict(exp.metrics), exp
     exp = resampled(run.cfg.algorithm.pf_ppo, drawn, run.cfg.run.seed)

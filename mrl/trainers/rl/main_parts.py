@@ -1,4 +1,4 @@
-"""What only rank 0 has of an RL run: the engines, the reward workers, the prompts."""
+"""Parts of an RL run that exist on rank 0 only: engines, reward workers, prompts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Ready:
 
 @dataclass
 class MainParts:
-    """What rank 0 alone has, closed with the setup's stack; the other ranks hold one with nothing in it."""
+    """Rank 0's parts, closed with the setup's stack; the instances of other ranks are empty."""
 
     cfg: RLConfig
     setup: RunSetup
@@ -115,7 +115,7 @@ class MainParts:
 
 
 def is_exact(cfg: RLConfig) -> bool:
-    """Whether the actor computes in float32 on CPUs, where the order of sums is all that may differ."""
+    """Returns True if the actor computes in float32 on CPUs, where only the order of sums may differ."""
     return (
         platform.device().type == "cpu"
         and cfg.model.dtype == "float32"
@@ -143,7 +143,7 @@ def make_agents(cfg: RLConfig, agent: AgentConfig, tokenizer: Tokenizer) -> Agen
 
 
 def this_machine() -> Machine:
-    """As rank 0 sees it."""
+    """Returns the machine as rank 0 sees it."""
     return Machine.from_environment(platform.gpu_count())
 
 

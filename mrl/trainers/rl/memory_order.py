@@ -1,4 +1,4 @@
-"""Which memory who has in a step: the one table that is asked at the boundary of every phase."""
+"""Table of the memory that models and engines hold in each phase of a step, applied at every phase boundary."""
 
 from __future__ import annotations
 

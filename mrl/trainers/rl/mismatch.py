@@ -24,7 +24,7 @@ class MismatchError(RuntimeError):
 
 
 class MismatchLimits:
-    """All ranks see the same log-probs, so each comes to the same verdict by itself.
+    """Limits of the train / rollout mismatch. All ranks see the same log-probs, so each decides alike by itself.
 
     note: takes one line for the user
     exact: engines and trainer compute alike, so that under the same weights the order of sums is all that differs
@@ -134,8 +134,8 @@ def born(rollout: Rollout) -> Tensor:
 
 
 def by_age(ages: Tensor, gaps: Tensor) -> dict[str, float]:
-    """Of the ages of n tokens, in pushes of weights, and their gaps. staleness/mean, staleness/max: of the ages;
-    mismatch/age_K: the mean gap of those that are K old. Age 0 is what numerics make of it."""
+    """Returns metrics of the ages of n tokens, in weight syncs, and of their log-prob gaps. staleness/mean,
+    staleness/max: of the ages; mismatch/age_K: the mean gap of tokens of age K. Age 0 shows numerics alone."""
     if not ages.numel():
         return {}
     means = {f"mismatch/age_{int(age)}": float(gaps[ages == age].mean()) for age in ages.unique()}
@@ -151,7 +151,7 @@ class _Limit:
     sample: float | None
 
     def beyond(self, gaps: _Gaps) -> str:
-        """What is, in words; empty if nothing is."""
+        """Returns which limits are exceeded, in words; empty if none."""
         found = []
         if self.step is not None and (mean := gaps.mean) > self.step:
             found.append(f"{mean:.2g} nats a token in the mean (rollout.mismatch.{self.key} = {self.step:g})")

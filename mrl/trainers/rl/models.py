@@ -19,7 +19,7 @@ from mrl.trainers.shared.world import World
 
 
 class MovingAverage(PolicyCopy):
-    """Of the actor, after every update."""
+    """Moving average of the actor's weights, updated after every update."""
 
     def __init__(self, actor: Learner, cfg: EMAConfig) -> None:
         super().__init__(actor, offload=cfg.offload)
@@ -31,7 +31,7 @@ class MovingAverage(PolicyCopy):
 
 @dataclass(frozen=True)
 class Models:
-    """Of one run, on every rank."""
+    """Models of one run, on every rank."""
 
     actor: Learner
     critic: Learner | None
@@ -41,13 +41,13 @@ class Models:
 
     @property
     def learners(self) -> dict[str, Learner]:
-        """By the names that the order of memory has for them."""
+        """Learners by their names in the table of memory order."""
         found = {"actor": self.actor, "critic": self.critic, "ref": self.ref, "reward": self.reward}
         return {name: each for name, each in found.items() if isinstance(each, Learner)}
 
     @property
     def saved(self) -> dict[str, Checkpointable]:
-        """What a checkpoint holds of them, by name."""
+        """Learners that a checkpoint holds, by name."""
         parts: dict[str, Checkpointable] = {"actor": self.actor}
         if self.critic is not None and self.critic.trainable:
             parts["critic"] = self.critic
@@ -77,7 +77,7 @@ def build_models(cfg: RLConfig, world: World) -> Models:
 
 
 def notes(cfg: RLConfig) -> list[str]:
-    """Where the critic's weights come from, if there is one, and what to know of the reward model."""
+    """Yields where the critic's weights come from, if there is one, and remarks on the reward model."""
     found = []
     if (judge := cfg.reward.model) is not None and read_hf_config(judge.path).get("pad_token_id") in _ends(judge.path):
         found.append(

@@ -1,4 +1,4 @@
-"""What the models say of a step's samples before its first update, of its first ones while others are still drawn.
+"""Forward passes over a step's samples before its first update, over the first ones while others are still generated.
 
 A step is cut into parts, in the order of its samples. Each is computed by itself, as soon as it is whole or after all
 have been drawn: nothing depends on who was faster.
@@ -58,7 +58,7 @@ class StepPasses:
         self._drawn, self._made, self.early_s, self.early = {}, [], 0.0, 0
 
     def seeing(self, step: int, tick: Callable[[Sample], None]) -> Callable[[Sample], None]:
-        """What rank 0 is to call with each of the step's samples, as it comes; `tick` is, too."""
+        """Returns the function that rank 0 calls with each of the step's samples; it also calls `tick`."""
 
         def see(sample: Sample) -> None:
             tick(sample)
@@ -86,7 +86,7 @@ class StepPasses:
         self.early, self.early_s = self.early + 1, self.early_s + time.monotonic() - began
 
     def early_metrics(self, seconds: dict[str, float]) -> dict[str, float]:
-        """How many parts of the step needed not to wait. Of its phases' seconds theirs are the experience's."""
+        """Returns how many parts of the step did not wait, and moves their seconds to the phase `experience`."""
         if len(self._parts) == 1:
             return {}
         seconds["rollout"] -= self.early_s
@@ -94,7 +94,7 @@ class StepPasses:
         return {"rollout/early_parts": float(self.early)}
 
     def of(self, rollout: Rollout) -> Passes:
-        """Of the whole step, what is missing computed now. Collective."""
+        """Returns the passes of the whole step; computes the missing parts now. Collective."""
         if len(self._parts) == 1:
             return self._compute(rollout)
         late = [self._compute(rollout.part(samples)) for samples in self._parts[len(self._made) :]]

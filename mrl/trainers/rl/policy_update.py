@@ -1,4 +1,4 @@
-"""Of an update of the actor: the targets of its mini-batch, and what judges it between the pass and the step."""
+"""One update of the actor: targets of its mini-batch, and the checks between backward pass and optimizer step."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def policy_targets(run: RLRun, exp: Experience, number: int) -> losses.PolicyTar
 
 
 def choose_tokens(run: RLRun, exp: Experience, mask: Tensor, number: int) -> Tensor | None:
-    """Of the mini-batch's tokens `mask`, for a loss that treats some tokens differently: it needs the log-probs of all
-    of them before the update, which the step's first one has already. The same on every rank."""
+    """Selects tokens of the mini-batch's `mask` for a loss that treats some tokens differently. It needs the log-probs
+    of all of them before the update, which the step's first update has already. The same on every rank."""
     loss = run.cfg.algorithm.policy_loss
     if not loss.chooses_tokens:
         return None

@@ -1,4 +1,4 @@
-"""How the actor's weights get to the engines of a run."""
+"""Makes the weight sync of a run's engines."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ STREAM = 1 << 42  # keeps these draws apart from the seeds of samples
 
 @dataclass(frozen=True)
 class Reused:
-    """Which of a rollout's samples are of earlier steps.
+    """The samples of a rollout that are from earlier steps.
 
     samples [B] bool, tokens [R] bool: those of earlier steps
     old_log_probs [R]: of these tokens, under the policy that drew them; 0 elsewhere
@@ -33,7 +33,7 @@ class Reused:
 
 @dataclass(frozen=True)
 class _Step:
-    """What is left of a step's samples, with their log-probs [R] under the policy that drew them."""
+    """Remaining samples of a step, with their log-probs [R] under the policy that generated them."""
 
     rollout: Rollout
     old_log_probs: PerResponseToken
@@ -43,8 +43,8 @@ class _Step:
 
     @classmethod
     def restored(cls, rollout: dict[str, Any], old_log_probs: Tensor) -> _Step:
-        """Of what `state_dict` gave. Before it kept weight_versions, the weights were always those of the step; before
-        it kept sequences, a trajectory was one."""
+        """Returns the step of a `state_dict`. Before states had weight_versions, the weights were always those of the
+        step; before they had sequences, a trajectory was one."""
         known = {"weight_versions": torch.full_like(rollout["group"], rollout["step"])} | rollout
         if known.get("drawn") is not None and known.get("sequence_counts") is None:
             known |= {"sequence_counts": torch.ones_like(known["seq_lens"]), "sequence_lens": known["seq_lens"]}
@@ -142,5 +142,5 @@ class Replay:
 
 
 def _order(count: int, seed: int, step: int, use: int) -> Tensor:
-    """A permutation that follows from the arguments."""
+    """Returns a permutation that depends only on the arguments."""
     return torch.randperm(count, generator=torch.Generator().manual_seed(sample_seed(seed, STREAM + step, use)))

@@ -16,7 +16,8 @@ from mrl.learner import Learner
 
 @dataclass(frozen=True)
 class ToScore:
-    """What rank 0 summons the others for. texts: of each sample prompt and response, with references to the pictures"""
+    """Rank 0's request to all ranks to score samples. texts: prompt and response of each sample, with references to the
+    pictures"""
 
     texts: Rollout
 

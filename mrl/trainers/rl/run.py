@@ -98,12 +98,12 @@ class RLRun(Run):
             self.generator.scheduler.resume()
 
     def trains_actor(self, step: int) -> bool:
-        """Whether step `step` (from 0) does; the first ones may be the critic's alone."""
+        """Returns True if step `step` (from 0) trains the actor; the first ones may train the critic alone."""
         return self.cfg.critic is None or step >= self.cfg.critic.warmup_steps
 
     @property
     def version(self) -> int | None:
-        """Of the actor's weights, as the engines name them, where samples may be of older ones."""
+        """Version of the actor's weights by the engines' numbering, where samples may be of older weights."""
         return int(self.pushed or 0) if self.cfg.rollout.is_behind else None
 
     def validate(self, step: int, name: str = "validation") -> dict[str, float]:
@@ -116,7 +116,7 @@ class RLRun(Run):
         return self.world.from_main("validation", make, together=self._together)
 
     def validate_average(self, step: int) -> dict[str, float]:
-        """As `validate`, of the moving average of the actor's weights; the engines then get the actor's again."""
+        """Validates the moving average of the actor's weights; the engines then get the actor's weights again."""
         assert self.ema is not None
         self.memory.begin("sync")
         with self.ema.in_place():
@@ -127,8 +127,8 @@ class RLRun(Run):
         return metrics
 
     def _together(self, argument: ToScore | ToCompute | str) -> object:
-        """What rank 0 may ask of all ranks while it samples: a reward model's scores, what the models say of the first
-        samples, or the weights for an engine."""
+        """Runs rank 0's requests to all ranks during sampling: scores of a reward model, forward passes of the first
+        samples, or a weight sync for one engine."""
         if isinstance(argument, ToCompute):
             with self.memory.during("early_passes"):
                 self.passes.add(argument.part)
@@ -175,13 +175,13 @@ class RLRun(Run):
         return self.push_weights(self.pushed, verify=verify)
 
     def _give_lost_weights(self) -> None:
-        """To engines that were started again while memory moved, when there was nobody to ask for weights."""
+        """Syncs weights to engines that were restarted while memory was moved, when no weight sync was possible."""
         while self.memory.needs_weight_sync:
             with self.memory.during("sync"):
                 self.push_again()
 
     def finish(self) -> None:
-        """As every run; engine nodes are told."""
+        """Finishes the run, and tells the engine nodes."""
         super().finish()
         if self.generator is not None:
             self.generator.engine.end_of_run()
@@ -201,7 +201,7 @@ class RLRun(Run):
 
     @property
     def engines(self) -> dict[str, float]:
-        """As a metric, where they come and go: how many the run has, as rank 0 knows."""
+        """Metric of the number of engines, where nodes may join and leave."""
         is_told = self.cfg.placement.is_apart and self.generator is not None
         return {"rollout/engines": len(self._generator.engine.urls)} if is_told else {}
 

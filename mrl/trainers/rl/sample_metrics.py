@@ -1,4 +1,4 @@
-"""What is told of a step's samples and of the engines that drew them."""
+"""Metrics of a step's samples and of the engines that generated them."""
 
 from __future__ import annotations
 

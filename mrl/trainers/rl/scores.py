@@ -13,8 +13,8 @@ from mrl.core import Rollout
 
 
 class ScoreControl:
-    """As in TRL's classic PPOTrainer: score / (std + eps), where `use_score_norm` (score - mean) / (std + eps), then
-    clipped to +- `score_clip`. Mean and std are those of all scores of the run so far, this step's among them; eps is
+    """Score scaling of TRL's classic PPOTrainer: score / (std + eps), with `use_score_norm` (score - mean) / (std +
+    eps), then clipped to +- `score_clip`. Mean and std cover all scores of the run so far, including this step; eps is
     float32's."""
 
     def __init__(self, cfg: AlgorithmConfig) -> None:

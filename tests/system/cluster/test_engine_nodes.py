@@ -16,7 +16,6 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from tests.system.inference.test_rollout_engines import requests
 
 from mrl.config.derived import Machine
 from mrl.config.engines import ENGINES, EngineKind
@@ -36,6 +35,7 @@ from mrl.inference.sglang.command import sglang_launch
 from mrl.ports import free_port, listen
 from tests.conftest import TinyModels
 from tests.helpers.train_tools import write_config
+from tests.system.inference.test_rollout_engines import requests
 
 pytestmark = pytest.mark.long
 

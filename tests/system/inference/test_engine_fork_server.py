@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.system.inference.test_rollout_supervisor import pids_of, running, wait_until
 
 from mrl.inference import fork_server
 from tests.helpers.train_tools import Train, write_config
+from tests.system.inference.test_rollout_supervisor import pids_of, running, wait_until
 
 ROOT = Path(__file__).parents[3]
 OWNER = """

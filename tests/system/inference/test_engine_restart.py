@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.system.inference.test_rollout_engines import requests
-from tests.system.inference.test_rollout_failures import descendants
 
 from mrl.config.schema import RolloutConfig
 from mrl.core import Sample, SamplingParams
@@ -23,6 +21,8 @@ from mrl.inference import Engine, RolloutError, start_engine
 from mrl.observe import read_metrics
 from tests.conftest import TinyModels
 from tests.helpers.train_tools import Train, write_config
+from tests.system.inference.test_rollout_engines import requests
+from tests.system.inference.test_rollout_failures import descendants
 
 pytestmark = pytest.mark.long
 

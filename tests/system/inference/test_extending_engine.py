@@ -7,9 +7,8 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from tests.system.inference.test_rollout_engines import requests
 
-from mrl import rollout
+from mrl import inference
 from mrl.config.engines import ENGINES, EngineKind
 from mrl.config.loader import load
 from mrl.config.problems import ConfigError
@@ -21,6 +20,7 @@ from mrl.weights.sync.weight_sync import WeightSync
 from tests.conftest import TinyModels
 from tests.helpers.sync_tools import FileExporter
 from tests.helpers.train_tools import write_config
+from tests.system.inference.test_rollout_engines import requests
 
 IGNORED = ("tensor", "memory_fraction", "server_args")
 
@@ -77,7 +77,7 @@ def test_every_engine_of_the_table_can_be_launched(name: str) -> None:
 def test_the_urls_of_an_engine_are_written_in_one_file() -> None:
     paths = {endpoint.path for endpoint in vars(protocol).values() if isinstance(endpoint, protocol.Endpoint)}
     assert len(paths) == 20
-    rooms = [Path(rollout.__file__).parents[1] / room for room in ("rollout", "weights", "trainers")]
+    rooms = [Path(inference.__file__).parents[1] / room for room in ("inference", "weights", "trainers")]
     found = {
         (file.name, node.value)
         for room in rooms

@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.system.inference.test_rollout_engines import greedy, requests
-from tests.system.inference.test_rollout_supervisor import running, wait_until
 from transformers import AutoModelForCausalLM
 
 from mrl.config.schema import RolloutConfig, SamplingConfig
@@ -26,6 +24,8 @@ from mrl.inference import Engine, EngineError, EngineStartError, RolloutError, c
 from mrl.inference.samples import generate_body
 from tests.conftest import TinyModels
 from tests.helpers.tiny import tiny_tokenizer
+from tests.system.inference.test_rollout_engines import greedy, requests
+from tests.system.inference.test_rollout_supervisor import running, wait_until
 
 pytestmark = pytest.mark.long
 

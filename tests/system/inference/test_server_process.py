@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.unit.inference.test_rollout_units import launch
 
 from mrl.config.schema import RolloutConfig
 from mrl.inference.errors import EngineUnavailable
@@ -18,6 +17,7 @@ from mrl.inference.launch import CPU
 from mrl.inference.sglang.command import SHIM
 from mrl.inference.sglang.cpu_shim.mrl_cpu_engine import adaptations
 from tests.conftest import TinyModels
+from tests.unit.inference.test_rollout_units import launch
 
 
 def test_the_shim_stays_out_of_the_way_of_the_real_packages(tmp_path: Path, tiny_models: TinyModels) -> None:

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.system.inference.test_rollout_engines import requests
-from tests.unit.inference.test_nodes import KEY, wait_for
 
 from mrl.config.derived import Machine
 from mrl.config.engines import ENGINES, EngineKind
@@ -16,6 +14,8 @@ from mrl.config.schema import RolloutConfig
 from mrl.core import SamplingParams
 from mrl.inference import Home, Others, start_agent, start_engine
 from tests.conftest import TinyModels
+from tests.system.inference.test_rollout_engines import requests
+from tests.unit.inference.test_nodes import KEY, wait_for
 
 
 def test_engines_of_two_nodes_sample_and_one_is_brought_back_by_its_own(

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.system.inference.test_engine_families import sample
 
 from mrl.config.checks.routing import check
 from mrl.config.schema import RLConfig, RolloutConfig, SyncConfig
@@ -38,6 +37,7 @@ from tests.helpers.slow import slow_cases
 from tests.helpers.sync_tools import FileExporter
 from tests.helpers.train_tools import given, write_config
 from tests.helpers.world import run_world
+from tests.system.inference.test_engine_families import sample
 
 pytestmark = pytest.mark.longest
 

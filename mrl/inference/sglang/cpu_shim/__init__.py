@@ -1,1 +1,1 @@
-"""On the PYTHONPATH of SGLang's processes on CPU only. Of it mrl itself uses a hash, in the transformers engine."""
+"""Shim on the PYTHONPATH of SGLang's processes on CPUs only. mrl itself uses its hash in the transformers engine."""

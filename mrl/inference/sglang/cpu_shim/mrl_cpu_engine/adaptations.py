@@ -56,8 +56,8 @@ def _fork_instead_of_spawn(module: ModuleType) -> None:
 
 
 def _end_when_told(module: ModuleType) -> None:
-    """A server that is told to end looks for that every 5 seconds, then lets its processes give GPUs' memory back.
-    Here they hold none, and mrl's supervisor ends them."""
+    """Ends a server as soon as it is told to: SGLang checks every 5 seconds, then lets its processes release GPU
+    memory. Here they hold none, and mrl's supervisor ends them."""
     module.SignalHandler.sigterm_handler = lambda *_: os._exit(0)
 
 
@@ -83,7 +83,7 @@ class _Unpinned:
 
 
 def _no_pinned_memory(module: ModuleType) -> None:
-    """What says which request has which adapter is made in pinned memory, which torch has beside accelerators only."""
+    """Makes the table of each request's adapter in ordinary memory: torch pins memory beside accelerators only."""
     import torch
 
     torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
@@ -91,7 +91,7 @@ def _no_pinned_memory(module: ModuleType) -> None:
 
 
 def _no_host_registration(module: ModuleType) -> None:
-    """What says which experts tokens went to is in memory that is registered with CUDA."""
+    """Keeps the buffer of routed experts in memory that is not registered with CUDA."""
     vars(module)["_cuda_host_register"] = lambda *_: None
 
 
@@ -103,7 +103,7 @@ def _absorbed_latent_attention(module: ModuleType) -> None:
 
 
 def _any_rope(module: ModuleType) -> None:
-    """On CPU DeepSeek's rope is taken to be yarn's, also where config.json scales nothing."""
+    """Selects DeepSeek's rope by config.json: on CPUs SGLang takes yarn's, also where nothing is scaled."""
     stock = module.get_rope_wrapper
     signature = inspect.signature(stock)
 
@@ -117,7 +117,7 @@ def _any_rope(module: ModuleType) -> None:
 
 
 def _gate_in_torch(module: ModuleType) -> None:
-    """What Qwen2-MoE's shared expert gives is gated by a triton kernel."""
+    """Gates the output of Qwen2-MoE's shared expert in torch instead of a triton kernel."""
 
     def gated(hidden: Any, weight: Any, shared: Any) -> Any:
         return (hidden @ weight.reshape(-1, 1)).sigmoid() * shared

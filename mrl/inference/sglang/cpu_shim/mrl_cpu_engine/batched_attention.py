@@ -59,7 +59,7 @@ def install(module: Any) -> None:
 
 
 def _batched(stock: Callable[..., Tensor], make_plan: Plan, attend: Callable[..., None]) -> Callable[..., Tensor]:
-    """A method that takes what `stock` takes."""
+    """Returns a method with the arguments of `stock`."""
     takes = inspect.signature(stock).parameters
     names = [*takes][1:]
     defaults = {name: each.default for name, each in takes.items() if each.default is not each.empty}

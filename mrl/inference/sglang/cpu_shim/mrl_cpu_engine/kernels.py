@@ -1,4 +1,4 @@
-"""What the CPU path of sglang calls in sgl_kernel, in plain torch. Any other name raises when it is called."""
+"""Functions of sgl_kernel that SGLang's CPU path calls, in plain torch. Any other name raises when it is called."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def hash_rows(seed: Tensor, positions: Tensor, columns: Words) -> Tensor:
 
 
 def scrambled(words: Tensor) -> Words:
-    """Of the shape of the integers: what the hash makes of a word before it meets the others."""
+    """Returns the hash's form of each word before it is combined with the others; same shape as the integers."""
     word = words.to(torch.int32).numpy().view(np.uint32) * _C1
     return _rotated(word, 15) * _C2
 
@@ -80,7 +80,7 @@ def _mix(state: Words, word: Words) -> Words:
 
 
 def _rotated(x: Words, bits: int) -> Words:
-    """To the left; overwrites x."""
+    """Rotates bits to the left; overwrites x."""
     high = x << np.uint32(bits)
     x >>= np.uint32(32 - bits)
     high |= x

@@ -30,7 +30,7 @@ def send_arrays(module: ModuleType) -> None:
 
 
 def dumps(obj: Any) -> bytes:
-    """What `pickle.loads` makes `obj` of again, ordinary tensors in memory by way of numpy's arrays."""
+    """Returns bytes from which `pickle.loads` makes `obj`; ordinary tensors in memory travel as numpy arrays."""
     buffer = io.BytesIO()
     pickler = pickle.Pickler(buffer, pickle.HIGHEST_PROTOCOL)
     pickler.dispatch_table = copyreg.dispatch_table | {torch.Tensor: _reduced}

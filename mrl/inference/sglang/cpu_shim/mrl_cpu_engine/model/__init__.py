@@ -1,1 +1,1 @@
-"""What sglang finds models in before it imports all that it has."""
+"""Package in which SGLang looks for models before it imports all of its own."""

@@ -1,4 +1,4 @@
-"""Of sglang's models the one that is to be served. Where it is not found sglang imports and asks them all, as ever."""
+"""Provides the one SGLang model that is served. If it is not found, SGLang imports all of its models as usual."""
 
 from __future__ import annotations
 
