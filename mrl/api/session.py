@@ -311,7 +311,7 @@ class Session:
         """Gives the engines the actor's weights, and counts a step. Returns the metrics of the weight sync."""
         self.num_steps += 1
         self._run.memory.begin("sync")
-        return self._run.push_weights(self.num_steps).metrics()
+        return self._run.sync_weights(self.num_steps).metrics()
 
     def save(self, step: int | None = None, *, export: bool = False) -> Path:
         """Saves a checkpoint of all trained models, from which a session with this configuration resumes.

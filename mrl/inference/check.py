@@ -26,7 +26,7 @@ def check_server(
 
     dtype: in which the run has the model; outlives: it may have served a run before, which may have been killed
     Raises EngineStartError or EngineError if it lets strangers in, does not answer, refuses the key, serves a model of
-    another type, or has been started in a way that pushes or samples would not survive.
+    another type, or has been started in a way that breaks weight syncs or samples.
     """
     if access.ours:
         _check_refusal(url)
@@ -59,7 +59,7 @@ def _differences(url: str, info: ServerInfo, dtype: str) -> Iterator[str]:
     if info.dtype not in ("", "auto", dtype):
         yield f"engine {url} computes in {info.dtype}, and gets weights of a model in {dtype} (model.dtype)"
     if info.drafts:
-        yield f"engine {url} guesses tokens ahead ({info.drafts}), by weights that no push changes: ever more slowly"
+        yield f"engine {url} guesses tokens ahead ({info.drafts}), by weights that no sync changes: ever more slowly"
 
 
 def _notes(url: str, info: ServerInfo, cfg: RolloutConfig) -> Iterator[str]:

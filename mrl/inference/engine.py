@@ -233,9 +233,9 @@ class Engine:
     def release_memory(self, parts: Sequence[MemoryPart]) -> None:
         """Gives up these parts of every server's memory, as far as it holds them. Waits until no request runs.
 
-        Weights are gone then, and back with the first push after `resume_memory`. A server of ours that dies or does
-        not answer within rollout.request_timeout_s is started again as often as `restarts` allows, gives up as much,
-        and lacks its weights (`lacks_weights`). Raises RolloutError when that is not allowed, or a server refuses.
+        Released weights come back with the first weight sync after `resume_memory`. A server of ours that dies, or does
+        not respond within rollout.request_timeout_s, is restarted as often as `restarts` allows, releases as much, and
+        lacks its weights (`lacks_weights`). Raises RolloutError when that is not allowed, or a server refuses.
         """
         self.wait_ready()
         self.pool.settle(lambda released: released | set(parts))
@@ -251,15 +251,15 @@ class Engine:
         samples."""
         return not all(server.has_weights for server in self.pool.servers)
 
-    def check_push(self, url: str) -> None:
-        """Raises EngineError if the weights of the server at `url` are given up: a push would write into nothing."""
+    def check_sync(self, url: str) -> None:
+        """Raises EngineError if the weights of the server at `url` are released: a sync would write into nothing."""
         (server,) = (server for server in self.pool.all if server.url == url)
         if "weights" in server.released:
-            text = "not asked: the memory of its weights is given up; take it back before the push"
+            text = "not asked: the memory of its weights is released; restore it before the weight sync"
             raise EngineError(url, BEGIN_UPDATE.name, None, text)
 
     @contextmanager
-    def pushing(self, version: str) -> Iterator[None]:
+    def weight_sync(self, version: str) -> Iterator[None]:
         """Context of a weight sync of all engines: meanwhile only the sync itself restarts a lost engine, and samples
         may have this version from now on."""
         self.versions.add(version)
@@ -269,10 +269,10 @@ class Engine:
         finally:
             self.pool.is_syncing = False
 
-    def has_pushed(self, version: str, adapter: str | None = None) -> None:
+    def has_synced(self, version: str, adapter: str | None = None) -> None:
         """Call at the end of each weight sync of all servers: samples of other weights are refused from now on.
 
-        adapter: the name of what was pushed, where it is not the whole model
+        adapter: the name of the adapter, where the sync was not of the whole model
         """
         self.weight_version, self.pool.adapter = version, adapter
         self.pool.use_joined()

@@ -272,7 +272,7 @@ class EnginePool:
     def _take_in(self, url: str, found: Checked) -> None:
         if self.tensor not in (None, found.tensor):
             raise EngineStartError(
-                f"engine {url} has {found.tensor} tensor-parallel ranks (--tp-size), another one {self.tensor}: a push "
+                f"engine {url} has {found.tensor} tensor-parallel ranks (--tp-size), another one {self.tensor}: a sync "
                 "is made for engines that are alike"
             )
         self.tensor = found.tensor

@@ -52,7 +52,7 @@ class Part:
 class ServerSpec:
     """One server to be started.
 
-    model_path: Hugging Face directory; without safetensors the weights are random until the first push
+    model_path: Hugging Face directory; without safetensors the weights are random until the first weight sync
     dtype: "float32" or "bfloat16"
     port: where on `host` it has to listen
     index: among the `cfg.servers` of its node

@@ -63,7 +63,7 @@ class OpenEnginePool(EnginePool):
             if len(ready) * size >= self._placement.nodes:
                 self.admit()
                 self._ready = len(self._ready_nodes()) * size >= self._placement.nodes
-                self.use_joined()  # the first push is for all
+                self.use_joined()  # the first weight sync is for all
             elif time.monotonic() > end:
                 raise EngineStartError(
                     f"{len(ready) * size} of {self._placement.nodes} engine nodes (placement.nodes) are ready after "

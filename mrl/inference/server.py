@@ -76,7 +76,7 @@ class Server:
     restarts: their number, so that a failure before a restart is not taken for one after it
     up: False from its loss until it is started again, checked, and has its weights
     released: parts of its memory that it has given up since its start
-    has_weights: False from when it gave its weights up, or was started again without them, until the next push
+    has_weights: False from when it gave its weights up, or was started again without them, until the next weight sync
     """
 
     url: str
@@ -135,7 +135,7 @@ class Server:
         """Why it cannot sample; None if it can."""
         if self.released:
             return f"engine {self.url} has given up its {', '.join(_in_order(self.released))}: take it back first"
-        return None if self.has_weights else f"engine {self.url} lacks its weights: push them first"
+        return None if self.has_weights else f"engine {self.url} lacks its weights: sync them first"
 
 
 def _in_order(parts: Collection[MemoryPart]) -> list[MemoryPart]:

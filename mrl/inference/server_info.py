@@ -24,7 +24,7 @@ class ServerInfo:
     releases_memory: it gives memory up when it is told to; None: it does not know what that is
     returns_experts: it says which experts tokens went to, when it is asked
     has_prefix_cache: it says that it keeps keys and values of a prompt for the requests that follow
-    tensor: tensor-parallel ranks, each of which wants its own part of a push; None: it does not say
+    tensor: tensor-parallel ranks, each of which needs its own part of a weight sync; None: it does not say
     stages, copies: of the model, pipeline stages and data-parallel replicas
     room: tokens of prompt and response together, at most; None: it does not say
     rounds_weights: what its weights are rounded to beyond dtype, such as "fp8"; "": nothing
@@ -53,7 +53,7 @@ class ServerInfo:
     def hindrances(self, tensor: int | None, quantization: str, asked: Collection[str]) -> Iterator[str]:
         """Why a run must not use it, what to do.
 
-        tensor: what it must be, if that is known; quantization: the form in which weights are pushed, "none" or "fp8";
+        tensor: what it must be, if that is known; quantization: the form of synced weights, "none" or "fp8";
         asked: parameters of sampling that every request names
         """
         if None not in (tensor, self.tensor) and tensor != self.tensor:
@@ -62,11 +62,11 @@ class ServerInfo:
                 "rollout.server_args the cause?"
             )
         if self.stages > 1:
-            yield f"its model is cut into {self.stages} stages (--pp-size), which no push can reach: use --tp-size"
+            yield f"its model is cut into {self.stages} stages (--pp-size), which no sync can reach: use --tp-size"
         if self.copies > 1:
-            yield f"it has {self.copies} copies of the model (--dp-size) and takes no pushes: start as many servers"
+            yield f"it has {self.copies} copies of the model (--dp-size) and takes no syncs: start as many servers"
         if self.rounds_weights and quantization == "none":
-            yield f"it rounds its weights to {self.rounds_weights}, and pushes bring them as they are: --quantization"
+            yield f"it rounds its weights to {self.rounds_weights}, and syncs bring them as they are: --quantization"
         if left := sorted(self.own_sampling - set(asked)):
             yield f"it draws by its own {', '.join(left)} (--preferred-sampling-params), of which no log-prob tells"
         if not self.drafts_exactly:

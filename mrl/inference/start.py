@@ -58,7 +58,7 @@ def start_engine(
 
     Servers started here want a key that is drawn now and known to this run alone.
 
-    model_path: Hugging Face directory (without safetensors the engine starts with random weights: push before use)
+    model_path: Hugging Face directory (without safetensors the engine starts with random weights: sync before use)
     dtype: "float32" or "bfloat16"
     log_dir: gets engine_N.log of every server started
     machine: this one, and the trainer's ranks on it; with GPUs the stock engine serves on those of `cfg.gpus`

@@ -16,7 +16,7 @@ SHAPES = ((896, 896), (128, 896), (4864, 896), (896, 4864), (896,)) * 12  # bflo
 BUCKET_BYTES = 128 << 20
 
 
-def pushing() -> dict[str, Callable[[], Any]]:
+def weight_sync() -> dict[str, Callable[[], Any]]:
     """0.23 GB of 60 bfloat16 tensors into another holder's parameters, through memory that two processes share."""
     theirs = {f"layer.{i}.weight": torch.randn(shape).bfloat16() for i, shape in enumerate(SHAPES)}
     engine = {name: torch.zeros_like(tensor) for name, tensor in theirs.items()}

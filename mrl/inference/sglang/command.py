@@ -20,7 +20,7 @@ SHIM = Path(__file__).with_name("cpu_shim")
 PICTURES_MIB = 256  # what is computed of pictures before the tower; the weights have no part in it
 # of torch's own allocator, and for the trainer: its expandable segments exclude torch_memory_saver
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-# as quantised checkpoints of the hub say it; mrl.weights.sync.quantized pushes weights of this form
+# as quantised checkpoints of the hub say it; mrl.weights.sync.quantized sends weights of this form
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [ENGINE_BLOCK, ENGINE_BLOCK]}
 CONTEXT_KEPT = 6
 MODELS = "SGLANG_EXTERNAL_MODEL_PACKAGE"
@@ -87,7 +87,7 @@ def _common(spec: ServerSpec) -> list[str]:
         arguments.append("--enable-deterministic-inference")
     arguments += ["--context-length", str(_context(spec))]
     is_empty = not any(Path(spec.model_path).glob("*.safetensors"))
-    if is_empty or cfg.quantization == "fp8":  # from scratch, or files of another form: the first push fills the engine
+    if is_empty or cfg.quantization == "fp8":  # from scratch, or files of another form: the first weight sync fills it
         arguments += ["--load-format", "dummy"]
     if spec.arch.vision is not None:
         arguments += _vision(cfg.tensor)
@@ -107,7 +107,7 @@ def _context(spec: ServerSpec) -> int:
 
 def _vision(tensor: int) -> list[str]:
     arguments = ["--mm-preprocess-cache-size-mb", str(PICTURES_MIB)]  # a prompt's samples are requests of their own
-    if tensor > 1:  # the tower whole on each rank, as it is pushed, and a picture on one of them
+    if tensor > 1:  # the tower whole on each rank, as it is synced, and a picture on one of them
         arguments.append("--mm-enable-dp-encoder")
     return arguments
 
@@ -116,10 +116,10 @@ def _gpu(spec: ServerSpec) -> list[str]:
     cfg = spec.cfg
     arguments = ["--mem-fraction-static", str(cfg.memory_fraction)]
     if cfg.release != "none":
-        arguments.append("--enable-memory-saver")  # without a copy of the weights: a push brings them back
+        arguments.append("--enable-memory-saver")  # without a copy of the weights: a weight sync brings them back
     if cfg.max_running_requests is not None:
         arguments += ["--max-running-requests", str(cfg.max_running_requests)]
-    if spec.arch.shared_width is not None:  # else it lies among the routed experts, where no push would look for it
+    if spec.arch.shared_width is not None:  # else it lies among the routed experts, where no sync would look for it
         arguments.append("--disable-shared-experts-fusion")
     family = FAMILIES.get(spec.arch.family)
     if family is not None and family.biases:  # others keep the experts' matrices in forms that differ with the machine

@@ -66,7 +66,7 @@ class Worker:
         self._tap = ExpertTap(self.model) if arch.experts is not None else None
         self.eos_ids = _eos_ids(self.model.generation_config)
         self.model.generation_config = GenerationConfig()  # what a request leaves open would be taken from the model's
-        self._tokenizer_path = model_path  # a push from disk has none
+        self._tokenizer_path = model_path  # a weight sync from disk has none
         self._tokenizer: Any = None
         self._generations: set[_Generation] = set()  # queued or running
         self._queue: queue.Queue[_Generation | _Task] = queue.Queue()

@@ -66,11 +66,11 @@ def publish(run: RLRun, step: int, stats: StepStats) -> None:
         stats.metrics |= {"perf/train_s": trained, "perf/wait_s": waited}
     if run.trains_actor(step):
         with run.phase("sync", stats):
-            stats.metrics |= run.push_weights(step + 1).metrics()
+            stats.metrics |= run.sync_weights(step + 1).metrics()
             stats.metrics |= run.actor.adapters.metrics() if run.actor.adapters is not None else {}
     elif run.memory.needs_weight_sync:
         with run.phase("sync", stats):
-            run.push_again()
+            run.sync_again()
 
 
 def log(

@@ -80,7 +80,7 @@ class MismatchLimits:
         return {f"mismatch/{name}": value for name, value in metrics.items()} | by_ages
 
     def _ages(self, rollout: Rollout, version: int) -> Tensor:
-        """[R]: how many pushes of new weights are between the weights that drew a token and those of `version`."""
+        """[R]: how many weight syncs are between the weights that drew a token and those of `version`."""
         return max(version, self._first_version) - born(rollout).clamp(min=self._first_version)
 
     def _check_exact(self, all_gaps: _Gaps, where: Tensor) -> None:
@@ -90,11 +90,11 @@ class MismatchLimits:
             return
         worst = gaps.named(int(gaps.by_sample.argmax()))
         at = 0 if rollout.weight_versions is None else int(born(rollout)[where].max())
-        pushed = f"the weights of step {at}" if at else "the weights that the run began with"
+        synced = f"the weights of step {at}" if at else "the weights that the run began with"
         raise MismatchError(
             f"step {rollout.step + 1}: engine and trainer compute in float32, and disagree on the log-probs of the "
-            f"{int(where.sum())} tokens that the engine has drawn by {pushed}: {found}; furthest {worst}. Nothing was "
-            "learnt from them. Either the engine has not taken all of the last push (sync.verify: checksum names the "
+            f"{int(where.sum())} tokens that the engine generated with {synced}: {found}; furthest {worst}. Nothing "
+            "was learnt from them. Either the engine has not taken all of the last sync (sync.verify: checksum names the "
             "tensor; SGLang keeps an old one of which it gets half), or somebody else changes it; or it reads "
             "config.json otherwise (rotary keys, windows, scales), which rollout.engine: transformers does not. If "
             "they are meant to be that far apart, raise these limits"

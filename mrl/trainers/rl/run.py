@@ -23,11 +23,11 @@ from mrl.trainers.rl.demonstrations import Demonstrations
 from mrl.trainers.rl.generate import Generator
 from mrl.trainers.rl.longest_wait import longest_wait
 from mrl.trainers.rl.main_parts import MainParts, this_machine
+from mrl.trainers.rl.make_sync import make_sync
 from mrl.trainers.rl.memory_order import ORDER, Engines
 from mrl.trainers.rl.mismatch import MismatchLimits
 from mrl.trainers.rl.models import Models, MovingAverage, build_models
 from mrl.trainers.rl.passes import StepPasses, ToCompute
-from mrl.trainers.rl.pushes import make_sync
 from mrl.trainers.rl.replay import Replay
 from mrl.trainers.rl.reward_scores import ToScore, score, to_score
 from mrl.trainers.rl.scores import ScoreControl
@@ -57,7 +57,7 @@ class RLRun(Run):
     sync: EngineSync
     mismatch: MismatchLimits
     passes: StepPasses
-    pushed: int | str | None = None  # the name of the weights that the engines have
+    synced_version: int | str | None = None  # the name of the weights that the engines have
 
     def minibatches(self, rollout: Rollout, epoch: int = 0) -> list[Sequence[int]]:
         """The samples of each update of a pass over the step's: at most `samples_per_minibatch`, and as even as can be
@@ -104,7 +104,7 @@ class RLRun(Run):
     @property
     def version(self) -> int | None:
         """Version of the actor's weights by the engines' numbering, where samples may be of older weights."""
-        return int(self.pushed or 0) if self.cfg.rollout.is_behind else None
+        return int(self.synced_version or 0) if self.cfg.rollout.is_behind else None
 
     def validate(self, step: int, name: str = "validation") -> dict[str, float]:
         self._give_lost_weights()
@@ -120,10 +120,10 @@ class RLRun(Run):
         assert self.ema is not None
         self.memory.begin("sync")
         with self.ema.in_place():
-            self.push_weights(f"{step}-ema")
+            self.sync_weights(f"{step}-ema")
             with self.memory.during("validation"):
                 metrics = self.validate(step, "validation_ema")
-        self.push_weights(step)
+        self.sync_weights(step)
         return metrics
 
     def _together(self, argument: ToScore | ToCompute | str) -> object:
@@ -141,12 +141,12 @@ class RLRun(Run):
         with self.memory.during("engine_restart"):
             return self.sync.resync(argument)
 
-    def push_weights(self, version: int | str, *, verify: bool = False) -> SyncReport:
+    def sync_weights(self, version: int | str, *, verify: bool = False) -> SyncReport:
         """Gives the actor's weights to every engine; `version` comes back with every sample. If an engine of ours dies
         in it, that one is started again, and all get the weights once more, verified. Where engines come and go, it is
         for those that are there, verified if one is new."""
         engine = self.generator.engine if self.generator is not None else None
-        with engine.pushing(str(version)) if engine is not None else contextlib.nullcontext():
+        with engine.weight_sync(str(version)) if engine is not None else contextlib.nullcontext():
             while True:
                 verify |= self._look_for_engines()
                 try:
@@ -157,8 +157,8 @@ class RLRun(Run):
                         raise
                 verify = True
             if engine is not None:
-                engine.has_pushed(str(version), report.adapter)
-        self.pushed, self.memory.needs_weight_sync = version, False
+                engine.has_synced(str(version), report.adapter)
+        self.synced_version, self.memory.needs_weight_sync = version, False
         return report
 
     def _look_for_engines(self) -> bool:
@@ -169,16 +169,16 @@ class RLRun(Run):
         self.sync.set_engines(urls, new)
         return bool(new)
 
-    def push_again(self, *, verify: bool = False) -> SyncReport:
+    def sync_again(self, *, verify: bool = False) -> SyncReport:
         """The weights that the engines were given last, by the same name: for engines that lack them."""
-        assert self.pushed is not None
-        return self.push_weights(self.pushed, verify=verify)
+        assert self.synced_version is not None
+        return self.sync_weights(self.synced_version, verify=verify)
 
     def _give_lost_weights(self) -> None:
         """Syncs weights to engines that were restarted while memory was moved, when no weight sync was possible."""
         while self.memory.needs_weight_sync:
             with self.memory.during("sync"):
-                self.push_again()
+                self.sync_again()
 
     def finish(self) -> None:
         """Finishes the run, and tells the engine nodes."""
@@ -255,10 +255,10 @@ def open_rl_run(cfg: RLConfig) -> Iterator[RLRun]:
         run.resume()
         run.memory.begin("sync")
         outlive = cfg.run.launcher == "ft" or cfg.placement.is_apart  # the ranks, with older weights
-        pushed = run.push_weights(run.start_step, verify=outlive)
-        if pushed.verified:
+        synced = run.sync_weights(run.start_step, verify=outlive)
+        if synced.verified:
             have = "the engine has" if len(engines.urls) == 1 else f"{len(engines.urls)} engines have"
-            note(f"{have} the weights of step {run.start_step}, all {pushed.verified} tensors")
+            note(f"{have} the weights of step {run.start_step}, all {synced.verified} tensors")
         for line in demonstrations.notes if demonstrations is not None else []:
             note(line)
         setup.is_set_up()

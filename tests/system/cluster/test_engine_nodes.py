@@ -222,7 +222,7 @@ def test_engines_come_later_and_go(place: Place) -> None:
     wait_for(lambda: len(engine.present()[0]) == 2)
     urls, new = engine.present()
     assert len(new) == 1 and new[0] == urls[1] and engine.urls == urls[:1], "no request before the push"
-    engine.has_pushed("0")
+    engine.has_synced("0")
     assert engine.urls == urls and sample(engine) == 40
     engine.end_of_run()
     assert (second.ends(), third.ends()) == (Reason.RUN_IS_OVER, Reason.RUN_IS_OVER)

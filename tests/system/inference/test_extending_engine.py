@@ -48,7 +48,7 @@ def test_an_engine_of_one_s_own_samples_and_gets_weights(table: None, tiny_model
         sync = SyncConfig(transport="disk", timeout_s=60.0)
         with closing(WeightSync(FileExporter(model), engine.urls, sync, access=engine.access)) as weights:
             assert weights.update_weights("7").tensors > 0
-        engine.has_pushed("7")  # from now on samples of other weights are refused
+        engine.has_synced("7")  # from now on samples of other weights are refused
         assert {sample.weight_version for sample in engine.generate(asked, SamplingParams())} == {"7"}
         with pytest.raises(EngineError, match="update_weights_from_disk: HTTP 400: .* has no weights"):
             engine.client(engine.urls[0]).update_weights_from_disk(str(tmp_path), weight_version="8")

@@ -322,7 +322,7 @@ def test_memory_given_up_around_an_update(engine: Engine, tiny_models: TinyModel
     before = [sample.response_ids.tolist() for sample in engine.generate(asked, sampling)]
     exporter = FileExporter(tiny_models("llama"))
     with closing(
-        WeightSync(exporter, engine.urls, cfg, access=engine.access, plain=True, guard=engine.check_push)
+        WeightSync(exporter, engine.urls, cfg, access=engine.access, plain=True, guard=engine.check_sync)
     ) as sync:
         for mode in ("cache", "all"):
             parts = RELEASED_PARTS[mode]
@@ -337,7 +337,7 @@ def test_memory_given_up_around_an_update(engine: Engine, tiny_models: TinyModel
                 engine.resume_memory(["weights"])
                 assert engine.lacks_weights
             assert sync.update_weights("default", verify=True).verified == len(exporter.tensors)
-            engine.has_pushed("default")
+            engine.has_synced("default")
             engine.resume_memory(parts)
             assert [sample.response_ids.tolist() for sample in engine.generate(asked, sampling)] == before
     engine.weight_version = None  # the engine is not this test's alone

@@ -117,13 +117,13 @@ def test_the_engine_draws_with_the_adapters_that_were_pushed_last(engine: Engine
     first, second = RandomAdapters(model, 1), RandomAdapters(model, 2)
     with closing(make_sync(engine, first, model)) as sync:
         report = sync.update_weights("1")
-        engine.has_pushed("1", report.adapter)
+        engine.has_synced("1", report.adapter)
         before = drawn(engine)
         assert gap(before, model, first) < LOG_PROB_TOLERANCE < 0.1 < gap(before, model, None)
         assert report.verified == report.tensors == len(first.tensors)
         assert report.bytes == sum(tensor.nbytes for tensor in first.tensors.values())
         sync._exporter = second
-        engine.has_pushed("2", sync.update_weights("2").adapter)
+        engine.has_synced("2", sync.update_weights("2").adapter)
         after = drawn(engine)
     assert gap(after, model, second) < LOG_PROB_TOLERANCE
     assert {sample.weight_version for sample in after} == {"2"}
@@ -137,7 +137,7 @@ def test_an_engine_that_lost_the_adapter_gets_it_again_under_its_name(engine: En
     with closing(make_sync(engine, adapters, model)) as sync:
         name = sync.update_weights("7").adapter
         assert name is not None
-        engine.has_pushed("7", name)
+        engine.has_synced("7", name)
         engine.client(url, 60.0).unload_adapter(name)
         for _ in range(2):  # also where it has it
             assert sync.resync(url).adapter == name

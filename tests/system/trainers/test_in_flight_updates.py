@@ -272,8 +272,8 @@ def light_engine(tiny_models: TinyModels, tmp_path: Path, monkeypatch: pytest.Mo
     cfg = RolloutConfig.model_validate({"engine": "light"})
     with start_engine(cfg, str(tiny_models("llama")), "float32", tmp_path) as engine:
         engine.wait_ready()
-        with engine.pushing("0"):
-            engine.has_pushed("0")
+        with engine.weight_sync("0"):
+            engine.has_synced("0")
         yield engine
 
 
@@ -300,8 +300,8 @@ def test_a_lost_engine_is_started_again_and_gets_its_weights_from_the_main_threa
         if is_given:
             dispatcher.serve(drawn.done, light_engine.restarts.give_weights)
         else:
-            with light_engine.pushing("1"):
-                light_engine.has_pushed("1")
+            with light_engine.weight_sync("1"):
+                light_engine.has_synced("1")
         assert [s.token_weight_versions.tolist() for s in drawn.result(WAIT_S)] == [[0, 0]] * MEMBERS  # type: ignore[union-attr]
     assert given_to == [*light_engine.urls]
     dispatcher.serve(lambda: len(notes) == 2)
@@ -310,14 +310,14 @@ def test_a_lost_engine_is_started_again_and_gets_its_weights_from_the_main_threa
 
 def test_an_engine_that_a_weight_sync_starts_again_is_asked_nothing_before_it_has_weights(light_engine: Engine) -> None:
     light_engine.restarts.allow(print, print)
-    with light_engine.pushing("1"):
+    with light_engine.weight_sync("1"):
         kill(light_engine)
         drawn = light_engine.dispatcher.submit(
             generated(light_engine, [prompted(0, 0)], SamplingParams(max_new_tokens=4))
         )
         assert light_engine.revive(EngineError(light_engine.urls[0], "begin_weight_update", None, "gone"))
         assert not wait([drawn], 1.0).done, "it was asked for tokens of the weights of its directory"
-        light_engine.has_pushed("1")
+        light_engine.has_synced("1")
     assert len(drawn.result(WAIT_S)) == 1 and light_engine.restarts.made == 1, "it was started twice"
 
 

@@ -179,7 +179,7 @@ def test_an_engine_that_was_lost_while_memory_moved_has_its_weights_before_it_sa
     engine = Engine()
     run = run_with(engine, CACHE)
     run.memory.begin("experience")
-    run.push_weights(7)
+    run.sync_weights(7)
     engine.told.clear()
     engine.losses = 2
     run.memory.begin("validation")
@@ -200,7 +200,7 @@ def test_engines_of_others_are_awake_with_the_last_weights_when_a_run_ends() -> 
     engine = Engine()
     run = run_with(engine, AWAKE, "http://other")
     run.memory.begin("sync")
-    run.push_weights(3)
+    run.sync_weights(3)
     run.memory.begin("critic_update")
     engine.told.clear()
     run.release_resources()

@@ -150,13 +150,13 @@ def test_an_engine_that_sleeps_samples_nothing_and_takes_no_weights(monkeypatch:
 
     engine.release_memory(ALL)
     assert refusal() == "engine http://0 has given up its weights, kv_cache, cuda_graph: take it back first"
-    with pytest.raises(EngineError, match="http://1: .*weights is given up; take it back before the push"):
-        engine.check_push("http://1")
+    with pytest.raises(EngineError, match="http://1: .*weights is released; restore it before the weight sync"):
+        engine.check_sync("http://1")
     engine.resume_memory(["weights"])
-    engine.check_push("http://1")
+    engine.check_sync("http://1")
     engine.resume_memory(CACHE)
-    assert refusal() == "engine http://0 lacks its weights: push them first" and engine.lacks_weights
-    engine.has_pushed("3")
+    assert refusal() == "engine http://0 lacks its weights: sync them first" and engine.lacks_weights
+    engine.has_synced("3")
     assert engine.generate([], SamplingParams()) == [] and not engine.lacks_weights
     engine.release_memory(CACHE)
     engine.resume_memory(CACHE)
@@ -171,7 +171,7 @@ def test_one_that_is_lost_over_it_is_started_again_and_brought_there(monkeypatch
     run.engine.release_memory(CACHE)
     cache = "release kv_cache cuda_graph"
     assert run.asked == [[cache, "start", cache], [cache]] and run.engine.lacks_weights
-    run.engine.has_pushed("1")
+    run.engine.has_synced("1")
     second.failing = (RESUME, how)
     run.engine.resume_memory(CACHE)
     assert run.asked == [["resume kv_cache cuda_graph"], ["resume kv_cache cuda_graph", "start"]]
@@ -193,7 +193,7 @@ def test_one_that_is_lost_without_its_weights_waits_for_the_push_asleep(monkeypa
     first.code = 137
     assert run.engine.revive(RuntimeError("the push failed"))
     assert first.released == {*CACHE}
-    run.engine.has_pushed("1")
+    run.engine.has_synced("1")
     run.engine.resume_memory(CACHE)
     assert run.engine.generate([], SamplingParams()) == []
 

@@ -106,9 +106,9 @@ def test_the_time_of_a_weight_sync_does_not_count_as_the_engines(slow: Slow) -> 
         asked = [Request(i, i, Prompt(i, (1, 2), {}), i) for i in range(500)]
         drawing = [dispatcher.submit(dispatcher.generate(request, how)) for request in asked]
         dispatcher.serve(lambda: paused.done() and not dispatcher.sent)
-        with engine.pushing("1"):
+        with engine.weight_sync("1"):
             time.sleep(6.0)
-            engine.has_pushed("1")
+            engine.has_synced("1")
         assert not any(done.done() for done in drawing) and not slow.first
         dispatcher.resume()
         assert [len(done.result(WAIT_S).response_ids) for done in drawing] == [2] * 500

@@ -86,7 +86,7 @@ def test_an_engine_that_hangs_after_a_failed_weight_sync_is_restarted(start: Sta
     engine, [hangs, _] = start(lambda: time.sleep(9), lambda: None, timeout_s=0.5)
     engine.restarts.allow(lambda note: None, lambda url: None)
     with pytest.raises(EngineError, match="out of memory"):
-        with engine.pushing("1"):
+        with engine.weight_sync("1"):
             raise EngineError(hangs.url, "update_weights_from_tensor", 500, "out of memory")
     assert not engine.pool.is_syncing
     assert len(engine.generate(requests(20), SAMPLING)) == 20 and hangs.restarts == 1

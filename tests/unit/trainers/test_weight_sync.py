@@ -52,5 +52,5 @@ def test_a_weight_sync_is_over_when_it_has_failed() -> None:
     parts: dict[str, Any] = {"sync": Sync(), "world": World(), "generator": OnMain()}
     run = replace(bare_run(cfg, nothing, None), **parts)
     with pytest.raises(SyncError, match="an engine refuses"):
-        run.push_weights(1)
+        run.sync_weights(1)
     assert was_syncing == [True] and not pool.is_syncing

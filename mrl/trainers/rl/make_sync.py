@@ -15,7 +15,7 @@ from mrl.weights.sync.weight_sync import WeightSync
 def make_sync(main: MainParts, models: Models, engines: Ready) -> EngineSync:
     rollout, sync, actor = main.cfg.rollout, main.cfg.sync, models.actor
     urls, access = engines.urls, engines.access
-    guard = main.engine.check_push if main.engine is not None else None
+    guard = main.engine.check_sync if main.engine is not None else None
     if sync.lora == "adapter":
         assert actor.adapters is not None
         model, spec = (actor.bare, actor.arch, actor.mesh), actor.adapters.spec
