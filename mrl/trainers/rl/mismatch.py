@@ -94,8 +94,8 @@ class MismatchLimits:
         raise MismatchError(
             f"step {rollout.step + 1}: engine and trainer compute in float32, and disagree on the log-probs of the "
             f"{int(where.sum())} tokens that the engine generated with {synced}: {found}; furthest {worst}. Nothing "
-            "was learnt from them. Either the engine has not taken all of the last sync (sync.verify: checksum names the "
-            "tensor; SGLang keeps an old one of which it gets half), or somebody else changes it; or it reads "
+            "was learnt from them. Either the engine has not taken all of the last sync (sync.verify: checksum names "
+            "the tensor; SGLang keeps an old one of which it gets half), or somebody else changes it; or it reads "
             "config.json otherwise (rotary keys, windows, scales), which rollout.engine: transformers does not. If "
             "they are meant to be that far apart, raise these limits"
         )
