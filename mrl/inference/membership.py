@@ -39,6 +39,7 @@ from mrl.ports import HERE, default_address, free_port, is_here
 FOLDER = "engines"
 LABEL = "mrl"
 ANSWER_S = 5.0
+ASKED_AT_ONCE = 64
 FAILURES = 2  # health checks in a row after which a node counts as unhealthy
 KEY = "MRL_ROUTER_KEY"
 # As `python -m sglang_router.launch_router`, without its imports of sglang and torch, which take seconds, and without
@@ -200,9 +201,6 @@ class RouterProcess(EngineProcess):
             self.client.nodes()
             return True
         return False
-
-
-ASKED_AT_ONCE = 64
 
 
 def engines_at(urls: Sequence[str], access: Access) -> dict[str, str]:
