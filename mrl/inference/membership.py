@@ -34,10 +34,12 @@ from mrl.inference.client import EngineClient
 from mrl.inference.errors import EngineError, EngineStartError, RolloutError
 from mrl.inference.launch import Launch, environment
 from mrl.inference.process import EngineProcess
+from mrl.inference.protocol import ROUTER_WORKERS
 from mrl.ports import HERE, default_address, free_port, is_here
 
 FOLDER = "engines"
 LABEL = "mrl"
+WORKERS = ROUTER_WORKERS.path
 ANSWER_S = 5.0
 ASKED_AT_ONCE = 64
 FAILURES = 2  # health checks in a row after which a node counts as unhealthy
@@ -138,7 +140,7 @@ class RouterClient:
 
     def nodes(self) -> list[ListedNode]:
         """Returns all nodes that have registered, also those that have gone since without a word."""
-        answer, found = self._ask("GET", "/workers"), list[ListedNode]()
+        answer, found = self._ask("GET", WORKERS), list[ListedNode]()
         try:
             for worker in answer["workers"]:
                 with contextlib.suppress(ValidationError):  # no `mrl serve` of this version
@@ -152,13 +154,13 @@ class RouterClient:
         """Adds a node, or replaces its record where it is listed. Takes effect a moment later."""
         labels = {LABEL: RECORD.dump_json(record).decode()}
         if listed is None:
-            self._ask("POST", "/workers", {"url": record.engines.agent, "labels": labels})
+            self._ask("POST", WORKERS, {"url": record.engines.agent, "labels": labels})
         else:
-            self._ask("PUT", f"/workers/{listed.id}", {"labels": labels})
+            self._ask("PUT", f"{WORKERS}/{listed.id}", {"labels": labels})
 
     def remove(self, node: ListedNode) -> None:
         """Removes a node, a moment later. One that is still there registers again."""
-        self._ask("DELETE", f"/workers/{node.id}")
+        self._ask("DELETE", f"{WORKERS}/{node.id}")
 
     def _ask(self, method: str, path: str, body: Any = None) -> Any:
         try:

@@ -125,7 +125,7 @@ INSIDE: dict[str, dict[str, tuple[str, ...]]] = {
         "elsewhere": ("errors", "access", "agent", "process"),
         "server": ("errors", "protocol", "client", "process", "load"),
         "engine_pool": (*TALK, "process", "elsewhere", "load", "server"),
-        "membership": ("errors", "access", "agent", "client", "launch", "process"),
+        "membership": ("errors", "access", "agent", "client", "launch", "process", "protocol"),
         "open_engine_pool": ("errors", "elsewhere", "server", "engine_pool", "membership"),
         "check": (*TALK, "samples", "engine_pool"),
         "request_dispatcher": (*TALK, "samples", "server", "engine_pool"),

@@ -253,7 +253,7 @@ def test_the_engine_s_folder_is_private_and_ends_with_it_and_so_does_its_shared_
     process = EngineProcess("engine 0", lambda folder: launch, free_port(), tmp_path / "log")
     try:
         for _ in range(200):
-            if text := (tmp_path / "log").read_text().strip():
+            if (text := (tmp_path / "log").read_text()).endswith("\n"):
                 break
             time.sleep(0.05)
         folder, shared = map(Path, text.split())
