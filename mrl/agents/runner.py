@@ -151,18 +151,23 @@ class AgentRunner:
         return {"start": {"row": prompt.row, "tools": tools, "prompt": prompt.text, "seed": seed}}
 
     def _no_turn(self, trajectory: Trajectory, answer: Message, turn_tokens: int) -> Message | None:
-        """Sets the position of the next turn; returns the message for the program if there is no next turn."""
-        if len(trajectory.turns) >= self.cfg.max_turns:
+        """Sets the position of the next turn; returns the message for the program if there is no next turn, or if it
+        only counts tokens.
+        """
+        if "count" not in answer and len(trajectory.turns) >= self.cfg.max_turns:
             return {"over": f"agent.max_turns = {self.cfg.max_turns}"}
-        if "chat" in answer:
+        if question := answer.get("chat", answer.get("count")):
             try:
-                trajectory.next = trajectory.follow(answer["chat"], self.suffix)
+                position = trajectory.follow(question, self.suffix)
             except AgentError as error:
                 return {"refused": str(error)}
+            if "count" in answer:
+                return {"count": position.num_tokens}
+            trajectory.next = position
         elif why := self._heard(trajectory, answer["say"]):
             return {"over": why}
         assert trajectory.next is not None
-        if len(trajectory.next.sequence) + len(trajectory.next.said) + turn_tokens > self.cfg.max_tokens:
+        if trajectory.next.num_tokens + turn_tokens > self.cfg.max_tokens:
             return {"over": f"agent.max_tokens = {self.cfg.max_tokens}"}
         return None
 

@@ -89,6 +89,11 @@ class TurnPosition:
     words: Sequence[Any] = ()
     chat: Message | None = None
 
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens before the turn."""
+        return len(self.sequence) + len(self.said)
+
 
 @dataclass
 class Trajectory:
@@ -189,7 +194,7 @@ class Trajectory:
         """Returns the answer to a chat for the harness; the turn counts once the answer has arrived."""
         assert self.next is not None
         self.offered = self.next, turn
-        tokens = [len(self.next.sequence) + len(self.next.said), len(turn.response_ids)]
+        tokens = [self.next.num_tokens, len(turn.response_ids)]
         return {"answer": {"text": text, "shown": shown, "finish": turn.finish_reason, "tokens": tokens}}
 
     def settle(self, message: Message | None) -> None:

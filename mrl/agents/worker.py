@@ -6,8 +6,9 @@ Each trajectory is a session, whose messages are JSON. {"start": {"row", "tools"
 rewards since the previous one.
 
 With an endpoint, {"chat": {"messages", "tools"}} requests a turn, and {"answer": {"text", "finish", "tokens"}},
-{"over": why} or {"refused": why} answers it. The next request or the end then has "arrived": the message that the
-harness received as the last answer, null if the harness was gone.
+{"over": why} or {"refused": why} answers it. {"count": {"messages", "tools"}} asks how many tokens precede such a turn,
+and {"count": number} answers it. The next request or the end then has "arrived": the message that the harness received
+as the last answer, null if the harness was gone.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from typing import Any, get_args
 from pydantic import BaseModel
 
 from mrl.config.file_fingerprint import changed_files, fingerprint
+from mrl.config.reasoning_tasks import is_task, rows
 from mrl.config.sections.base import Section
 from mrl.config.sections.variants import Variants
 from mrl.config.trainers.base import AnyConfig
@@ -95,7 +96,12 @@ def snapshot(cfg: AnyConfig) -> Tree:
 
 
 def contents(path: Path) -> Tree:
-    """Returns size and digest of a file, or of all files of a directory except hidden and cache files."""
+    """Returns size and digest of a file, of all files of a directory except hidden and cache files, or of the rows of a
+    named task.
+    """
+    if is_task(str(path)):
+        made = json.dumps(rows(str(path))).encode()
+        return {"bytes": len(made), "digest": hashlib.blake2b(made, digest_size=16).hexdigest()}
     files = [path]
     if path.is_dir():
         names = (file.relative_to(path) for file in sorted(path.rglob("*")) if file.is_file())

@@ -11,8 +11,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from mrl import user_functions
-from mrl.config.builtin_rewards import BUILTIN_REWARDS, COMPARISONS, OF_AGENTS, RESERVED, SHAPES
+from mrl.config import reasoning_tasks
+from mrl.config.builtin_rewards import BUILTIN_REWARDS, COMPARISONS, OF_AGENTS, OF_TASKS, RESERVED, SHAPES
 from mrl.reward.errors import RewardError
+from mrl.reward.extract import visible_text
 from mrl.reward.score_requests import Outcome, ScoreRequest
 
 if TYPE_CHECKING:
@@ -86,6 +88,8 @@ def _load_builtin(spec: str, answer_key: str, where: str, settings: Settings) ->
         return lambda call: shape(call.response, call.response_tokens, **settings[spec])
     if spec in OF_AGENTS:
         return lambda call: _of_environment(call.row)
+    if spec in OF_TASKS:
+        return lambda call: reasoning_tasks.score(visible_text(call.response).strip(), call.row)
     if spec == "code":
         from mrl.reward.code_tests import make
 
@@ -117,6 +121,8 @@ def answer_problem(
             from mrl.reward.code_tests import check_answer
 
             check_answer(_answer(row, key), unsplit)
+        elif spec in OF_TASKS:
+            return reasoning_tasks.row_problem(row)
         elif spec in COMPARISONS:
             vars(importlib.import_module(COMPARISONS[spec]))[spec]("", _plain_answer(row, key))
     except (ValueError, KeyError) as error:

@@ -6,10 +6,12 @@ Reads first rows and schemas only; mrl.data checks every row when it reads it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
+from contextlib import suppress
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
+from mrl.config import reasoning_tasks
 from mrl.config.checks.base import Archs, changed
 from mrl.config.json_rows import BOM, as_row, parse_row
 from mrl.config.problems import Problem, not_a_file, reason
@@ -20,7 +22,7 @@ from mrl.foreign import read_json
 from mrl.strict_json import raw_decode
 
 HEAD_BYTES = 1 << 20
-KINDS = "expected FILE.jsonl, FILE.json, FILE.parquet or a directory"
+KINDS = "expected FILE.jsonl, FILE.json, FILE.parquet, a directory or reasoning_gym:TASK"
 SUFFIXES = (".parquet", ".arrow", ".jsonl", ".json", ".csv", ".tsv", ".txt", ".gz", ".zst", ".zip", ".tar", ".xml")
 LOOKED_AT = 10_000  # maximum number of files of a directory that are listed
 Columns = dict[str, type | None]  # column -> type; None: other types, and types that the schema does not tell
@@ -39,6 +41,7 @@ def check_sources(cfg: AnyConfig) -> Iterator[Problem]:
         if data.validation is not None and use.uses_validation:
             yield from _sources(key, "validation", data.validation, use)
             yield from _validation_weights(data.validation, use.is_sampled)
+            yield from _shared_problems(key, data.train, data.validation)
         elif data.validation is not None:
             other = key.rpartition(".")[0] or "trainer"
             yield Problem((f"{key}.validation", other), "has no effect: only data of generated responses is validated")
@@ -101,6 +104,17 @@ def _validation_weights(sources: tuple[SourceConfig, ...], is_sampled: bool) -> 
         yield Problem(("data.validation", "validation.prompts" if is_sampled else "validation.rows"), message)
 
 
+def _shared_problems(
+    key: str, train: tuple[SourceConfig, ...], validation: tuple[SourceConfig, ...]
+) -> Iterator[Problem]:
+    """Checks that no problem of reasoning-gym is both trained on and held out."""
+    for one, other in product(train, validation):
+        with suppress(ValueError):  # of a source that is a problem by itself
+            if reasoning_tasks.share_problems(one.path, other.path):
+                message = f"shares problems with {one.path}: let its seed begin at the seed + size of that source"
+                yield Problem((f"{key}.validation",), message)
+
+
 def _columns(section: str, key: str, source: SourceConfig, columns: Columns, use: DataUse) -> Iterator[Problem]:
     data = use.cfg
     where, has = f"the first row of {source.path}", ", ".join(columns) or "no keys"
@@ -123,6 +137,10 @@ def read_columns(source: SourceConfig) -> Columns | None:
     path = Path(source.path)
     if not source.path:
         raise FileNotFoundError
+    if reasoning_tasks.is_task(source.path):
+        if source.split is not None:
+            raise _Unreadable(f"split {source.split!r} has no effect: {path} has no splits")
+        return dict(reasoning_tasks.columns(source.path))
     if path.is_dir():
         return _columns_of_directory(path, source.split)
     if problem := not_a_file(path):

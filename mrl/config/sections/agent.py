@@ -35,5 +35,6 @@ class AgentConfig(Section):
     # for chat templates that drop the reasoning of earlier turns after a new user message. keep: the reasoning stays,
     # and a new user message is refused; strip: each user message starts a new sequence, formatted by the template
     thoughts: Literal["keep", "strip"] = "keep"
-    # programs get a URL and a key (`ctx.endpoint`) for OpenAI chat completions clients, instead of `ctx.generate`
+    # programs get a URL and a key (`ctx.endpoint`) for clients of OpenAI's and Anthropic's APIs, instead of
+    # `ctx.generate`
     endpoint: bool = False

@@ -117,7 +117,7 @@ class RewardModelConfig(Section):
 
 class RewardConfig(Section):
     """The reward of a response. A function is the name of a built-in (exact_match, sorted_digits, arithmetic, math,
-    multiple_choice, code, format, length, overlong, environment) or `path/to/file.py:name`.
+    multiple_choice, code, format, length, overlong, environment, reasoning_gym) or `path/to/file.py:name`.
 
     `manager` selects the scoring:
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import socket
 import threading
 import time
@@ -453,9 +452,11 @@ def test_a_message_is_the_same_however_a_client_writes_it(content: Any) -> None:
 def test_calls_come_back_as_they_were_sent() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
     message = {"role": "assistant", "content": "", "tool_calls": [call]}
-    [event, end, done] = chat.events(1, message, "stop", [1, 2], with_usage=False)
-    assert json.loads(end)["choices"][0]["finish_reason"] == "tool_calls" and done == "[DONE]"
-    for sent in (chat.openai_message(message), json.loads(event)["choices"][0]["delta"]):
+    answer, asked = chat.Answer(1, message, "stop", [1, 2]), chat.ChatRequest([], [], has_stream=True)
+    [event, end, done] = chat.events(answer, asked)
+    assert isinstance(event, dict) and isinstance(end, dict)
+    assert end["choices"][0]["finish_reason"] == "tool_calls" and done == "[DONE]"
+    for sent in (chat.openai_message(message), event["choices"][0]["delta"]):
         assert isinstance(sent["tool_calls"][0]["function"]["arguments"], str)
         assert chat.parse_request({"messages": [sent]}).messages == [message]
     with pytest.raises(BadChat, match="1 to 10000"):
