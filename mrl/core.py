@@ -338,8 +338,10 @@ class Rollout:
     def join(self, *others: Self) -> Self:
         """Returns these samples, then those of `others`, whose groups are renumbered; the step is this rollout's.
 
-        Raises ValueError for a field that only some of the rollouts have.
+        Raises ValueError for a field that only some of the rollouts have, and for different source_names.
         """
+        if any(other.source_names != self.source_names for other in others):
+            raise ValueError("rollouts with different source_names cannot be joined: sources are indices in them")
         return units.join((self, *others))
 
     def state_dict(self) -> dict[str, Any]:

@@ -89,6 +89,7 @@ def of_mrl(
     exp = make_experience(run.cfg.algorithm, rollout, Passes(), 0.0)
     assert run.cfg.teacher is not None
     states, (sample_ids,) = distillation.states_of_teachers(run, exp), run.minibatches(rollout)
+    assert states is not None
     targets = policy_targets(run, exp, 0)
     algorithm = run.cfg.algorithm
     loss = losses.policy(algorithm.policy_loss, algorithm.kl, 0.0, targets)

@@ -21,12 +21,12 @@ from mrl.units import RESPONSE_TOKEN
 States = Mapping[tuple[int, ...], list[TeacherStates]]  # by the samples of an update
 
 
-def states_of_teachers(run: RLRun, exp: Experience) -> States:
-    """Hidden states of each teacher for its samples in every update of the step, one teacher after the other; nothing
+def states_of_teachers(run: RLRun, exp: Experience) -> States | None:
+    """Hidden states of each teacher for its samples in every update of the step, one teacher after the other; None
     where there are no teachers, or the advantages have their part already. Collective."""
     cfg = run.cfg.teacher
     if cfg is None or cfg.divergence == "sampled":
-        return {}
+        return None
     found: dict[tuple[int, ...], list[TeacherStates]] = {}
     for epoch in range(run.cfg.batch.epochs_per_step):
         found |= {tuple(sample_ids): [] for sample_ids in run.minibatches(exp.rollout, epoch)}

@@ -151,7 +151,7 @@ def is_far_enough(target_kl: float | None, updates: list[dict[str, float]]) -> b
 
 
 def update_actor(
-    run: RLRun, exp: Experience, sample_ids: Sequence[int], number: int, states: distillation.States
+    run: RLRun, exp: Experience, sample_ids: Sequence[int], number: int, states: distillation.States | None = None
 ) -> dict[str, float]:
     """Metrics of an update: the gradients, what judges them, and the optimizer's step, which does nothing where loss
     or gradients are not finite. number: how many updates of the step came before. states: what teachers say of the
@@ -159,7 +159,7 @@ def update_actor(
     cfg, part = run.cfg.algorithm, exp.part(sample_ids)
     targets, policy_loss = policy_targets(run, part, number), cfg.policy_loss.at_step(exp.rollout.step)
     loss = losses.policy(policy_loss, cfg.kl, run.kl_controller.value, targets)
-    if run.cfg.teacher is not None and states:
+    if run.cfg.teacher is not None and states is not None:
         loss = distillation.distilled(run.cfg.teacher, loss, part.rollout, targets, states[tuple(sample_ids)])
     metrics = run.actor.backward(
         part.rollout,
