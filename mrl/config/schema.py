@@ -52,6 +52,7 @@ from mrl.config.sections.reward_model import RewardModelTrainingConfig
 from mrl.config.sections.rollout import MismatchConfig, RolloutConfig, SamplingConfig, SyncConfig, ValidationConfig
 from mrl.config.sections.run import CheckpointConfig, ResilienceConfig, RunConfig, SectionTimeouts
 from mrl.config.sections.sft import ImitationConfig, PackingConfig
+from mrl.config.sections.teacher import TeacherConfig
 from mrl.config.trainers.base import AnyConfig, Config
 from mrl.config.trainers.dpo import DPOConfig
 from mrl.config.trainers.preferences import PreferencesConfig
@@ -123,6 +124,7 @@ __all__ = [
     "SourceConfig",
     "Sources",
     "SyncConfig",
+    "TeacherConfig",
     "TrainConfig",
     "ValidationConfig",
     "ValueLossConfig",

@@ -60,6 +60,29 @@ def special_tokens(path: str | Path) -> dict[str, tuple[str, int]]:
     return found
 
 
+def difference(path: str | Path, actor: str | Path) -> str | None:
+    """Returns how the tokens of a model directory differ from the actor's; None if they are equal."""
+    found = []
+    for each in (path, actor):
+        try:
+            content = _read(Path(each) / TOKENIZER)
+            settings = _read(Path(each) / SPECIAL) | _read(Path(each) / SETTINGS)
+            found.append(_tokens(content) | _added(settings) if content else {})
+        except (OSError, AttributeError, TypeError, KeyError, ValueError) as error:
+            return f"{each}: cannot read {TOKENIZER} ({error!r}), which must have the same tokens as the actor's"
+        if not found[-1]:
+            return f"{each} has no {TOKENIZER}: its tokens cannot be compared with the actor's"
+    own, theirs = ({(token, number) for token, number in tokens.items()} for tokens in found)
+    if own == theirs:
+        return None
+    number = min(number for _, number in own ^ theirs)
+    mine, others = (sorted(token for token, place in tokens if place == number) for tokens in (own, theirs))
+    return (
+        f"{path} has another tokenizer than the actor: token {number} is {mine}, and the actor's is {others}. A "
+        "teacher reads the actor's tokens: use one of the same model family"
+    )
+
+
 def too_large(path: str | Path, tokens: int, vocab_size: int) -> str:
     return (
         f"{path}: the tokenizer has {tokens} tokens, and the model's vocabulary (vocab_size in config.json) "

@@ -11,7 +11,7 @@ from mrl.data.dataset import PromptDataset
 from mrl.data.image_prompts import load_image_processor
 from mrl.data.packed_rows import PackedRows
 from mrl.data.preference import PreferenceDataset
-from mrl.data.rows import RowCheck
+from mrl.data.rows import RowCheck, train_check
 from mrl.data.sft import SFTDataset, sft_notes
 from mrl.data.tokenizer import load_tokenizer
 from mrl.data.wrapped_rows import WrappedRows
@@ -33,7 +33,8 @@ def open_prompts(cfg: Config, check: RowCheck | None = None) -> dict[str, Prompt
         if sources is not None:
             before = sum(len(source.rows) for data in found.values() for source in data.sources)
             has_answers = key == "data.train" and not use.is_sampled
-            found[key] = PromptDataset(sources, use.cfg, tokenizer, has_answers, check, image_processor, before)
+            own = train_check(use, check) if key == "data.train" else check
+            found[key] = PromptDataset(sources, use.cfg, tokenizer, has_answers, own, image_processor, before)
     return found
 
 

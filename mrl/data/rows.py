@@ -8,10 +8,23 @@ from typing import Any, Protocol
 
 from mrl.config.problems import shortened
 from mrl.config.schema import DataConfig
+from mrl.config.trainers.base import DataUse
 from mrl.data.sources import Rows
 
 Row = dict[str, Any]
 RowCheck = Callable[[Row], str | None]  # why a completed row cannot be used
+
+
+def train_check(use: DataUse, check: RowCheck | None) -> RowCheck | None:
+    """Returns the check of rows of `train`: `check`, and that their data source is one of `use.sources`."""
+
+    def known(row: Row) -> str | None:
+        source, key = row.get(use.cfg.data_source_key), use.cfg.data_source_key
+        if str(source) not in use.sources:
+            return f"{key!r} is {source!r}, which has no teacher in teacher.teachers: add one, or leave the row out"
+        return None if check is None else check(row)
+
+    return known if use.sources else check
 
 
 class Reader(Protocol):

@@ -40,7 +40,7 @@ class LossGradients:
 
 
 @dataclass(frozen=True)
-class _CallParameters:
+class CallParameters:
     """Parameters of a call other than its tensors."""
 
     temperature: float
@@ -73,7 +73,7 @@ def linear_log_prob(
     loss_gradients: loss gradients of the loss that will be computed from the results; None if the loss is not local to
     each token. The backward pass raises RuntimeError if the loss has other gradients.
     """
-    place = _CallParameters(temperature, vocab_start, vocab_size, _if_parallel(tp_group), chunk, products)
+    place = CallParameters(temperature, vocab_start, vocab_size, if_parallel(tp_group), chunk, products)
     if loss_gradients is None or not torch.is_grad_enabled():
         out: tuple[Tensor, Tensor, Tensor] = _Recomputed.apply(hidden, weight, labels, place)
     else:
@@ -96,19 +96,19 @@ def linear_distribution(
     """Returns float32 [4, n] without gradient: log-probs and entropies of `linear_log_prob`, the sums over the
     vocabulary of the squared probabilities, and 1 where the label is the argmax, else 0.
     """
-    place = _CallParameters(temperature, vocab_start, vocab_size, _if_parallel(tp_group), chunk, products)
-    made = _Pass(hidden, weight, labels, place).all_statistics(squares=True)
+    place = CallParameters(temperature, vocab_start, vocab_size, if_parallel(tp_group), chunk, products)
+    made = HeadPass(hidden, weight, labels, place).all_statistics(squares=True)
     return torch.stack([made.log_probs, made.entropy, made.squares, made.is_top])
 
 
-class _Pass:
+class HeadPass:
     """One pass over the rows, and the gradients formed so far.
 
     of_weight: True if the weight's gradient is needed; not for a frozen weight
     """
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, labels: Tensor, place: _CallParameters, of_weight: bool = False
+        self, hidden: Tensor, weight: Tensor, labels: Tensor, place: CallParameters, of_weight: bool = False
     ) -> None:
         self._n, self._temperature, self._group = hidden.size(0), place.temperature, place.group
         self._valid = max(0, min(weight.size(0), place.vocab_size - place.vocab_start))
@@ -143,13 +143,18 @@ class _Pass:
     def add_gradients(
         self, rows: slice, x: Tensor, found: RowStatistics, loss_gradients: tuple[Tensor, Tensor | None], **how: bool
     ) -> None:
-        """Adds gradients of a chunk. x, how: as in `d_logits`.
+        """Adds gradients of a chunk. x, how: as in `d_logits`."""
+        labels = self._labels.at(rows)
+        self.add(rows, x, lambda out: d_logits(x, found, labels, self._temperature, loss_gradients, out, **how))
+
+    def add(self, rows: slice, x: Tensor, write: Callable[[Tensor], object]) -> None:
+        """Adds gradients of a chunk, which `write` puts into a buffer like x, or x itself.
 
         Chunks come in order, and are buffered until they are multiplied together.
         """
         room, first = self._room(x), self._multiplied
         start, stop = rows.start - first, rows.start - first + x.size(0)
-        d_logits(x, found, self._labels.at(rows), self._temperature, loss_gradients, room[start:stop], **how)
+        write(room[start:stop])
         if stop < room.size(0) and first + stop < self._n:
             return
         done, self._multiplied = slice(first, first + stop), first + stop
@@ -187,9 +192,9 @@ class _Pass:
 class _Recomputed(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, place: _CallParameters
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, place: CallParameters
     ) -> tuple[Tensor, Tensor, Tensor]:
-        rows = _Pass(hidden, weight, labels, place).all_statistics()
+        rows = HeadPass(hidden, weight, labels, place).all_statistics()
         ctx.save_for_backward(hidden, weight, labels, *vars(rows).values())
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(rows.is_top)
@@ -202,7 +207,7 @@ class _Recomputed(torch.autograd.Function):
         hidden, weight, labels, *vectors = ctx.saved_tensors
         found = RowStatistics(*vectors)
         d_log_probs = torch.zeros_like(found.log_probs) if d_log_probs is None else d_log_probs
-        work = _Pass(hidden, weight, labels, ctx.place, ctx.needs_input_grad[1])
+        work = HeadPass(hidden, weight, labels, ctx.place, ctx.needs_input_grad[1])
         for rows in work.chunks():
             loss_gradients = d_log_probs[rows], None if d_entropy is None else d_entropy[rows]
             work.add_gradients(rows, work.logits(rows), found.at(rows), loss_gradients)
@@ -212,9 +217,9 @@ class _Recomputed(torch.autograd.Function):
 class _Formed(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, place: _CallParameters, loss_gradients: LossGradients
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, place: CallParameters, loss_gradients: LossGradients
     ) -> tuple[Tensor, Tensor, Tensor]:
-        work = _Pass(hidden, weight, labels, place, ctx.needs_input_grad[1])
+        work = HeadPass(hidden, weight, labels, place, ctx.needs_input_grad[1])
         wide = torch.promote_types(hidden.dtype, torch.float32)
         outputs, expected = torch.zeros(5, labels.numel(), dtype=wide, device=hidden.device).split([3, 2])
         for rows in work.chunks():
@@ -243,10 +248,10 @@ class _Formed(torch.autograd.Function):
         (expected,) = ctx.saved_tensors
         work, ctx.work = ctx.work, None
         loss_gradients = torch.stack([torch.zeros_like(expected[0]) if grad is None else grad for grad in grads[:2]])
-        return *work.gradients(_factor(expected, loss_gradients)), None, None, None
+        return *work.gradients(common_factor(expected, loss_gradients)), None, None, None
 
 
-def _factor(expected: Tensor, loss_gradients: Tensor) -> Tensor:
+def common_factor(expected: Tensor, loss_gradients: Tensor) -> Tensor:
     """Returns the factor [] of the expected loss gradients [2, n]; non-finite gradients give a non-finite factor.
 
     Raises RuntimeError unless all have the same factor.
@@ -262,5 +267,5 @@ def _factor(expected: Tensor, loss_gradients: Tensor) -> Tensor:
     return factor
 
 
-def _if_parallel(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+def if_parallel(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     return group if group is not None and group.size() > 1 else None

@@ -21,6 +21,7 @@ from torch import Tensor
 from mrl import platform
 from mrl.config.schema import TrainConfig
 from mrl.core import PackedBatch, Rollout
+from mrl.data.packing import require_ids
 from mrl.families import ModelArch
 from mrl.families.flops import BACKWARD, BACKWARD_OF_FROZEN
 from mrl.families.table import Role
@@ -151,21 +152,66 @@ class Learner:
 
     @torch.no_grad()
     def _forward(self, rollout: Rollout, output: Output, channels: int, temperature: float) -> Tensor:
-        self.memory.require("parameters", f"computing {output}")
         samples = range(rollout.num_samples)
-        self.flop_counter.add(rollout, samples, passes=1)
         packed = self.planner.micro_batches(rollout, samples)
-        batches = [MicroBatch(batch, temperature) for batch in packed]
         result = torch.zeros(channels, rollout.num_response_tokens, device=platform.device())
 
         def collect(values: Tensor, batch: MicroBatch, non_loss_data: bool = True) -> None:
             if self.mesh.tp_rank == 0:
                 result[:, batch.packed.response_indices] = values
 
-        with without_amax_history(self.bare):
-            self._schedule(batches, [rollout], output, collect, forward_only=True, collect_non_loss_data=True)
+        self._collect(rollout, samples, packed, output, temperature, collect)
         dist.all_reduce(result)
         return result.cpu()
+
+    @torch.no_grad()
+    def hidden_states(
+        self, rollout: Rollout, samples: Sequence[int], packed: list[PackedBatch]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Returns `TeacherStates.states` in host memory; empty without the head's stage.
+
+        packed: a student's micro-batches, with these samples alone. The layouts must have the same tensor, pipeline and
+        context parallelism: hidden states then stay on the rank that needs them.
+        """
+        require_ids(rollout, self.arch.vocab_size)
+        found: list[tuple[Tensor, Tensor]] = []
+
+        def collect(values: Tensor, batch: MicroBatch, non_loss_data: bool = True) -> None:
+            found.append((batch.packed.response_indices.cpu(), values.cpu()))
+
+        self._collect(rollout, samples, packed, "hidden_states", 1.0, collect)
+        return found
+
+    def head_for(self, student: Learner) -> Tensor | None:
+        """Returns this rank's part of the lm_head, sharded as the student's, which may outlive the offloading of the
+        parameters; None without the head's stage. Collective.
+        """
+        if not self.bare[-1].post_process:
+            return None
+        weight: Tensor = self.bare[-1].output_weight().detach()
+        rows = student.bare[-1].output_weight().size(0)
+        if weight.size(0) == rows:
+            return weight.clone() if self.memory.offload == "all" else weight
+        whole = weight.new_empty(self.mesh.tp * weight.size(0), weight.size(1))
+        dist.all_gather_into_tensor(whole, weight.contiguous(), group=self.mesh.tp_group)
+        part = whole[self.mesh.tp_rank * rows :][:rows]
+        return torch.nn.functional.pad(part, (0, 0, 0, rows - part.size(0)))
+
+    def _collect(
+        self,
+        rollout: Rollout,
+        samples: Sequence[int],
+        packed: list[PackedBatch],
+        output: Output,
+        temperature: float,
+        collect: Callable[..., None],
+    ) -> None:
+        """Runs forward passes; `collect` gets the output of each micro-batch."""
+        self.memory.require("parameters", f"computing {output}")
+        self.flop_counter.add(rollout, samples, passes=1)
+        batches = [MicroBatch(batch, temperature) for batch in packed]
+        with without_amax_history(self.bare):
+            self._schedule(batches, [rollout], output, collect, forward_only=True, collect_non_loss_data=True)
 
     def backward(
         self,
@@ -191,10 +237,10 @@ class Learner:
         self.memory.require("all", "a backward pass")
         terms = (LossTerm(rollout, sample_ids, loss, temperature, entropy_grad), *also)
         batches = [
-            MicroBatch(packed, term.temperature, term.entropy_grad, number, term.loss.extras, term.loss)
-            for number, term in enumerate(terms)
-            for packed in self.planner.micro_batches(
-                term.rollout, term.sample_ids, term.loss.together, term.loss.extras
+            MicroBatch(packed, term.temperature, term.entropy_grad, which, term.loss.extras, term.loss, number=number)
+            for which, term in enumerate(terms)
+            for number, packed in enumerate(
+                self.planner.micro_batches(term.rollout, term.sample_ids, term.loss.together, term.loss.extras)
             )
         ]
         passes = 1 + (BACKWARD if self.adapters is None else BACKWARD_OF_FROZEN)
@@ -269,6 +315,7 @@ class Learner:
             batch = next(it)
             routing = self.replay.routing(batch, rollouts[batch.term]) if self.replay is not None else None
             batch = replace(batch, packed=on_device(batch.packed))
+            distillation = batch.loss.distillation if batch.loss is not None and unwrap(model).post_process else None
             made = ModelBatch.make(
                 batch.packed,
                 self.mesh,
@@ -279,6 +326,7 @@ class Learner:
                 batch.loss_gradients,
                 self._images(batch.packed) if unwrap(model).pre_process else None,
                 routing,
+                distillation.of(batch.number, batch.packed) if distillation is not None else None,
             )
             out = model(batch.packed.tokens, batch.packed.position_ids, None, packed_seq_params=made)
             return out, partial(on_output, batch=batch)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from mrl.core import Rollout
-from mrl.models.batch import DEFAULT_PASS_OPTIONS, PassOptions
+from mrl import platform
+from mrl.core import PackedBatch, Rollout
+from mrl.kernels.linear_divergence import Divergence
+from mrl.models.batch import DEFAULT_PASS_OPTIONS, PassOptions, TeacherBatch, TeacherRows
 
 Together = int | tuple[int, ...]
 
@@ -22,6 +25,43 @@ class LossParts:
 
 
 @dataclass(frozen=True)
+class TeacherStates:
+    """What one teacher says of one update's tokens, on the ranks with the head.
+
+    states: for each micro-batch the tokens' indices [m] in the flat response vectors, and their hidden states [m, h]
+    weight, vocab_size: as in TeacherRows
+    """
+
+    states: list[tuple[Tensor, Tensor]]
+    weight: Tensor
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """Teachers of an update. weights [R]: gradient of the loss by the divergence of each response token."""
+
+    teachers: Sequence[TeacherStates]
+    divergence: Divergence
+    weights: Tensor
+
+    def of(self, number: int, packed: PackedBatch) -> TeacherBatch:
+        """Returns the teachers of micro-batch `number`, whose tokens are on this rank's device.
+
+        Raises RuntimeError if a teacher's tokens are not among those of the micro-batch.
+        """
+        device, found = platform.device(), []
+        for teacher in self.teachers:
+            indices, hidden = (each.to(device) for each in teacher.states[number])
+            rows = torch.isin(packed.response_indices, indices).nonzero()[:, 0]
+            if not torch.equal(packed.response_indices[rows], indices):
+                raise RuntimeError(f"micro-batch {number} of the student has other tokens than the teacher's")
+            if rows.numel():
+                found.append(TeacherRows(rows, hidden, teacher.weight, teacher.vocab_size))
+        return TeacherBatch(tuple(found), self.divergence, self.weights.to(device)[packed.response_indices])
+
+
+@dataclass(frozen=True)
 class Loss:
     """Loss and the names of its metrics, known on every rank, including ranks without outputs.
 
@@ -30,6 +70,8 @@ class Loss:
     extras: additional computations of the pass
     local: True if the loss of a token depends on that token's output alone, so that `compute` may get a part of the
     tokens
+    distillation: teachers; the last row of the model output is then the divergence, with weights that must be those in
+    `compute`
     """
 
     compute: Callable[[Tensor, Tensor], LossParts]
@@ -37,6 +79,7 @@ class Loss:
     together: Together = 1
     extras: PassOptions = DEFAULT_PASS_OPTIONS
     local: bool = False
+    distillation: Distillation | None = None
 
 
 @dataclass(frozen=True)

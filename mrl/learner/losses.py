@@ -6,7 +6,7 @@ looks up all per-token inputs on the model's device. The weights hold the global
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from mrl import platform
 from mrl.algo import Sequences, custom, kl, off_policy_mask, policy_loss, value_loss
 from mrl.algo.policy_loss import PolicyLoss
 from mrl.config.schema import KLConfig, PolicyLossConfig, ValueLossConfig
-from mrl.learner.loss_terms import Loss, LossParts
+from mrl.learner.loss_terms import Distillation, Loss, LossParts
 from mrl.models.batch import PassOptions
 from mrl.options.losses import CustomLoss
 
@@ -114,6 +114,22 @@ def _kept(threshold: float | None, t: PolicyTargets, log_probs: Tensor, dest: Te
         sequences=t.sequences.at(dest),
         threshold=threshold,
     )
+
+
+def distilled(loss: Loss, distillation: Distillation, means: Mapping[str, Tensor]) -> Loss:
+    """Returns a policy loss plus the weighted sum of the divergences to the teachers.
+
+    means: metric -> weights [R] that sum the divergences to their mean over some tokens
+    """
+    weights = _on_device(distillation.weights)
+    of_means = {name: _on_device(some) for name, some in means.items()}
+
+    def compute(output: Tensor, dest: Tensor) -> LossParts:
+        parts, divergence = loss.compute(output, dest), output[-1]
+        sums = [(some[dest] * divergence.detach()).sum() for some in of_means.values()]
+        return LossParts(parts.loss + (weights[dest] * divergence).sum(), [*parts.sums, *sums])
+
+    return replace(loss, compute=compute, sums=(*loss.sums, *of_means), distillation=distillation)
 
 
 def _on_device(vector: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ class MicroBatch:
 
     term: index of the loss, if there are several; extras: as in `Loss`; loss: the loss, if gradients are needed
     first: index of its first token among the local tokens of a pass with routing replay
+    number: index among the micro-batches of its loss
     """
 
     packed: PackedBatch
@@ -41,17 +42,19 @@ class MicroBatch:
     extras: PassOptions = DEFAULT_PASS_OPTIONS
     loss: Loss | None = None
     first: int = 0
+    number: int = 0
 
     @property
     def loss_gradients(self) -> LossGradients | None:
         """Gradients of the loss with respect to the model's output; None unless the loss is local to each token."""
         if self.loss is None or not self.loss.local:
             return None
-        compute = self.loss.compute
+        compute, is_distilled = self.loss.compute, self.loss.distillation is not None
 
         def of(log_probs: Tensor, entropy: Tensor, rows: slice) -> tuple[Tensor, Tensor | None]:
             with torch.enable_grad():
-                output = torch.stack([log_probs, entropy]).requires_grad_()
+                divergence = [torch.zeros_like(entropy)] if is_distilled else []  # its gradient is formed by itself
+                output = torch.stack([log_probs, entropy, *divergence]).requires_grad_()
                 loss = compute(output, self.packed.response_indices[rows]).loss
             (slope,) = torch.autograd.grad(loss, output)
             return slope[0], slope[1] if self.entropy_grad else None
@@ -79,17 +82,23 @@ class MicroBatchPlanner:
         sample_ids: Sequence[int],
         together: Together = 1,
         extras: PassOptions = DEFAULT_PASS_OPTIONS,
+        only: Tensor | None = None,
     ) -> list[PackedBatch]:
-        """Returns this rank's micro-batches, equally many on every rank. together, extras: as in `Loss`."""
+        """Returns this rank's micro-batches, equally many on every rank. together, extras: as in `Loss`.
+
+        only [samples of the rollout] bool: packs these alone, in the micro-batches that they have among the others
+        """
         require_ids(rollout, self.arch.vocab_size)
         mesh = self.mesh
+        if only is not None and rollout.sequence_counts is not None:
+            only = only.repeat_interleave(rollout.sequence_counts)
         rollout, ids = _shown(rollout, sample_ids, together)
         unit, shares = token_unit(mesh.cfg, self.train.precision.fp8.recipe), self.shares and not extras.by_sample
         groups, plan = self._plan(rollout, ids, _sizes(len(ids), together), shares=shares)
         return [
             pack(
                 rollout,
-                [sample for i in items for sample in groups[i]],
+                [sample for i in items for sample in groups[i] if only is None or only[sample]],
                 mesh.cp,
                 mesh.cp_rank,
                 unit,

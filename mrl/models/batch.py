@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mrl import platform
 from mrl.core import PackedBatch
+from mrl.kernels.linear_divergence import Divergence
 from mrl.kernels.linear_logprob import LossGradients
 from mrl.models.attention_plan import AttentionPlan
 from mrl.models.mcore import PackedSeqParams
@@ -19,7 +20,7 @@ from mrl.models.routing import Routing
 from mrl.models.shared_tokens import SharedTokens
 from mrl.parallel import Mesh
 
-Output = Literal["log_probs", "distribution", "lm_head_quantization_error", "logits", "values"]
+Output = Literal["log_probs", "distribution", "hidden_states", "lm_head_quantization_error", "logits", "values"]
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,29 @@ class Images:
         return Images(pixels, grids, batch.image_positions, batch.image_feature_indices)
 
 
+@dataclass(frozen=True)
+class TeacherRows:
+    """Output positions of a micro-batch whose tokens one teacher teaches.
+
+    rows [m] int64: among the n positions; hidden [m, h]: the teacher's hidden states; weight [padded vocabulary / tp,
+    h]: this rank's part of its lm_head, sharded as the student's; vocab_size: ids that both models have
+    """
+
+    rows: Tensor
+    hidden: Tensor
+    weight: Tensor
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class TeacherBatch:
+    """Teachers of a micro-batch. token_weights [n]: gradient of the loss by the divergence of each position."""
+
+    teachers: tuple[TeacherRows, ...]
+    divergence: Divergence
+    token_weights: Tensor
+
+
 def _none() -> Tensor:
     return torch.empty(0, dtype=torch.int64)
 
@@ -122,6 +146,7 @@ class ModelBatch(PackedSeqParams):
     seq_lens: Tensor = field(default_factory=_none)  # [S], without padding
     images: Images | None = None  # on the first stage, where there are any
     routing: Routing | None = None  # routing to replay or record; None: routers choose, unrecorded
+    distillation: TeacherBatch | None = None  # on the last stage, in passes that learn from teachers
     # True if the hidden states are those of `output_positions` alone: from the last layer on
     has_dropped_tokens: bool = False
 
@@ -136,6 +161,7 @@ class ModelBatch(PackedSeqParams):
         loss_gradients: LossGradients | None = None,
         images: Images | None = None,
         routing: Routing | None = None,
+        distillation: TeacherBatch | None = None,
     ) -> ModelBatch:
         """Builds the inputs from `batch`, which comes from `on_device`."""
         return ModelBatch(
@@ -156,6 +182,7 @@ class ModelBatch(PackedSeqParams):
             seq_lens=batch.seq_lens,
             images=images,
             routing=routing,
+            distillation=distillation,
         )
 
     @cached_property

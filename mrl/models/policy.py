@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mrl.config.sections.precision import FP8Config
 from mrl.kernels.head_products import plain_products
+from mrl.kernels.linear_divergence import linear_divergence
 from mrl.kernels.linear_logprob import linear_distribution, linear_log_prob
 from mrl.models.batch import ModelBatch
 from mrl.models.gpt import PackedGPT
@@ -26,13 +27,17 @@ class Policy(PackedGPT):
 
         "log_probs": float32 [2, n], of batch.labels under softmax(logits / temperature), and the entropies; with
         extras.smoothing one more row, the mean log-probs over the vocabulary; with extras.described two more, without
-        gradients: 1 where the label is the argmax, and the mean over the vocabulary of the logits;
+        gradients: 1 where the label is the argmax, and the mean over the vocabulary of the logits; with distillation a
+        last one, the divergence to the teacher;
         "distribution": [4, n], log-probs, entropies, the sums of the squared probabilities, and 1 where the label is
         the argmax, without gradients;
+        "hidden_states": [n, h], in the model's dtype;
         "lm_head_quantization_error": [1, n], these log-probs minus those of a head without fp8, without gradients;
         "logits": float32 [n, padded vocabulary / tp], neither scaled nor masked.
         """
         rows = self.response_rows(hidden, batch, partial_grad=True)
+        if batch.output == "hidden_states":
+            return rows
         weight = self.output_weight()
         if batch.output == "logits":
             return (rows @ weight.T).float()
@@ -48,7 +53,7 @@ class Policy(PackedGPT):
             return (own - exact)[None]
         if batch.output != "log_probs":
             raise ValueError(
-                f"a policy has no output {batch.output!r}; it has log_probs, distribution, "
+                f"a policy has no output {batch.output!r}; it has log_probs, distribution, hidden_states, "
                 "lm_head_quantization_error and logits"
             )
         log_probs, entropy, is_top = linear_log_prob(
@@ -59,7 +64,29 @@ class Policy(PackedGPT):
             made.append(log_probs + self._mean_lead(rows, batch))
         if batch.extras.described:
             made += [is_top, self._mean_logits(rows.detach())]
+        if batch.distillation is not None:
+            made.append(self._divergence(rows, weight, batch))
         return torch.stack(made)
+
+    def _divergence(self, rows: Tensor, weight: Tensor, batch: ModelBatch) -> Tensor:
+        """Divergence to the teacher of each position, float32 [n]; 0 where there is none."""
+        assert batch.distillation is not None
+        group, found = self.pg_collection.tp, torch.zeros(rows.size(0), device=rows.device)
+        for each in batch.distillation.teachers:
+            divergence = linear_divergence(
+                rows[each.rows],
+                weight,
+                (each.hidden, each.weight),
+                batch.distillation.divergence,
+                batch.distillation.token_weights[each.rows],
+                batch.temperature,
+                group.rank() * weight.size(0),
+                each.vocab_size,
+                group,
+                products=self.products,
+            )
+            found = found.index_add(0, each.rows, divergence)
+        return found
 
     def _mean_lead(self, rows: Tensor, batch: ModelBatch) -> Tensor:
         """Mean over the vocabulary of the logits / temperature minus the label's, float32 [n], summed over the

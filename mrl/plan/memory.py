@@ -216,10 +216,10 @@ def phases(work: StepWorkload, rank: int, engine: EnginePlan | None, assumed: As
     coords_of = {name: model.grid.coordinates(rank) for name, model in work.models.items()}
     found = []
     for name in phase_names(work):
-        levels, awake = NEEDS[name]
+        awake = NEEDS[name][1]
         items = [MemoryItem("process", "CUDA and NCCL", assumed.trainer_context + assumed.communicators)]
         for model in work.models.values():
-            level = levels.get(model.name, "nothing") if work.is_sampling else "all"
+            level = level_of(name, model, work) if work.is_sampling else "all"
             items += resident_memory(model, coords_of[model.name], level)
         items += _copies(work, coords_of["actor"], on_host=False)
         items += _transient(name, work, coords_of)
@@ -229,6 +229,12 @@ def phases(work: StepWorkload, rank: int, engine: EnginePlan | None, assumed: As
             items.append(MemoryItem("engine", _engine_words(engine, *awake), engine.awake(*awake)))
         found.append(PhaseMemory(name, tuple(items)))
     return found
+
+
+def level_of(phase: str, model: PlannedModel, work: StepWorkload) -> Level:
+    """Returns the residency of a model in a phase; a teacher's is that of a reference."""
+    is_teacher = phase == "experience" and model.name in work.size.passes
+    return NEEDS[phase][0].get(model.name, "parameters" if is_teacher else "nothing")
 
 
 def phase_names(work: StepWorkload) -> list[str]:

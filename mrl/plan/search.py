@@ -133,7 +133,7 @@ def _with(cfg: Config, layout: ParallelConfig, recompute: Recompute, tokens: int
         if use.train is not None and isinstance(section, TrainConfig):
             keys = {"parallel": layout, "recompute": recompute, "max_tokens_per_microbatch": tokens}
             changed[name] = section.model_copy(update=keys)
-        elif name == "ref" and section is not None:
+        elif name in ("ref", "teacher") and section is not None:
             changed[name] = section.model_copy(update={"parallel": None})
     return cfg.model_copy(update=changed)
 
@@ -212,8 +212,9 @@ def best_configuration(found: Sequence[Candidate], config: Path, overrides: Mapp
         if model.is_trained:
             keys = {"recompute": best.recompute, "max_tokens_per_microbatch": best.tokens}
             _set(tree, model.name, parallel=dict(sizes), **keys)
-    if "ref" in planned.models() and "ref" in dict(planned):
-        _set(tree, "ref", parallel=None)
+    for name in ("ref", "teacher"):
+        if name in planned.models() and name in dict(planned):
+            _set(tree, name, parallel=None)
     base = os.path.relpath(config.absolute(), out.absolute().parent)
     reasons = "".join(f"# {line}\n" for line in _reasons(found))
     head = f"# Written by mrl plan --search for {cluster.gpus} x {cluster.chip.name}: {best.words()}\n{reasons}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mrl.plan.chips import GIB
 from mrl.plan.engine import EnginePlan
-from mrl.plan.memory import NEEDS, PhaseMemory
+from mrl.plan.memory import PhaseMemory, level_of
 from mrl.plan.workload import PlannedModel, StepWorkload
 
 SECTIONS = {"reward": "reward.model"}  # configuration sections that differ from the model's name
@@ -65,9 +65,8 @@ def _remedies(work: StepWorkload, phase: PhaseMemory, engine: EnginePlan | None)
 
 def _away(work: StepWorkload, phase: str) -> Iterator[str]:
     """Yields the keys of models that could offload more in this phase."""
-    levels = NEEDS[phase][0]
     for name, model in work.models.items() if work.is_sampling else ():
-        level, key = levels.get(name, "nothing"), f"{SECTIONS.get(name, name)}.offload"
+        level, key = level_of(phase, model, work), f"{SECTIONS.get(name, name)}.offload"
         if level == "nothing" and model.train.offload != "all":
             yield f"{key}: all"
         elif level == "parameters" and model.train.offload == "none" and model.is_trained:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from mrl.data.columns import unused_column_notes
 from mrl.data.encoder import Encoder
 from mrl.data.first_rows import check_first_rows
 from mrl.data.preference_rows import PreferenceReader
-from mrl.data.rows import Reader, Row, RowCheck, RowReader
+from mrl.data.rows import Reader, Row, RowCheck, RowReader, train_check
 from mrl.data.sft_rows import SFTReader
 from mrl.data.sources import open_rows, root_of
 from mrl.data.turns import AssistantTurns
@@ -154,7 +155,10 @@ def _sources(cfg: Config) -> Iterator[tuple[SourceConfig, Reader]]:
             reader = PreferenceReader(use.cfg, use.preferences, use.margins)
         if isinstance(use.cfg, SFTDataConfig):
             reader = SFTReader(use.cfg)
-        yield from ((source, reader) for source in (*use.cfg.train, *(use.cfg.validation or ())))
+        yield from ((source, reader) for source in use.cfg.validation or ())
+        if isinstance(reader, RowReader):
+            reader = replace(reader, check=train_check(use, check))
+        yield from ((source, reader) for source in use.cfg.train)
 
 
 def _trials(cfg: Config) -> Iterator[TrialRow]:

@@ -125,7 +125,7 @@ def test_a_batch_without_pictures_has_none_when_it_is_cut_or_joined() -> None:
 
 
 def test_every_field_of_a_rollout_says_its_unit_or_is_no_tensor() -> None:
-    assert {field.name for field in fields(Rollout)} - set(units.declared(Rollout)) == {"step"}
+    assert {field.name for field in fields(Rollout)} - set(units.declared(Rollout)) == {"step", "source_names"}
 
 
 @dataclass(frozen=True)

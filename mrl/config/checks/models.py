@@ -44,7 +44,10 @@ def _other(
         return None
     if not shapes_only:
         problems.extend(_weights(key, use.path, model.allow_pickle))
-    if actor is not None and arch.vocab_size != actor.vocab_size:
+    if use.is_teacher:
+        difference = None if shapes_only else tokenizer_files.difference(use.path, model.path)
+        problems.extend([Problem((key, "model.path"), difference)] if difference is not None else [])
+    elif actor is not None and arch.vocab_size != actor.vocab_size:
         message = f"its vocabulary has {arch.vocab_size} tokens, and the actor's {actor.vocab_size}"
         problems.append(Problem((key, "model.path"), message))
     if use.scores and not is_reward_model(use.path):

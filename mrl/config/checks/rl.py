@@ -17,6 +17,7 @@ from mrl.config.checks import (
     reward,
     rollout,
     routing,
+    teacher,
 )
 from mrl.config.checks.base import Archs
 from mrl.config.derived import Machine
@@ -49,3 +50,4 @@ def check(cfg: RLConfig, archs: Archs, machine: Machine) -> Iterator[Problem]:
     yield from components.check(cfg)
     yield from reuse.check(cfg, machine)
     yield from routing.check(cfg, archs["actor"])
+    yield from teacher.check(cfg, archs)

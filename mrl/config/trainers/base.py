@@ -29,6 +29,7 @@ class ModelUse:
         train: training settings; None: never trained
         scores: the model needs a score head
         has_head: the model has a score or value head, which may be newly initialized
+        is_teacher: its tokenizer must be the actor's, but its vocabulary may have more or fewer unused ids
     """
 
     path: str | None = None
@@ -36,6 +37,7 @@ class ModelUse:
     train: TrainConfig | None = None
     scores: bool = False
     has_head: bool = False
+    is_teacher: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class DataUse:
         margins: every row has a margin
         cuts: long responses are truncated at the end
         is_evaluated: rows of `validation` are evaluated, without sampling
+        sources: the only data sources that rows of `train` may have; empty: any
     """
 
     cfg: DataConfig
@@ -58,6 +61,7 @@ class DataUse:
     margins: bool = False
     cuts: bool = True
     is_evaluated: bool = False
+    sources: Container[str] = ()
 
     @property
     def uses_validation(self) -> bool:

@@ -15,6 +15,7 @@ from mrl.config.sections.policy import RolloutCorrectionConfig
 from mrl.config.sections.reuse import EMAConfig, PTXConfig, ReplayConfig
 from mrl.config.sections.reward import RewardConfig, RewardModelConfig
 from mrl.config.sections.rollout import RolloutConfig, SyncConfig, ValidationConfig
+from mrl.config.sections.teacher import TeacherConfig, TeacherModelConfig
 from mrl.config.trainers.base import Config, DataUse, ModelSpec, ModelUse, StepSize
 from mrl.options.estimators import CustomEstimator
 from mrl.options.losses import CustomLoss
@@ -27,6 +28,7 @@ class RLConfig(Config):
     actor: ActorConfig = ActorConfig()  # the trained model: its layout and optimizer
     critic: CriticConfig | None = None
     ref: RefConfig = RefConfig()
+    teacher: TeacherConfig | None = None
     ema: EMAConfig | None = None
     batch: BatchConfig
     rollout: RolloutConfig = RolloutConfig()
@@ -55,6 +57,8 @@ class RLConfig(Config):
         found["ref"] = ModelUse(self.ref.path, self.ref.parallel if has_own else None)
         if (judge := self.reward.model) is not None:
             found["reward.model"] = ModelUse(judge.path, judge.parallel or self.actor.parallel, scores=True)
+        for name, teacher in self.teachers().items():
+            found[name] = ModelUse(teacher.path, teacher.parallel or self.actor.parallel, is_teacher=True)
         return found
 
     def built(self) -> dict[str, ModelSpec]:
@@ -65,16 +69,23 @@ class RLConfig(Config):
             found["ref"] = ModelSpec(self.ref.path, self.like_actor(self.ref))
         if (judge := self.reward.model) is not None:
             found["reward"] = ModelSpec(judge.path, self.like_actor(judge), scores=True)
+        for name, teacher in self.teachers().items():
+            found[name] = ModelSpec(teacher.path, self.like_actor(teacher))
         return found
+
+    def teachers(self) -> dict[str, TeacherModelConfig]:
+        """Returns the teachers by the section of each one's keys; none without distillation."""
+        return self.teacher.models if self.teacher is not None else {}
 
     @property
     def ref_is_actor(self) -> bool:
         """True if the reference, if there is one, is the actor without its adapters."""
         return self.actor.lora is not None and self.ref.policy == "frozen" and self.ref.path is None
 
-    def like_actor(self, own: RefConfig | RewardModelConfig) -> TrainConfig:
+    def like_actor(self, own: RefConfig | RewardModelConfig | TeacherModelConfig) -> TrainConfig:
         """Returns the actor's settings, overridden by those that `own` sets."""
-        given = {name: dict(own)[name] for name in ("parallel", "max_tokens_per_microbatch", "precision", "offload")}
+        names = ("parallel", "max_tokens_per_microbatch", "precision", "offload")
+        given = {name: dict(own).get(name) for name in names}
         return self.actor.model_copy(update={name: value for name, value in given.items() if value is not None})
 
     def copies(self) -> dict[str, bool]:
@@ -94,6 +105,7 @@ class RLConfig(Config):
     def step_size(self) -> StepSize:
         single = updates_per_step(self) == 1 and self.replay is None
         needed = {"actor": needs_forward_pass(self.algorithm, single), "ref": needs_ref(self), "critic": self.critic}
+        needed |= dict.fromkeys(self.teachers(), True)
         return StepSize(
             learnt=samples_per_step(self) + reused_samples_per_step(self),
             minibatch=self.batch.samples_per_minibatch or samples_per_step(self) + reused_samples_per_step(self),
@@ -115,7 +127,8 @@ class RLConfig(Config):
         return (self.run.steps - waits) * updates_per_step(self)
 
     def data_uses(self) -> dict[str, DataUse]:
-        found = {"data": DataUse(self.data, prompts_per_round(self), is_sampled=True)}
+        sources = self.teacher.teachers if self.teacher is not None else ()
+        found = {"data": DataUse(self.data, prompts_per_round(self), is_sampled=True, sources=sources)}
         if self.ptx is not None:
             found["ptx.data"] = DataUse(self.ptx.data, most_updates_per_step(self) * self.ptx.samples_per_update)
         return found

@@ -127,6 +127,8 @@ class Generator:
         rollout = collate(step, samples)
         if algorithm.score_parts:
             rollout = replace(rollout, score_parts=_parts(samples, algorithm.score_parts))
+        if self.cfg.teacher is not None:
+            rollout = _with_sources(rollout, samples, self.cfg.data.data_source_key)
         greedy = [taken.greedy[number] for number in groups] if taken.greedy else []
         if missing := next((sample.left_out for sample in greedy if sample.left_out), ""):
             raise RewardError(f"algorithm.adv_estimator: remax needs the score of every greedy response: {missing}")
@@ -331,6 +333,13 @@ class Generator:
             what = "score 0" if self.cfg.reward.on_error == "zero" else "are left out"
             where = f"{len(failed)} of {len(rows)} samples {what}, the reward failed on them ({self.run_dir / file})"
             self.note(f"{where}: {first}")
+
+
+def _with_sources(rollout: Rollout, samples: list[Sample], key: str) -> Rollout:
+    """The rollout with the data source of each sample, "" for rows without one."""
+    found = ["" if (source := sample.request.prompt.row.get(key)) is None else str(source) for sample in samples]
+    names = sorted(set(found))
+    return replace(rollout, sources=torch.tensor([names.index(name) for name in found]), source_names=tuple(names))
 
 
 def _parts(samples: list[Sample], names: Sequence[str]) -> Tensor:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from mrl.algo import explained_variance
 from mrl.core import Rollout, StepStats
 from mrl.learner import losses
-from mrl.trainers.rl import routing
+from mrl.trainers.rl import distillation, routing
 from mrl.trainers.rl.experience import Experience, make_experience, resampled, token_weights
 from mrl.trainers.rl.policy_update import check_samples, drop_if_far, policy_targets
 from mrl.trainers.rl.run import RLRun
@@ -97,6 +97,9 @@ def experience_of(run: RLRun, rollout: Rollout, trains_actor: bool) -> tuple[Exp
     if run.replay is not None:
         rollout, reused, metrics = run.replay.mix(rollout)
     experience = make_experience(cfg.algorithm, rollout, run.passes.of(rollout), run.kl_controller.value, reused)
+    if cfg.teacher is not None and cfg.teacher.divergence == "sampled":
+        experience, of_teacher = distillation.with_sampled_divergence(run, cfg.teacher, experience)
+        metrics |= of_teacher
     log_probs = experience.trainer_log_probs
     if log_probs is None and not trains_actor:  # no update of the actor will tell
         log_probs, _ = run.actor.log_probs(rollout, cfg.rollout.sampling.temperature)
@@ -117,11 +120,12 @@ def update(run: RLRun, exp: Experience, trains_actor: bool) -> dict[str, float]:
     exp = resampled(run.cfg.algorithm.pf_ppo, drawn, run.cfg.run.seed)
     epochs = run.cfg.batch.epochs_per_step
     if trains_actor:  # first: it finds samples that nothing may be learnt from
+        states = distillation.states_of_teachers(run, exp)
         run.memory.begin("actor_update")
         metrics |= lm_head_quantization_error(run.actor, exp.rollout, run.cfg.rollout.sampling.temperature)
         for epoch in range(epochs):
             for sample_ids in run.minibatches(exp.rollout, epoch):
-                made["actor"].append(update_actor(run, exp, sample_ids, len(made["actor"])))
+                made["actor"].append(update_actor(run, exp, sample_ids, len(made["actor"]), states))
             if is_far_enough(run.cfg.algorithm.target_kl, made["actor"]):
                 epochs = epoch + 1
                 break
@@ -146,15 +150,21 @@ def is_far_enough(target_kl: float | None, updates: list[dict[str, float]]) -> b
     return target_kl is not None and bool(updates) and updates[-1]["actor/ppo_kl"] > 1.5 * target_kl
 
 
-def update_actor(run: RLRun, exp: Experience, sample_ids: Sequence[int], number: int) -> dict[str, float]:
+def update_actor(
+    run: RLRun, exp: Experience, sample_ids: Sequence[int], number: int, states: distillation.States | None = None
+) -> dict[str, float]:
     """Metrics of an update: the gradients, what judges them, and the optimizer's step, which does nothing where loss
-    or gradients are not finite. number: how many updates of the step came before."""
+    or gradients are not finite. number: how many updates of the step came before. states: what teachers say of the
+    samples."""
     cfg, part = run.cfg.algorithm, exp.part(sample_ids)
     targets, policy_loss = policy_targets(run, part, number), cfg.policy_loss.at_step(exp.rollout.step)
+    loss = losses.policy(policy_loss, cfg.kl, run.kl_controller.value, targets)
+    if run.cfg.teacher is not None and states is not None:
+        loss = distillation.distilled(run.cfg.teacher, loss, part.rollout, targets, states[tuple(sample_ids)])
     metrics = run.actor.backward(
         part.rollout,
         range(part.rollout.num_samples),
-        losses.policy(policy_loss, cfg.kl, run.kl_controller.value, targets),
+        loss,
         run.cfg.rollout.sampling.temperature,
         entropy_grad=policy_loss.entropy_coef > 0,
         also=[run.demonstrations.term(exp.rollout.step, number)] if run.demonstrations is not None else [],

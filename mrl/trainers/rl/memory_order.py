@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from mrl.inference import Engine, MemoryPart
@@ -38,6 +38,13 @@ ORDER: dict[str, PhaseMemory] = {
     # "checkpoint" is not here: it reads what it writes where that lies. A load brings one model at a time.
 }
 # fmt: on
+
+
+def order_with(teachers: Iterable[str]) -> dict[str, PhaseMemory]:
+    """The table, with a phase of its own for each teacher, in which no other model is needed."""
+    away: dict[str, Level] = dict.fromkeys((*ORDER["rollout"].models, *teachers), "nothing")
+    order = {phase: PhaseMemory({**away, **row.models}, row.engine) for phase, row in ORDER.items()}
+    return order | {name: PhaseMemory({**away, name: "parameters"}, ASLEEP) for name in teachers}
 
 
 @dataclass(frozen=True)

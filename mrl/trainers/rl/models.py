@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from mrl.checkpoint import Checkpointable
 from mrl.config.schema import EMAConfig, RLConfig
@@ -38,12 +39,13 @@ class Models:
     ref: Learner | PolicyCopy | ActorWithoutAdapters | None
     reward: Learner | None
     ema: MovingAverage | None
+    teachers: Mapping[str, Learner] = field(default_factory=dict)  # by the sections of their keys
 
     @property
     def learners(self) -> dict[str, Learner]:
         """Learners by their names in the table of memory order."""
         found = {"actor": self.actor, "critic": self.critic, "ref": self.ref, "reward": self.reward}
-        return {name: each for name, each in found.items() if isinstance(each, Learner)}
+        return {name: each for name, each in found.items() if isinstance(each, Learner)} | dict(self.teachers)
 
     @property
     def saved(self) -> dict[str, Checkpointable]:
@@ -68,7 +70,12 @@ def build_models(cfg: RLConfig, world: World) -> Models:
         offload_new_model("critic", critic)
     ema = MovingAverage(actor, cfg.ema) if cfg.ema is not None else None
     ref = _reference(cfg, world, actor, ema) if needs_ref(cfg) else None
-    models = Models(actor, critic, ref, _reward_model(cfg, world), ema)
+    teachers = {}
+    for name, model in cfg.teachers().items():
+        train = cfg.like_actor(model)
+        teachers[name] = build_learner(cfg, world, "policy", model.path, train, trainable=False)
+        offload_new_model(name, teachers[name])
+    models = Models(actor, critic, ref, _reward_model(cfg, world), ema, teachers)
     if (image_processor := load_image_processor(cfg.model.path, cfg.data)) is not None:
         store = ImageStore((*cfg.data.train, *(cfg.data.validation or ())), image_processor)
         for learner in models.learners.values():

@@ -37,6 +37,8 @@ def policy_targets(run: RLRun, exp: Experience, number: int) -> losses.PolicyTar
         if cfg.one_weight_a_response and run.cfg.algorithm.rollout_correction.rollout_is == "token":
             factors = rollout_correction.geometric_means(factors, sequences)
         policy_weights = policy_weights * factors
+    if (teacher := run.cfg.teacher) is not None and teacher.divergence != "sampled":
+        policy_weights = policy_weights * teacher.policy_coef
     if exp.entropies is not None and cfg.high_entropy_token_ratio < 1:
         policy_weights = policy_weights * token_choice.high_entropy(exp.entropies, mask, cfg.high_entropy_token_ratio)
     return losses.PolicyTargets(

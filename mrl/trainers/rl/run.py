@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +24,7 @@ from mrl.trainers.rl.generate import Generator
 from mrl.trainers.rl.longest_wait import longest_wait
 from mrl.trainers.rl.main_parts import MainParts, this_machine
 from mrl.trainers.rl.make_sync import make_sync
-from mrl.trainers.rl.memory_order import ORDER, Engines
+from mrl.trainers.rl.memory_order import Engines, order_with
 from mrl.trainers.rl.mismatch import MismatchLimits
 from mrl.trainers.rl.models import Models, MovingAverage, build_models
 from mrl.trainers.rl.passes import StepPasses, ToCompute
@@ -49,6 +49,7 @@ class RLRun(Run):
     ref: Learner | PolicyCopy | ActorWithoutAdapters | None
     reward_model: Learner | None
     ema: MovingAverage | None
+    teachers: Mapping[str, Learner]
     kl_controller: kl.Controller
     scores: ScoreControl
     generator: Generator | None  # rank 0 only
@@ -284,17 +285,18 @@ def build_run(
     )
     is_kept = cfg.replay is not None or cfg.rollout.is_behind
     engines = Engines(setup.world, RELEASED_PARTS[cfg.rollout.release], main.engine)
-    order = PhaseMemoryManager(ORDER, models.learners, engines)
+    order = PhaseMemoryManager(order_with(models.teachers), models.learners, engines)
     generator, stops = main.generator, cfg.rollout.sampling.stop_token_ids
     ends = (*stops, generator.tokenizer.eos_id) if generator is not None else ()
     base = setup.begin(models.actor, models.saved, states, keeps if is_kept else None, order, end_tokens=ends)
-    base.speed.watch(models.critic, models.ref)
+    base.speed.watch(models.critic, models.ref, *models.teachers.values())
     return RLRun(
         **vars(base),
         critic=models.critic,
         ref=models.ref,
         reward_model=models.reward,
         ema=models.ema,
+        teachers=models.teachers,
         kl_controller=controller,
         scores=scores,
         generator=main.generator,

@@ -43,7 +43,7 @@ def learnt(monkeypatch: pytest.MonkeyPatch, run: RLRun, step: int) -> list[list[
     """The samples of each of the step's updates of the actor, in order."""
     seen: list[list[int]] = []
 
-    def update_actor(run: RLRun, exp: Any, sample_ids: Any, number: int) -> dict[str, float]:
+    def update_actor(run: RLRun, exp: Any, sample_ids: Any, number: int, states: object) -> dict[str, float]:
         assert number == len(seen)
         seen.append([*sample_ids])
         part = exp.part(sample_ids)

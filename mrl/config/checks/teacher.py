@@ -1,0 +1,62 @@
+"""Checks of on-policy distillation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mrl.config.checks.base import Archs, without_effect
+from mrl.config.problems import Problem
+from mrl.config.sections.models import ParallelConfig
+from mrl.config.sections.teacher import SOURCES
+from mrl.config.trainers.rl import RLConfig
+
+AXES = ("tensor", "pipeline", "context", "virtual_pipeline")
+
+
+def check(cfg: RLConfig, archs: Archs) -> Iterator[Problem]:
+    """Yields contradictions, settings without effect, and combinations that are not supported."""
+    teacher, key = cfg.teacher, "teacher.divergence"
+    if teacher is None:
+        return
+    if teacher.path is None and not teacher.teachers:
+        yield Problem(("teacher.path", SOURCES), "required: set the path of a teacher, or one for each data source")
+    elif teacher.path is not None and teacher.teachers:
+        yield Problem((SOURCES, "teacher.path"), "has no effect: path is the teacher of all data sources: choose one")
+    if teacher.teachers:
+        because = "each of the teachers has its own"
+        yield from without_effect(teacher, "teacher", ["parallel", "offload"], because, SOURCES)
+    because = f"the divergence is {teacher.divergence}"
+    if teacher.divergence != "jsd":
+        yield from without_effect(teacher, "teacher", ["beta"], because, key)
+    if not teacher.divergence.startswith("skewed"):
+        yield from without_effect(teacher, "teacher", ["skew"], because, key)
+    for name, model in teacher.models.items():
+        if model.parallel is not None and teacher.divergence != "sampled":
+            yield from _layout(f"{name}.parallel", model.parallel, cfg.actor.parallel)
+    yield from _unsupported(cfg, archs)
+
+
+def _layout(key: str, own: ParallelConfig, actor: ParallelConfig) -> Iterator[Problem]:
+    for axis in AXES:
+        mine, theirs = dict(own)[axis], dict(actor)[axis]
+        if mine != theirs:
+            message = (
+                f"{mine} differs from the actor's {theirs}: the teacher's hidden states stay on the ranks that train "
+                "on them. Use the same, or divergence: sampled, whose teacher may have any layout"
+            )
+            yield Problem((f"{key}.{axis}", f"actor.parallel.{axis}"), message)
+
+
+def _unsupported(cfg: RLConfig, archs: Archs) -> Iterator[Problem]:
+    actor, critic, why = archs.get("actor"), cfg.critic, "not supported together with a teacher"
+    others = {
+        "model.path": (actor is not None and actor.vision is not None, "vision models cannot be distilled"),
+        "critic.warmup_steps": (critic is not None and critic.warmup_steps > 0, "the actor must learn in every step"),
+        "rollout.early_passes": (cfg.rollout.early_passes is not None, "a teacher needs all samples of a step at once"),
+        "replay": (cfg.replay is not None, "replayed samples are not those of the present policy"),
+        "actor.routing_replay": (cfg.actor.routing_replay != "off", why),
+        "actor.precision.fp8.recipe": (cfg.actor.precision.fp8.recipe != "none", why),
+    }
+    for key, (is_set, why) in others.items():
+        if is_set:
+            yield Problem((key, "teacher"), f"{why}: leave it or the teacher out")

@@ -1,0 +1,29 @@
+"""Divergences between a teacher p and a student q, as the papers write them: [..., vocabulary] -> [...]."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+DIVERGENCES = [
+    ("reverse_kl", 0.1),
+    ("forward_kl", 0.1),
+    ("jsd", 0.5),
+    ("jsd", 0.2),
+    ("skewed_kl", 0.1),
+    ("skewed_reverse_kl", 0.1),
+]
+
+
+def by_the_papers(kind: str, mix: float, p: Tensor, q: Tensor) -> Tensor:
+    def kl(a: Tensor, b: Tensor) -> Tensor:
+        return (a * (a.log() - b.log())).sum(-1)
+
+    if kind == "jsd":  # arXiv 2306.13649, section 2
+        m = mix * p + (1 - mix) * q
+        return mix * kl(p, m) + (1 - mix) * kl(q, m)
+    return {
+        "reverse_kl": kl(q, p),
+        "forward_kl": kl(p, q),
+        "skewed_kl": kl(p, mix * p + (1 - mix) * q),  # arXiv 2402.03898, equation 3
+        "skewed_reverse_kl": kl(q, (1 - mix) * p + mix * q),
+    }[kind]

@@ -1,0 +1,193 @@
+"""Run under torchrun: loss and every gradient of on-policy distillation under many layouts.
+
+Usage: distillation.py FOLDER RESULT_JSON LAYOUT [LAYOUT ...]. FOLDER has the models student, small and large, the
+teachers. Layouts are as in gradients.py. The result is {layout: {case: [relative loss error, worst relative gradient
+error, its tensor]}} against transformers in float64, one sequence after the other.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mrl import platform
+
+platform.install()
+
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+from mrl.config.schema import ParallelConfig, RLConfig, TrainConfig  # noqa: E402
+from mrl.core import Rollout  # noqa: E402
+from mrl.families import load_arch  # noqa: E402
+from mrl.learner import Learner, losses  # noqa: E402
+from mrl.parallel import Meshes, rank  # noqa: E402
+from mrl.trainers.rl import distillation  # noqa: E402
+from mrl.trainers.rl.experience import Passes, make_experience  # noqa: E402
+from mrl.trainers.rl.policy_update import policy_targets  # noqa: E402
+from tests.helpers.bare_run import bare_run  # noqa: E402
+from tests.helpers.divergences import DIVERGENCES, by_the_papers  # noqa: E402
+from tests.worlds.gradients import Result, compare, everywhere, make_rollout, make_several, make_trajectories, parse  # noqa: E402
+
+TIMEOUT_S, TEMPERATURE, COEF, POLICY_COEF = 600, 0.7, 0.3, 0.5
+VOCAB = 313  # of student and small; large has unused ids beyond
+ONE = ("large",)
+TWO = ("small", "large")
+
+
+def config(folder: Path, kind: str, mix: float, teachers: tuple[str, ...], layout: ParallelConfig) -> RLConfig:
+    own: dict[str, Any] = {"path": str(folder / teachers[0])}
+    if len(teachers) > 1:
+        own = {"teachers": {name: {"path": str(folder / name)} for name in teachers}}
+    if kind == "jsd" or kind.startswith("skewed"):
+        own["beta" if kind == "jsd" else "skew"] = mix
+    return RLConfig.model_validate(
+        {
+            "trainer": "rl",
+            "run": {"name": "distillation"},
+            "model": {"path": str(folder / "student")},
+            "actor": {"parallel": layout},
+            "data": {"train": "-"},
+            "reward": {"function": "exact_match"},
+            "rollout": {"sampling": {"temperature": TEMPERATURE}},
+            "batch": {"prompts_per_step": 5, "samples_per_prompt": 2},
+            "algorithm": {"adv_estimator": "grpo"},
+            "teacher": {"divergence": kind, "coef": COEF, "policy_coef": POLICY_COEF, **own},
+        }
+    )
+
+
+def samples(case: str, teachers: tuple[str, ...]) -> Rollout:
+    """Groups of two, of which each teacher has one."""
+    rollout = make_rollout(VOCAB)
+    if case == "several":
+        rollout = make_several(make_trajectories(rollout))
+    sources = torch.arange(rollout.num_samples) % len(teachers)
+    return replace(rollout, sources=sources, source_names=teachers if len(teachers) > 1 else ("",))
+
+
+def cases() -> list[tuple[str, str, float, tuple[str, ...]]]:
+    found = [
+        (f"{kind} {mix} {len(teachers)}", kind, mix, teachers) for kind, mix in DIVERGENCES for teachers in (ONE, TWO)
+    ]
+    return [*found, ("several", "reverse_kl", 0.1, TWO)]
+
+
+def of_mrl(
+    folder: Path, learners: dict[str, Learner], case: str, kind: str, mix: float, names: tuple[str, ...]
+) -> Result:
+    actor = learners["student"]
+    run = bare_run(config(folder, kind, mix, names, actor.mesh.cfg), actor, None)
+    teachers = (learners[name] for name in names)
+    run.teachers = dict(zip(run.cfg.teachers(), teachers, strict=True))
+    rollout = samples(case, names)
+    exp = make_experience(run.cfg.algorithm, rollout, Passes(), 0.0)
+    assert run.cfg.teacher is not None
+    states, (sample_ids,) = distillation.states_of_teachers(run, exp), run.minibatches(rollout)
+    assert states is not None
+    targets = policy_targets(run, exp, 0)
+    algorithm = run.cfg.algorithm
+    loss = losses.policy(algorithm.policy_loss, algorithm.kl, 0.0, targets)
+    loss = distillation.distilled(run.cfg.teacher, loss, rollout, targets, states[tuple(sample_ids)])
+    metrics = actor.backward(rollout, sample_ids, loss, TEMPERATURE, full_gradients=True)
+    assert metrics["actor/entropy"] > 0 and metrics["distill/kl"] > 0
+    if len(names) > 1:
+        counts = torch.zeros(2).index_add(0, rollout.sources, rollout.response_lens.float())  # type: ignore[arg-type]
+        mean = sum(metrics[f"distill/{name}"] * float(count) for name, count in zip(names, counts, strict=True))
+        assert abs(mean / rollout.num_response_tokens - metrics["distill/kl"]) < 1e-5 * metrics["distill/kl"]
+    return metrics["loss"], everywhere(actor, lambda p: p.main_grad)
+
+
+@cache
+def in_float64(path: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+
+
+def of_transformers(folder: Path, case: str, kind: str, mix: float, names: tuple[str, ...]) -> Result:
+    student, rollout = in_float64(folder / "student"), samples(case, names)
+    student.zero_grad()
+    cfg = config(folder, kind, mix, names, ParallelConfig())
+    advantages = make_experience(cfg.algorithm, rollout, Passes(), 0.0).advantages.double()
+    total, at = torch.zeros((), dtype=torch.float64), 0
+    cut = rollout.split_sequences(range(rollout.num_samples))[0]
+    of_sample = torch.arange(rollout.num_samples)
+    if rollout.sequence_counts is not None:
+        of_sample = of_sample.repeat_interleave(rollout.sequence_counts)
+    drawn = rollout.action_mask
+    if drawn is None:
+        parts = zip(rollout.seq_lens, rollout.prompt_lens, strict=True)
+        drawn = torch.cat([torch.arange(int(n)) >= p for n, p in parts])
+    lengths = cut.seq_lens.tolist()
+    for sample, ids, mask in zip(of_sample, rollout.tokens.split(lengths), drawn.split(lengths), strict=True):
+        assert rollout.sources is not None
+        teacher = in_float64(folder / names[int(rollout.sources[sample])])
+        log_q = (student(ids[None]).logits[0, :, :VOCAB] / TEMPERATURE).log_softmax(-1)
+        with torch.no_grad():
+            p = (teacher(ids[None]).logits[0, :, :VOCAB] / TEMPERATURE).softmax(-1)
+        for place in mask.nonzero().flatten().tolist():
+            log_prob = log_q[place - 1, ids[place]]
+            total = total - POLICY_COEF * advantages[at] * (log_prob - log_prob.detach()).exp()
+            total = total + COEF * by_the_papers(kind, mix, p[place - 1], log_q[place - 1].exp())
+            at += 1
+    assert at == rollout.num_response_tokens
+    (total / at).backward()
+    return float(total / at), {name: x.grad.clone() for name, x in student.named_parameters() if x.grad is not None}
+
+
+def sampled(folder: Path, learners: dict[str, Learner]) -> list[object]:
+    """Advantages with the teachers' log-probs of the sampled tokens, against those of transformers."""
+    actor = learners["student"]
+    run = bare_run(config(folder, "sampled", 0.1, TWO, actor.mesh.cfg), actor, None)
+    run.teachers = dict(zip(run.cfg.teachers(), (learners[name] for name in TWO), strict=True))
+    rollout = samples("", TWO)
+    exp = make_experience(run.cfg.algorithm, rollout, Passes(), 0.0)
+    assert run.cfg.teacher is not None and rollout.sources is not None
+    got, metrics = distillation.with_sampled_divergence(run, run.cfg.teacher, exp)
+    wanted, ends = [], rollout.seq_lens.cumsum(0)
+    for sample, end in enumerate(ends.tolist()):
+        ids = rollout.tokens[end - int(rollout.seq_lens[sample]) : end]
+        teacher = in_float64(folder / TWO[int(rollout.sources[sample])])
+        with torch.no_grad():
+            log_p = (teacher(ids[None]).logits[0] / TEMPERATURE).log_softmax(-1)
+        first = int(rollout.prompt_lens[sample])
+        wanted.append(log_p[first - 1 : -1].gather(1, ids[first:, None])[:, 0])
+    ratios = torch.cat(wanted) - rollout.rollout_log_probs
+    want = POLICY_COEF * exp.advantages + COEF * ratios
+    mean = float(-ratios.mean())
+    error = float((got.advantages - want).norm() / want.norm())
+    return [abs(metrics["distill/kl"] - mean) / abs(mean), error, "advantages"]
+
+
+def main() -> None:
+    folder, result, *layouts = sys.argv[1:]
+    platform.init_process_group(TIMEOUT_S)
+    meshes, results, models = Meshes(TIMEOUT_S), {}, Path(folder)
+    wanted = {case: of_transformers(models, case, *how) for case, *how in cases()}  # type: ignore[arg-type]
+    for layout in layouts:
+        mesh = meshes.get(parse(layout))
+        train = TrainConfig(parallel=mesh.cfg, max_tokens_per_microbatch=56)
+        learners = {
+            name: Learner(
+                "policy", load_arch(str(models / name)), str(models / name), train, mesh,
+                dtype=torch.float32, seed=0, trainable=name == "student",
+            )
+            for name in ("student", *TWO)
+        }  # fmt: skip
+        results[layout] = {
+            case: compare(of_mrl(models, learners, case, *how), wanted[case])  # type: ignore[arg-type]
+            for case, *how in cases()
+        }
+        results[layout]["sampled"] = sampled(models, learners)
+    if rank() == 0:
+        Path(result).write_text(json.dumps(results))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
