@@ -49,7 +49,14 @@ from mrl.config.sections.reward import (
     ServerConfig,
 )
 from mrl.config.sections.reward_model import RewardModelTrainingConfig
-from mrl.config.sections.rollout import MismatchConfig, RolloutConfig, SamplingConfig, SyncConfig, ValidationConfig
+from mrl.config.sections.rollout import (
+    DeltaSyncConfig,
+    MismatchConfig,
+    RolloutConfig,
+    SamplingConfig,
+    SyncConfig,
+    ValidationConfig,
+)
 from mrl.config.sections.run import CheckpointConfig, ResilienceConfig, RunConfig, SectionTimeouts
 from mrl.config.sections.sft import ImitationConfig, PackingConfig
 from mrl.config.trainers.base import AnyConfig, Config
@@ -71,6 +78,7 @@ __all__ = [
     "Config",
     "CriticConfig",
     "DataConfig",
+    "DeltaSyncConfig",
     "DPOConfig",
     "EMAConfig",
     "FP8Config",
