@@ -49,7 +49,14 @@ from mrl.config.sections.reward import (
     ServerConfig,
 )
 from mrl.config.sections.reward_model import RewardModelTrainingConfig
-from mrl.config.sections.rollout import MismatchConfig, RolloutConfig, SamplingConfig, SyncConfig, ValidationConfig
+from mrl.config.sections.rollout import (
+    DeltaSyncConfig,
+    MismatchConfig,
+    RolloutConfig,
+    SamplingConfig,
+    SyncConfig,
+    ValidationConfig,
+)
 from mrl.config.sections.run import CheckpointConfig, ResilienceConfig, RunConfig, SectionTimeouts
 from mrl.config.sections.sft import ImitationConfig, PackingConfig
 from mrl.config.sections.teacher import TeacherConfig
@@ -72,6 +79,7 @@ __all__ = [
     "Config",
     "CriticConfig",
     "DataConfig",
+    "DeltaSyncConfig",
     "DPOConfig",
     "EMAConfig",
     "FP8Config",

@@ -21,7 +21,7 @@ from mrl.inference.server_info import ServerInfo, read_server_info
 
 Body = TypeVar("Body")
 Answer = TypeVar("Answer")
-LoadFormat = Literal["flattened_bucket"]
+LoadFormat = Literal["flattened_bucket", "mrl.inference.delta.load"]
 MemoryPart = Literal["weights", "kv_cache", "cuda_graph"]
 ADAPTED = ".base_layer."  # in the names of parameters of a layer that may have adapters
 MEMORY_PARTS: tuple[MemoryPart, ...] = ("weights", "kv_cache", "cuda_graph")
@@ -108,7 +108,8 @@ class TensorsBody(TypedDict):
     """Weights under Hugging Face names, in the request or in shared memory.
 
     serialized_named_tensors: one base64 pickle for each tensor-parallel rank of the engine, of [(name, tensor), ...]
-    or, as "flattened_bucket", of {"flattened_tensor": uint8 tensor, "metadata": [...]}
+    or, as "flattened_bucket", of {"flattened_tensor": uint8 tensor, "metadata": [...]}, or, for the delta loader, of
+    [(message, changes)] (see mrl.inference.delta)
     """
 
     serialized_named_tensors: list[str]

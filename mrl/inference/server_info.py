@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mrl.inference.answers import from_json, maybe, typed
+from mrl.inference.delta import LOADER
 
 BEYOND_INPUT = 4  # tokens of prompt and response that SGLang has room for, beyond its max_req_input_len
 
@@ -31,6 +32,7 @@ class ServerInfo:
     own_sampling: parameters for which it has values of its own, where a request leaves them out
     drafts: how it guesses tokens ahead, such as "EAGLE"; "": it does not
     drafts_exactly: it draws what it would draw without guessing
+    loads_deltas: it has mrl's loader for changes of weights
     """
 
     device: str
@@ -49,6 +51,7 @@ class ServerInfo:
     own_sampling: frozenset[str] = frozenset()
     drafts: str = ""
     drafts_exactly: bool = True
+    loads_deltas: bool = False
 
     def hindrances(self, tensor: int | None, quantization: str, asked: Collection[str]) -> Iterator[str]:
         """Why a run must not use it, what to do.
@@ -101,6 +104,7 @@ def read_server_info(answer: Any) -> ServerInfo:
         own_sampling=frozenset(_preferred(info.get("preferred_sampling_params"))),
         drafts=drafts,
         drafts_exactly=not drafts or all(threshold in (None, 1) for threshold in thresholds),
+        loads_deltas=LOADER in (maybe(info, "custom_weight_loader", list) or ()),
     )
 
 

@@ -296,7 +296,8 @@ def _copies(work: StepWorkload, coords: RankCoordinates, on_host: bool) -> Itera
 def host_items(work: StepWorkload, rank: int, written: Mapping[str, int]) -> list[MemoryItem]:
     """Returns host memory of one rank's process beyond its code.
 
-    Counts offloaded tensors, copies of the actor, a checkpoint being written, and the step's samples.
+    Counts offloaded tensors, copies of the actor (of a delta sync's sender, its share), a checkpoint being written, and
+    the step's samples.
     written: bytes of a weight in such a checkpoint, by model; data-parallel ranks divide the writing like the updating
     """
     found: list[MemoryItem] = []
@@ -306,12 +307,17 @@ def host_items(work: StepWorkload, rank: int, written: Mapping[str, int]) -> lis
         if model.name in written:
             nbytes = elements_of_model(model, coords).shard * written[model.name]
             found.append(MemoryItem(model.name, "checkpoint being written", nbytes))
-    found += _copies(work, work.models["actor"].grid.coordinates(rank), on_host=True)
+    actor = work.models["actor"]
+    coords = actor.grid.coordinates(rank)
+    found += _copies(work, coords, on_host=True)
+    if work.keeps_sent and coords.tp == coords.dp == coords.cp == 0:
+        nbytes = elements_of_model(actor, coords).weights * actor.layout.tensor * actor.dtype
+        found.append(MemoryItem("actor", "weights sent last", nbytes))
     size, mean = work.size, work.lengths
     flat = size.learnt * (mean.mean * 8 + mean.response * FLOAT32 * SAMPLE_VECTORS)
     dense = size.learnt * (work.size.response_tokens or work.lengths.longest) * FLOAT32 * DENSE_VECTORS
     found.append(MemoryItem("samples", "tensors of the step", flat + dense))
-    if own := routing_replay.host_bytes(work, work.models["actor"].grid.coordinates(rank)):
+    if own := routing_replay.host_bytes(work, coords):
         found.append(MemoryItem("samples", "routed experts", own))
     if rank == 0 and size.sampled:
         objects = size.sampled * mean.response * OBJECT_BYTES + routing_replay.sample_bytes(work)

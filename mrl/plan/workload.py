@@ -173,7 +173,8 @@ def largest_micro_batch(model: PlannedModel, lengths: SampleLengths, samples: in
 class StepWorkload:
     """A step of a run, for all its models.
 
-    tokens: of the largest micro-batch; bucket: bytes of a weight sync bucket; copies: as in `Config.copies`
+    tokens: of the largest micro-batch; bucket: bytes of a weight sync bucket; copies: as in `Config.copies`;
+    keeps_sent: with sync.delta
     """
 
     models: dict[str, PlannedModel]
@@ -183,6 +184,7 @@ class StepWorkload:
     tokens: dict[str, Tokens]
     bucket: int
     copies: dict[str, bool]
+    keeps_sent: bool
 
     @property
     def is_sampling(self) -> bool:
@@ -208,4 +210,5 @@ class StepWorkload:
             {model.name: largest_micro_batch(model, lengths, learnt[model.name], size) for model in models},
             engines[1].bucket_mib << 20 if engines is not None else 0,
             cfg.copies(),
+            engines is not None and engines[1].delta is not None,
         )

@@ -111,7 +111,7 @@ def check_sync(cfg: RLConfig, arch: ModelArch | None, machine: Machine) -> Itera
         message = "an adapter sync does not restore the released base weights: set merge, or rollout.release: cache"
         yield Problem((key, "rollout.release"), message)
     because = "adapters are sent inside requests"
-    yield from without_effect(cfg.sync, "sync", ["transport", "bucket_mib"], because, key)
+    yield from without_effect(cfg.sync, "sync", ["transport", "bucket_mib", "delta"], because, key)
     yield from _engine_reads(cfg, arch, machine)
 
 

@@ -18,6 +18,7 @@ from mrl.families import FAMILIES, ModelArch, hf_keys
 from mrl.families.decoder import packing
 
 MOST_CPU_ENGINES = 64
+DELTA_TRANSPORTS = ("http", "distributed")
 _BLOCK = BLOCK["blockwise"]  # side of a block of fp8 weights
 
 
@@ -238,10 +239,25 @@ def _sync(cfg: RLConfig, machine: Machine) -> Iterator[Problem]:
             "members on one GPU: use cuda_ipc, shared_memory, http, disk or auto, or other rollout.gpus"
         )
         yield Problem(("sync.transport", "rollout.urls"), message)
+    if cfg.sync.delta is not None and cfg.sync.lora == "merge":
+        yield from _delta(cfg)
     if transport == "disk":
         yield from without_effect(
             cfg.sync, "sync", ["bucket_mib"], "disk transport writes files, not buckets", "sync.transport"
         )
+
+
+def _delta(cfg: RLConfig) -> Iterator[Problem]:
+    key, transport = "sync.delta", cfg.sync.transport
+    if transport not in DELTA_TRANSPORTS:
+        message = f"{transport} does not send deltas: set transport: http or distributed, or leave delta out"
+        yield Problem((key, "sync.transport"), message)
+    if cfg.rollout.release == "all":
+        message = "all loses the weights that a delta changes: set release: cache, or leave delta out"
+        yield Problem((key, "rollout.release"), message)
+    if cfg.rollout.quantization != "none":
+        message = f"{cfg.rollout.quantization} weights have no deltas: leave delta out"
+        yield Problem((key, "rollout.quantization"), message)
 
 
 def _quantization(cfg: RLConfig, arch: ModelArch | None, machine: Machine) -> Iterator[Problem]:

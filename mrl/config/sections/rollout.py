@@ -124,6 +124,15 @@ class RolloutConfig(Section):
         return {**given, "max_staleness": staleness, "interrupt": interrupt}
 
 
+class DeltaSyncConfig(Section):
+    """Delta weight sync: only the elements that changed since the last sync are sent. Each sender keeps a copy of the
+    weights that it sends in host memory.
+    """
+
+    # every N-th sync sends the whole weights, like the first one and each one after a failure or a restart
+    full_every: Annotated[int, Field(gt=1)] = 50
+
+
 class SyncConfig(Section):
     """Weight sync (refit): how the engines receive the actor's weights."""
 
@@ -143,6 +152,7 @@ class SyncConfig(Section):
     # with actor.lora. merge: engines get whole weights with merged adapters; adapter: SGLang gets the adapters only and
     # applies them to the base model
     lora: Literal["merge", "adapter"] = "merge"
+    delta: DeltaSyncConfig | None = None  # send changed elements only, by http or distributed; null: whole weights
     timeout_s: PositiveFloat = 300.0  # maximum seconds of one weight sync
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from mrl.inference import protocol
+from mrl.inference.delta import LOADER
 from mrl.inference.protocol import Generated, MetaInfo
 from mrl.inference.routed import RoutedShape
 from mrl.inference.serving import KEY_VARIABLE, BadRequest, Route, serve
@@ -60,6 +61,7 @@ class Endpoints:
     def server_info(self, body: dict[str, Any]) -> Any:
         info: dict[str, Any] = dict.fromkeys(("enable_deterministic_inference", "enable_memory_saver"), True)
         info |= {"device": self._worker.device, "weights_checksum": "sha256"}  # on any device
+        info |= {"custom_weight_loader": [LOADER]}
         info |= {"dtype": str(self._worker.model.dtype).removeprefix("torch.")}
         return info | {"skip_tokenizer_init": False, "enable_return_routed_experts": self._worker.routed is not None}
 

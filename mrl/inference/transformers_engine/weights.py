@@ -18,6 +18,7 @@ from mrl.families.engine_names import VOCAB_MULTIPLE, HubTensor, fused_parameter
 from mrl.families.rows import ParameterMapping
 from mrl.families.stacks import slice_of
 from mrl.families.table import HF_OUTPUT, weight_table
+from mrl.inference.delta import LOADER
 
 
 def _tensor_from_bytes(data: bytes) -> Any:
@@ -49,9 +50,9 @@ class TensorUnpickler(pickle.Unpickler):
 
 
 def read_payload(payload: str, load_format: str | None) -> list[tuple[str, Tensor]]:
-    """[(HF name, tensor)] of one base64 pickle, in the two forms of `EngineClient.update_weights_from_tensor`."""
+    """[(HF name, tensor)] of one base64 pickle, in the forms of `EngineClient.update_weights_from_tensor`."""
     value = TensorUnpickler(io.BytesIO(base64.b64decode(payload))).load()
-    if load_format is None:
+    if load_format in (None, LOADER):
         return list(value)
     if load_format != "flattened_bucket":
         raise ValueError(f"unknown load_format {load_format}")

@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from mrl.families import load_arch
+from mrl.inference import delta
 from mrl.inference.protocol import MEMORY_PARTS, MemoryPart
 from mrl.inference.routed import RoutedShape
 from mrl.inference.transformers_engine import attention
@@ -170,6 +171,7 @@ class Worker:
         """Releases memory; between two batches there are only weights."""
         self._check_held(*parts)
         if "weights" in parts:
+            delta.forget(self.model)
             self._weights.release()
             if self.device != "cpu":
                 torch.accelerator.empty_cache()
@@ -200,7 +202,11 @@ class Worker:
     def _load_payload(self, payload: str, load_format: str | None, version: str | None) -> None:
         if not self._session:
             raise ValueError("update_weights_from_tensor must run between begin_weight_update and end_weight_update")
-        self._weights.load(read_payload(payload, load_format))
+        named = read_payload(payload, load_format)
+        if load_format == delta.LOADER:
+            delta.apply(self.model, self._weights.load, named)
+        else:
+            self._weights.load(named)
         self.weight_version = version or self.weight_version
 
     def _load_disk(self, model_path: str, version: str | None) -> None:

@@ -38,11 +38,13 @@ class SyncReport:
 
     def metrics(self) -> dict[str, float]:
         """Returns perf/sync_s and sync/bytes of the whole sync, a byte of the model counted once, and
-        perf/sync_gather_s, sync/network_bytes, ... of the hops that were used.
+        perf/sync_gather_s, sync/network_bytes, ... of the hops that were used. A delta sync has sync/changed_share.
         """
         hops = {name: value for name, value in asdict(self.hops).items() if value}
+        changed, compared = hops.pop("changed", 0.0), hops.pop("compared", 0.0)
+        share = {"sync/changed_share": changed / compared} if compared else {}
         named = {f"perf/sync_{name}" if name.endswith("_s") else f"sync/{name}": value for name, value in hops.items()}
-        return {"perf/sync_s": self.seconds, "sync/bytes": float(self.bytes), **named}
+        return {"perf/sync_s": self.seconds, "sync/bytes": float(self.bytes), **named, **share}
 
 
 class EngineSync(ABC):

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from mrl.families import ModelArch
+from mrl.inference.delta import DeltaMessage
 from mrl.weights.meta import TensorMeta
 
 
@@ -157,6 +158,11 @@ class SharedBuffer:
 def pickle_by_value(bucket: Bucket, flat: Tensor) -> str:
     """Returns the base64 pickle of [(name, tensor)] with the bytes, [n] uint8 in `flat`, which must be on the CPU."""
     return _encode([(name, view.clone()) for name, view in bucket.views(flat)])
+
+
+def pickle_message(message: DeltaMessage, changes: Tensor) -> str:
+    """Returns the base64 pickle of [(message, changes)], uint8 [m], of a delta."""
+    return _encode([(message.text(), changes.cpu().clone())])
 
 
 def pickle_by_name(tensors: Mapping[str, Tensor]) -> str:

@@ -12,17 +12,22 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
+
+import torch
 
 from mrl import platform
 from mrl.config.schema import SyncConfig
 from mrl.families.engine_names import joined_tensors
 from mrl.inference.access import OPEN, Access
 from mrl.inference.client import EngineClient
+from mrl.inference.delta import LOADER
 from mrl.inference.errors import EngineError
 from mrl.parallel import Nodes
-from mrl.weights.errors import SyncError, SyncMismatch
+from mrl.weights.errors import SyncError, SyncMismatch, WeightError
 from mrl.weights.sync import transports
 from mrl.weights.sync.checksum import StreamHasher
+from mrl.weights.sync.delta import DeltaState, Transition
 from mrl.weights.sync.engine_sync import EngineSync, Guard, SyncReport
 from mrl.weights.sync.filler import BucketFiller
 from mrl.weights.sync.payload import Bucket, WeightSource, plan_buckets
@@ -76,11 +81,17 @@ class WeightSync(EngineSync):
         if nodes is not None and homes:
             topology = NodeTopology(nodes, homes, {sender: self._plan(sender) for sender in self._senders})
             self._topology = topology if topology.is_over_nodes else None
+        self._delta = DeltaState(sync.delta.full_every) if sync.delta is not None else None
+        self._delta_version = ""  # name of the weights that the last sync left in the engines
         self._open_sessions: list[EngineClient] = []  # rank 0's
         self._transport: Transport | None = None
 
     def _update_weights(self, verify: bool, again: bool, started: float) -> SyncReport:
-        transport = self._connect()
+        transport, delta = self._connect(), self._delta
+        if delta is not None:
+            now = self._on_rank_0("asking the engines for their weights", lambda: self._transition(delta, again))
+            delta.begin(now, again)
+            verify = verify or (now.base is not None and not delta.is_proved)
         verifier = self._get_verifier() if verify else None
         hasher = verifier.hasher(self._rank) if verifier is not None else None
         try:
@@ -95,6 +106,10 @@ class WeightSync(EngineSync):
         transport.release(failed=False)
         if verifier is not None and hasher is not None:
             self._verify(verifier, self._expected(verifier, hasher))
+        if delta is not None:
+            delta.is_proved = delta.is_proved or delta.now.base is not None
+            delta.commit()
+            self._delta_version = self._version
         return SyncReport(
             seconds=time.monotonic() - started,
             bytes=sum(meta.nbytes for meta in self._metas),
@@ -146,6 +161,8 @@ class WeightSync(EngineSync):
         def decide() -> tuple[str, Path | None]:
             colocated = one_machine and transports.is_local([client.url for client in self._engines.clients])
             name = transports.resolve(self._cfg.transport, colocated, self._directory, self._plain)
+            if self._delta is not None and not transports.TRANSPORTS[name].sends_deltas:
+                raise WeightError(f"sync.delta supports sync.transport http and distributed, not {name}")
             needs_directory = transports.TRANSPORTS[name].needs_directory
             return name, transports.make_directory(self._directory) if needs_directory else None
 
@@ -154,6 +171,7 @@ class WeightSync(EngineSync):
         def build() -> None:
             location = SenderLocation(self._rank, platform.device(), directory)
             self._transport = transports.TRANSPORTS[name](self._engines, location)
+            self._transport.delta = self._delta
 
         self._everywhere(f"setting up transport {name}", build)
 
@@ -161,6 +179,27 @@ class WeightSync(EngineSync):
         self._check_guard()
         if transport.uses_session:
             self._engines.call(self._begin_session)
+        self._tell_delta(transport, "open")
+
+    def _tell_delta(self, transport: Transport, step: Literal["open", "close"]) -> None:
+        if self._delta is not None:
+            transport.send_delta(self._delta.message(step), torch.empty(0, dtype=torch.uint8))
+
+    def _transition(self, delta: DeltaState, again: bool) -> Transition:
+        """Decides on rank 0 between changes and whole weights. Raises WeightError if an engine cannot load changes."""
+        behind: list[str] = []
+
+        def ask(client: EngineClient) -> None:
+            if not client.server_info().loads_deltas:
+                raise WeightError(
+                    f"engine {client.url} cannot load the changes of sync.delta: install mrl there and start it with "
+                    f"--custom-weight-loader {LOADER}, or remove sync.delta"
+                )
+            if client.model_info().weight_version != self._delta_version:
+                behind.append(client.url)
+
+        self._engines.call(ask)
+        return delta.next(again, not behind)
 
     def _prepare(self, transport: Transport) -> None:
         if self._buckets:
@@ -190,6 +229,7 @@ class WeightSync(EngineSync):
 
     def _commit(self, transport: Transport, version: str) -> None:
         transport.commit(version)
+        self._tell_delta(transport, "close")
         self._engines.call(self._end_session)
         self._settle(version)
 

@@ -23,7 +23,7 @@ from mrl.weights.errors import SyncError, SyncMismatch
 from mrl.weights.sync.payload import Bucket, plan_buckets
 from mrl.weights.sync.weight_sync import WeightSync
 from tests.conftest import TinyModels
-from tests.helpers.served import TRANSPORTS, Served, check_transport, check_world, world
+from tests.helpers.served import TRANSPORTS, Served, check_deltas, check_transport, check_world, world
 from tests.helpers.slow import slow_cases
 from tests.helpers.sync_tools import FileExporter
 from tests.helpers.tiny import MOE_FAMILIES, MOONLIGHT
@@ -154,6 +154,11 @@ def test_a_family_over_every_transport(family: str, served: dict[str, Served], t
         check_transport(one, transport, expected)
     if FileExporter(one.new).arch.experts:
         check_world(one, world(one, [{"expert": 2}], ("shared_memory", "distributed"), tmp_path), expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_changed_elements_only(family: str, served: dict[str, Served]) -> None:
+    check_deltas(served[family], "distributed" if served[family].tensor > 1 else "http")
 
 
 def test_tensors_that_an_engine_takes_at_once_only_come_at_once(served: dict[str, Served]) -> None:

@@ -16,7 +16,7 @@ from mrl.weights.errors import SyncError, SyncMismatch
 from mrl.weights.sync.payload import Bucket
 from mrl.weights.sync.transports.shared_memory import SharedMemory
 from mrl.weights.sync.weight_sync import WeightSync
-from tests.helpers.served import TRANSPORTS, Served, check_transport, check_world, world
+from tests.helpers.served import TRANSPORTS, Served, check_deltas, check_transport, check_world, world
 from tests.helpers.sync_tools import FileExporter
 
 pytestmark = [pytest.mark.long, pytest.mark.engine]
@@ -32,6 +32,11 @@ def llama(sglang_engine: Engine, tiny_models: Any) -> Iterator[Served]:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_llama_over_every_transport(llama: Served, transport: str) -> None:
     check_transport(llama, transport, llama.load(llama.new))
+
+
+@pytest.mark.parametrize("transport", ["http", "distributed"])
+def test_changed_elements_only(llama: Served, transport: str) -> None:
+    check_deltas(llama, transport)
 
 
 def test_samples_come_from_the_new_weights_and_carry_their_version(llama: Served) -> None:

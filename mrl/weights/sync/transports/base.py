@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from mrl.inference.client import EngineClient
+from mrl.inference.delta import LOADER, DeltaMessage
 from mrl.inference.protocol import LoadFormat
-from mrl.weights.sync.payload import Bucket
+from mrl.weights.sync.delta import DeltaState
+from mrl.weights.sync.payload import Bucket, pickle_message
 
 MIB = 1 << 20
 RELAY_GRACE_S = 10.0  # added between ranks, so that the rank of a silent engine reports it first
@@ -83,7 +85,8 @@ class HopCosts:
     """Cost of a sync by hop, for one rank or for all ranks.
 
     gather: of shards, on senders; network: from senders to other nodes; engine: from a node's rank to its engines.
-    Seconds: of the slowest rank; hops overlap. bytes: total sent, over all receivers.
+    Seconds: of the slowest rank; hops overlap. bytes: total sent, over all receivers. changed, compared: elements of a
+    delta sync
     """
 
     gather_s: float = 0.0
@@ -91,6 +94,8 @@ class HopCosts:
     network_bytes: float = 0.0
     engine_s: float = 0.0
     engine_bytes: float = 0.0
+    changed: float = 0.0
+    compared: float = 0.0
 
     @classmethod
     def combine(cls, ranks: Sequence[HopCosts]) -> HopCosts:
@@ -124,6 +129,8 @@ class Transport(ABC):
     uses_session: ClassVar[bool] = True  # call begin_weight_update first, if the engine supports sessions
     one_machine: ClassVar[bool] = False  # senders and engines have to share one
     needs_directory: ClassVar[bool] = False  # that senders and engines see: `SenderLocation.directory`
+    sends_deltas: ClassVar[bool] = False  # supports sync.delta
+    delta: DeltaState | None = None  # with sync.delta
 
     def __init__(self, engines: Engines, location: SenderLocation) -> None:
         self.engines, self.location = engines, location
@@ -145,11 +152,33 @@ class Transport(ABC):
         yield
 
     def deliver(self, bucket: Bucket, flat: Tensor) -> None:
-        """Calls `send`, and counts it in `hops`."""
+        """Calls `send`, and counts it in `hops`. With `delta`, sends the bucket's changes if these are smaller."""
         began = time.monotonic()
+        if self.delta is not None:
+            self._deliver_delta(self.delta, bucket, flat)
+            self.hops.network_s += time.monotonic() - began
+            return
         self.send(bucket, flat)
         self.hops.engine_s += time.monotonic() - began
         self.hops.engine_bytes += bucket.nbytes * len(self.engines.clients)
+
+    def _deliver_delta(self, delta: DeltaState, bucket: Bucket, flat: Tensor) -> None:
+        message, changes = delta.changes(bucket, flat)
+        if changes is None:
+            self.send(bucket, flat)
+        elif message.changed:
+            self.send_delta(message, changes)
+        if message.base is not None:
+            self.hops.changed += message.changed
+            self.hops.compared += -(-bucket.nbytes // message.unit)
+        if changes is None or message.changed:
+            self.hops.network_bytes += message.nbytes * len(self.engines.clients)
+            delta.sent(bucket, flat)
+
+    def send_delta(self, message: DeltaMessage, changes: Tensor) -> None:
+        """Sends a message, and changes uint8 [m], inside requests. Blocks until every engine has applied them."""
+        payloads = [pickle_message(message, changes)] * self.engines.tensor
+        self.engines.call(lambda client: client.update_weights_from_tensor(payloads, load_format=LOADER))
 
     @abstractmethod
     def send(self, bucket: Bucket, flat: Tensor) -> None:

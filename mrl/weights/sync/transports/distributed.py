@@ -14,9 +14,9 @@ import contextlib
 import ipaddress
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -27,10 +27,11 @@ from torch import Tensor
 
 from mrl import platform
 from mrl.inference.client import EngineClient
+from mrl.inference.delta import LOADER, DeltaMessage
 from mrl.inference.errors import EngineError
 from mrl.parallel import world_size
 from mrl.weights.errors import WeightError
-from mrl.weights.sync.payload import Bucket
+from mrl.weights.sync.payload import Bucket, pickle_message
 from mrl.weights.sync.transports.background import InBackground
 from mrl.weights.sync.transports.base import (
     Deadline,
@@ -69,6 +70,7 @@ class Distributed(Transport):
     """
 
     name = "distributed"
+    sends_deltas = True
 
     def __init__(self, engines: Engines, location: SenderLocation) -> None:
         super().__init__(engines, location)
@@ -93,8 +95,27 @@ class Distributed(Transport):
         return next(self._flats)
 
     def send(self, bucket: Bucket, flat: Tensor) -> None:
-        with self._turns.take(self.engines.deadline), self._leaving_on_failure():
-            self._broadcast(bucket, flat[: bucket.nbytes])
+        def ask(client: EngineClient, group: str) -> None:
+            client.update_weights_from_distributed(
+                names=[slot.name for slot in bucket.slots],
+                dtypes=[str(slot.dtype).removeprefix("torch.") for slot in bucket.slots],
+                shapes=[slot.shape for slot in bucket.slots],
+                group_name=group,
+                load_format="flattened_bucket",
+            )
+
+        self._broadcast(flat[: bucket.nbytes], ask)
+
+    def send_delta(self, message: DeltaMessage, changes: Tensor) -> None:
+        """Broadcasts the changes of a bucket; the engines' loader receives them. Other messages have none."""
+        if message.step != "bucket":
+            return super().send_delta(message, changes)
+
+        def ask(client: EngineClient, group: str) -> None:
+            payload = pickle_message(replace(message, group=group), changes[:0])
+            client.update_weights_from_tensor([payload] * self.engines.tensor, load_format=LOADER)
+
+        self._broadcast(changes, ask)
 
     def release(self, failed: bool) -> None:
         self._flats = iter(())
@@ -109,23 +130,15 @@ class Distributed(Transport):
         super().close()
         self._leave()
 
-    def _broadcast(self, bucket: Bucket, part: Tensor) -> None:
-        joined = self._joined
-        assert joined is not None, "joined by prepare()"
-
-        def ask(client: EngineClient) -> None:
-            client.update_weights_from_distributed(
-                names=[slot.name for slot in bucket.slots],
-                dtypes=[str(slot.dtype).removeprefix("torch.") for slot in bucket.slots],
-                shapes=[slot.shape for slot in bucket.slots],
-                group_name=joined.name,
-                load_format="flattened_bucket",
-            )
-
-        left = timedelta(seconds=self.engines.deadline.left())
-        replies = self.engines.begin(ask)
-        joined.broadcast = InBackground(lambda: _broadcast(joined.group, part, left))
-        self._finish(replies, joined.broadcast, f"the broadcast to {_named(joined.clients)}")
+    def _broadcast(self, part: Tensor, ask: Callable[[EngineClient, str], None]) -> None:
+        """Broadcasts `part` uint8 [n]. ask: makes an engine receive it in the group of this name"""
+        with self._turns.take(self.engines.deadline), self._leaving_on_failure():
+            joined = self._joined
+            assert joined is not None, "joined by prepare()"
+            left = timedelta(seconds=self.engines.deadline.left())
+            replies = self.engines.begin(lambda client: ask(client, joined.name))
+            joined.broadcast = InBackground(lambda: _broadcast(joined.group, part, left))
+            self._finish(replies, joined.broadcast, f"the broadcast to {_named(joined.clients)}")
 
     def _finish(self, replies: Mapping[Future[None], EngineClient], own: InBackground, what: str) -> None:
         """Blocks until all engines have replied and this rank's part is done. Raises the errors of the engines at

@@ -15,6 +15,7 @@ from mrl.weights.sync.transports.base import Transport, double_buffer, largest_b
 
 class Http(Transport):
     name = "http"
+    sends_deltas = True
     _flats: Iterator[Tensor] = iter(())
 
     def prepare(self, buckets: Sequence[Bucket]) -> None:
