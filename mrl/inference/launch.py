@@ -19,6 +19,7 @@ from mrl.config.schema import RLConfig, RolloutConfig
 from mrl.families import ModelArch, engine_arch
 from mrl.families.adapters import adapted_parts
 from mrl.families.flops import num_parameters
+from mrl.inference.delta import LOADER
 from mrl.inference.routed import ASK
 from mrl.ports import HERE
 
@@ -174,8 +175,10 @@ AT_ONCE = 2  # adapters in memory: the one that is drawn with, and that there is
 
 
 def started_with(cfg: RLConfig) -> RolloutConfig:
-    """Returns the run's rollout settings, with SGLang's arguments for adapters and routed experts where needed."""
+    """Returns the run's rollout settings, with SGLang's arguments for adapters, deltas and routed experts."""
     rollout, words = cfg.engines()[0], list[str]()
+    if cfg.sync.delta is not None and "server_args" not in ENGINES[cfg.rollout.engine].ignores:
+        words += ["--custom-weight-loader", LOADER]
     if cfg.actor.routing_replay == "engine" and "server_args" not in ENGINES[cfg.rollout.engine].ignores:
         words.append(ASK)
     if cfg.sync.lora == "adapter":

@@ -12,10 +12,12 @@ import torch
 
 from mrl.config.schema import DeltaSyncConfig, SyncConfig
 from mrl.inference import Engine, EngineClient
+from mrl.inference.delta import LOADER
 from mrl.weights.sync.weight_sync import WeightSync
 from tests.helpers.sync_tools import FileExporter
 from tests.helpers.world import run_world
 
+DELTAS = ("--custom-weight-loader", LOADER)  # of the command line of SGLang
 TRANSPORTS = ("shared_memory", "http", "distributed", "disk")
 
 

@@ -11,6 +11,7 @@ from mrl.config.schema import RolloutConfig
 from mrl.inference import Engine, start_engine
 from tests.conftest import TinyModels
 from tests.helpers import engine_fork_servers
+from tests.helpers.served import DELTAS
 
 
 def pytest_configure() -> None:
@@ -24,7 +25,7 @@ def shared_sglang(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFact
     if importlib.util.find_spec("sglang") is None:  # found, not imported: only the server can import it
         pytest.skip("the engine tests need sglang")
     logs = tmp_path_factory.mktemp("sglang_logs")
-    with start_engine(RolloutConfig(), str(tiny_models("llama")), "float32", logs) as engine:
+    with start_engine(RolloutConfig(server_args=DELTAS), str(tiny_models("llama")), "float32", logs) as engine:
         engine.wait_ready()
         yield engine
 
@@ -35,4 +36,6 @@ def sglang_engine(shared_sglang: Engine, tiny_models: TinyModels) -> Iterator[En
     pushed; within a file a test that pushes other weights must put those back."""
     yield shared_sglang
     for url in shared_sglang.urls:
-        shared_sglang.client(url).update_weights_from_disk(str(tiny_models("llama")), weight_version="default")
+        client = shared_sglang.client(url)
+        client.flush_when_idle(60.0)  # a request that has just been answered still counts as running
+        client.update_weights_from_disk(str(tiny_models("llama")), weight_version="default")

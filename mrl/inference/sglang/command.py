@@ -11,7 +11,6 @@ from pathlib import Path
 from mrl.config.fp8_shapes import ENGINE_BLOCK
 from mrl.families import FAMILIES, hf_keys
 from mrl.families.engine_cache import cpu_requests
-from mrl.inference.delta import LOADER
 from mrl.inference.errors import EngineUnavailable
 from mrl.inference.launch import Launch, ServerSpec
 from mrl.packages import missing_of_extra, pip_install
@@ -86,7 +85,7 @@ def _common(spec: ServerSpec) -> list[str]:
         arguments.append("--skip-tokenizer-init")
     if cfg.deterministic:
         arguments.append("--enable-deterministic-inference")
-    arguments += ["--context-length", str(_context(spec)), "--custom-weight-loader", LOADER]
+    arguments += ["--context-length", str(_context(spec))]
     is_empty = not any(Path(spec.model_path).glob("*.safetensors"))
     if is_empty or cfg.quantization == "fp8":  # from scratch, or files of another form: the first weight sync fills it
         arguments += ["--load-format", "dummy"]

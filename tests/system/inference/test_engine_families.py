@@ -23,7 +23,7 @@ from mrl.weights.errors import SyncError, SyncMismatch
 from mrl.weights.sync.payload import Bucket, plan_buckets
 from mrl.weights.sync.weight_sync import WeightSync
 from tests.conftest import TinyModels
-from tests.helpers.served import TRANSPORTS, Served, check_deltas, check_transport, check_world, world
+from tests.helpers.served import DELTAS, TRANSPORTS, Served, check_deltas, check_transport, check_world, world
 from tests.helpers.slow import slow_cases
 from tests.helpers.sync_tools import FileExporter
 from tests.helpers.tiny import MOE_FAMILIES, MOONLIGHT
@@ -71,7 +71,7 @@ def served(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) ->
             old, new = (tiny_models(ONE_OF.get(family, family), seed=seed, **settings) for seed in (0, 1))
             logs = tmp_path_factory.mktemp(f"logs_{family}")
             experts = load_arch(str(old)).experts is not None
-            cfg = RolloutConfig(tensor=tensor, server_args=(ASK,) if experts else ())
+            cfg = RolloutConfig(tensor=tensor, server_args=(*DELTAS, *((ASK,) if experts else ())))
             engine = stack.enter_context(start_engine(cfg, str(old), "float32", logs))
             found[family] = Served(engine, old, new, tensor)
         for one in found.values():
