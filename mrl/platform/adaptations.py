@@ -104,6 +104,7 @@ def _import_megatron_quietly() -> None:
 
     wandb is hidden: it takes a second to import and serves only Megatron's own logging.
     """
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # that it finds no CUDA to compile with
     with warnings.catch_warnings(), _without("wandb"):
         warnings.simplefilter("ignore")
         import megatron.core.distributed
