@@ -10,6 +10,7 @@ import functools
 from importlib import metadata
 from typing import Any
 
+import torch
 from packaging.version import Version
 
 from mrl.platform.registry import Stage, adaptation
@@ -49,3 +50,15 @@ def latent_norms() -> None:
     """Builds the norms and projections that the layer spec names, as up to 0.16."""
     names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
     _latent_attention()._resolve_qk_norm_config = lambda self, spec: {name: getattr(spec, name) for name in names}
+
+
+@adaptation(
+    "storage_pickles",
+    why="0.19 replaces the function that pickled tensors name by its own, which an engine without Megatron cannot load",
+    stage=Stage.AFTER_IMPORT,
+    needed=lambda: torch.storage._load_from_bytes.__module__ != "torch.storage",
+)
+def storage_pickles() -> None:
+    """Gives Megatron's function, which loads plain values only, the name that torch's has in pickles."""
+    function: Any = torch.storage._load_from_bytes
+    function.__module__, function.__name__, function.__qualname__ = "torch.storage", *2 * ("_load_from_bytes",)
