@@ -10,7 +10,10 @@ GPU := .venv-gpu/bin
 GPU_PYTHON ?= $(firstword $(wildcard $(GPU)/python) python3)
 GPU_PIP := $(GPU)/python -m pip --disable-pip-version-check install
 
-.PHONY: quickstart quickstart-real quickstart-ddpo test test-all test-unit test-gpu test-triton lint slurm compiled docs gpu-env clean
+PYTHON_312 ?= $(firstword $(shell command -v python3.12) $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python3.12))
+PIP_312 := .venv-312/bin/python -m pip --quiet --quiet --disable-pip-version-check install --no-warn-conflicts
+
+.PHONY: quickstart quickstart-real quickstart-ddpo test test-all test-unit test-gpu test-stack test-triton lint slurm compiled docs gpu-env clean
 
 quickstart: .venv/.mrl-run  ## train a tiny model by SFT and PPO, TP2 x PP2, with SGLang, on this machine
 	@$(BIN)/python tools/quickstart.py
@@ -55,6 +58,17 @@ slurm:
 test-gpu:  ## on a machine with a GPU, within 10 minutes: STAGES=cuda,engine for some of the stages; writes tools/gpu/results
 	@$(GPU_PYTHON) -m tools.gpu.run $(if $(STAGES),--stages $(STAGES))
 
+# By hand: CI has one stack. Python 3.12 has no small build of torch, so pip takes the one with CUDA's libraries.
+test-stack: .venv/.mrl-dev .venv-312/.mrl-stack  ## on Python 3.12 with the newer Megatron-Core, in 10 minutes: CHECKS="..." for some checks
+	@.venv-312/bin/python -m tools.stack.run --other $(BIN)/python $(if $(CHECKS),"$(CHECKS)")
+
+.venv-312/.mrl-stack: setup.py constraints.txt
+	@test -n "$(PYTHON_312)" || { echo "there is no python3.12 here: PYTHON_312=/path/to/python3.12"; exit 1; }
+	@test -x .venv-312/bin/python || $(PYTHON_312) -m venv .venv-312
+	@echo "installing torch with CUDA's libraries (a download of 3 GB, 7 GB on disk) and the trainer into .venv-312"
+	@$(PIP_312) --constraint constraints.txt --editable . pytest pytest-xdist hypothesis peft einops
+	@touch $@
+
 # In an environment of its own, which sees the packages of .venv: there SGLang would take triton for a GPU's. Where a process ends,
 # triton writes a page of what its bindings leak.
 TRITON := .venv-triton/bin/python
@@ -97,4 +111,4 @@ gpu-env:  ## not tried yet: an environment for GPUs, .venv-gpu, with SGLang and 
 	$(GPU)/mrl doctor
 
 clean:  ## the environment and what tools leave behind; never runs/
-	rm -rf .venv .venv-gpu .venv-triton build site *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-312 .venv-gpu .venv-triton build site *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -11,7 +11,9 @@ VERSION = next(
 
 REQUIRED = [
     "torch>=2.8",
-    "megatron-core>=0.16.1,<0.17",
+    # Later releases need Python 3.12; 0.17 and 0.18 were never tried: mrl/platform/megatron_versions.py.
+    "megatron-core>=0.16.1,<0.17; python_version < '3.12'",
+    "megatron-core>=0.16.1,<0.20,!=0.17.*,!=0.18.*; python_version >= '3.12'",
     "transformers>=5.0,<6",
     "huggingface_hub>=1.0",
     "safetensors>=0.5",
@@ -36,7 +38,11 @@ REQUIRED = [
 EXTRAS = {
     # Trainer parts that need CUDA; mrl runs without each of them (`mrl doctor` says what then happens). megatron-core
     # bounds the versions; the torch part is compiled against the torch that is there: docs/gpu.md has the order.
-    "gpu": ["transformer-engine[core_cu13,pytorch]>=2.9,<2.12", "triton>=3.4"],
+    "gpu": [
+        "transformer-engine[core_cu13,pytorch]>=2.9,<2.12; python_version < '3.12'",
+        "transformer-engine[core_cu13,pytorch]>=2.9,<2.21; python_version >= '3.12'",
+        "triton>=3.4",
+    ],
     # The engine on a GPU machine, with its own CUDA dependencies.
     "sglang": ["sglang==0.5.23", "sglang-router==0.3.2"],
     # What the engine imports on a CPU machine, where sglang itself is installed with --no-deps.

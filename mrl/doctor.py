@@ -21,7 +21,7 @@ from mrl import platform
 from mrl.inference.sglang.command import unavailable
 from mrl.packages import pip_install, pip_install_extra
 from mrl.platform import Feature
-from mrl.preflight.versions import TESTED
+from mrl.preflight.versions import TESTED, untested_combination
 from mrl.reward import sandbox
 
 XGRAMMAR = "xgrammar==0.2.7"
@@ -33,6 +33,8 @@ def main() -> int:
     console, rows = Console(), list(parts())
     console.print(machine(), highlight=False)
     console.print(table(rows))
+    if (untested := untested_combination()) is not None:
+        console.print(untested, highlight=False, soft_wrap=True)
     for line in gaps(rows, platform.gpu_count() > 0):
         console.print(line, highlight=False, soft_wrap=True, markup=False)
     return 0

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
 CHECKOUT = Path(__file__).parents[1]
 
 
@@ -49,9 +51,9 @@ def _of_extra(extra: str) -> Iterator[str]:
     except metadata.PackageNotFoundError:  # run from a checkout, without being installed
         return
     for line in lines:
-        requirement, _, marker = line.partition(";")
-        if marker.replace(" ", "").replace("'", '"') == f'extra=="{extra}"':
-            yield requirement.strip()
+        marker = Requirement(line).marker
+        if marker is not None and marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""}):
+            yield line.partition(";")[0].strip()
 
 
 def versions(*packages: str) -> dict[str, str]:

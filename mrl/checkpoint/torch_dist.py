@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
@@ -25,7 +26,7 @@ from mrl import platform
 from mrl.checkpoint.agreement import RANKS, CheckpointError
 from mrl.parallel import gather, rank
 from mrl.weights.disk.torch_dist_files import load_metadata
-from mrl.weights.disk.torch_dist_load import load
+from mrl.weights.disk.torch_dist_load import COMMON, load
 from mrl.weights.model.state import requested_entries
 
 platform.install()
@@ -34,7 +35,6 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E
 from megatron.core.dist_checkpointing.exchange_utils import determine_main_replica_uniform_distribution  # noqa: E402
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica  # noqa: E402
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess  # noqa: E402
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy  # noqa: E402
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (  # noqa: E402
     distribute_main_replicas_with_precomputed_distribution,
 )
@@ -77,7 +77,7 @@ class ShardedWrite:
     def complete(self, results: list[list[WriteResult]]) -> None:
         """Writes the files that describe the whole, on rank 0, given the results of `write` on every rank."""
         assert self._metadata is not None
-        TorchCommonSaveStrategy("torch", 1).save_common(self._common, self.directory)
+        torch.save(self._common, self.directory / COMMON)
         self._writer.finish(self._metadata, results)
         save_config(CheckpointingConfig(BACKEND, VERSION), str(self.directory))
 

@@ -105,8 +105,7 @@ def build_optimizer(
 def grad_norm(optimizer: ChainedOptimizer) -> float:
     """Returns the gradient norm of the whole model over all ranks, equal on every rank. `apply_update` may follow."""
     optimizer.prepare_grads()
-    norm: float = optimizer.get_grad_norm()
-    return norm
+    return float(optimizer.get_grad_norm())  # a tensor with some versions of transformer-engine
 
 
 @torch.no_grad()

@@ -26,6 +26,7 @@ from megatron.core.tensor_parallel import (  # noqa: E402
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer import MegatronModule, ModuleSpec, TransformerConfig  # noqa: E402
+from megatron.core.transformer.attention import SelfAttention  # noqa: E402
 from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
 from megatron.core.transformer.moe.router import TopKRouter  # noqa: E402
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction  # noqa: E402
@@ -54,6 +55,7 @@ __all__ = [
     "RouterReplay",
     "RouterReplayAction",
     "RowParallelLinear",
+    "SelfAttention",
     "TopKRouter",
     "TransformerBlockSubmodules",
     "TransformerConfig",

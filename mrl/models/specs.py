@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from mrl import platform
 from mrl.families import FAMILIES, Decoder, LayerArch, ModelArch
 from mrl.kernels.layers import clamped_swiglu, geglu, swiglu
 from mrl.models.attention import PackedAttention, transformer_engine_attention
@@ -20,6 +21,7 @@ from mrl.models.mcore import (
     IdentityOp,
     MegatronModule,
     ModuleSpec,
+    SelfAttention,
     TopKRouter,
     TransformerBlockSubmodules,
     TransformerConfig,
@@ -80,15 +82,16 @@ def _round(layer: ModuleSpec, experts: bool, emulation: FP8Emulation) -> None:
         ModuleSpec(module=module, params={"emulation": emulation})
         for module in (RoundedColumnParallel, RoundedRowParallel)
     )
-    attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp.submodules
+    attention = layer.submodules.self_attention.submodules
     attention.linear_qkv, attention.linear_proj = column, row
-    for own in _mlps(mlp, experts):
+    for own in _mlps(layer, experts):
         own.linear_fc1, own.linear_fc2 = column, row
 
 
-def _mlps(mlp: Any, experts: bool) -> list[Any]:
+def _mlps(layer: ModuleSpec, experts: bool) -> list[Any]:
     """Submodules of a layer's gated MLPs: one, or the experts' and the shared experts'."""
-    return [mlp.experts.submodules, mlp.shared_experts.submodules] if experts else [mlp]
+    mlp = platform.submodules(layer.submodules.mlp)
+    return [platform.submodules(part) for part in (mlp.experts, mlp.shared_experts)] if experts else [mlp]
 
 
 class InPlaceGradients(TransformerLayer):
@@ -120,6 +123,20 @@ class LastLayer(TransformerLayer):
             add = self.self_attn_bda(self.training, self.config.bias_dropout_fusion)
             hidden = add(attended, stays, self.hidden_dropout)
         return self._forward_mlp(hidden), None
+
+
+class AllHeadsAttention(SelfAttention):
+    """Self-attention with OLMo's norms of queries and keys.
+
+    The spec cannot name them: Megatron wants `qk_layernorm` for that, and would then sum their gradient over tensor
+    parallelism.
+    """
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        norm = partial(AllHeadsNorm, config, self.hidden_size_per_attention_head, config.layernorm_epsilon)
+        self.q_layernorm = norm(heads=config.num_attention_heads)
+        self.k_layernorm = norm(heads=config.num_query_groups)
 
 
 class SwiGLU(MegatronModule):
@@ -163,7 +180,7 @@ def _local_layer(family: Decoder, config: TransformerConfig, kind: LayerArch) ->
     )
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = norm if family.norms_before else IdentityOp
-    for own in _mlps(parts.mlp.submodules, kind.experts):
+    for own in _mlps(layer, kind.experts):
         own.activation_func = ACTIVATIONS[family.gate or family.activation]
         if family.biases:
             own.linear_fc2 = BiasedExpertRow
@@ -175,10 +192,7 @@ def _local_layer(family: Decoder, config: TransformerConfig, kind: LayerArch) ->
         attention.core_attention.params["rope"] = None  # already rotated
         attention.q_layernorm = attention.kv_layernorm = norm
     elif family.norms_all_heads:
-        heads = (config.num_attention_heads, config.num_query_groups)
-        attention.q_layernorm, attention.k_layernorm = (
-            ModuleSpec(module=AllHeadsNorm, params={"heads": count}) for count in heads
-        )
+        parts.self_attention.module = AllHeadsAttention
     elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = norm
     if family.norms_behind:

@@ -21,7 +21,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  #
 from megatron.core.pipeline_parallel.schedules import get_schedule_table  # noqa: E402
 from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
 
-_GROUPS = ["tp", "pp", "cp", "embd", "pos_embd", "dp_cp"]
+_GROUPS = ["tp", "pp", "cp", "embd", "pos_embd", "dp_cp", "tp_dp_cp"]
 
 
 class StaticShapeCommunicator(P2PCommunicator):

@@ -11,6 +11,7 @@ from mrl.platform.fp8 import fp8_problem, fp8_recipes
 from mrl.platform.fused import apex_usable, transformer_engine_problem, transformer_engine_usable, triton_usable
 from mrl.platform.gpu_health import GpuHealth, GpuTimeout, gpu_health
 from mrl.platform.host_limit import free_host_memory
+from mrl.platform.megatron_versions import submodules
 from mrl.platform.memory import (
     peak_memory_bytes,
     release_cached_memory,
@@ -84,5 +85,6 @@ __all__ = [
     "transformer_engine_usable",
     "triton_usable",
     "separate_step_tensors",
+    "submodules",
     "use_device",
 ]

@@ -15,7 +15,14 @@ import warnings
 from collections.abc import Iterator
 from difflib import get_close_matches
 
-from mrl.platform import cpu_matmul, gloo, kept_memory, megatron_fixes, torch_cuda  # noqa: F401  (they fill the registry)
+from mrl.platform import (  # noqa: F401  (they fill the registry)
+    cpu_matmul,
+    gloo,
+    kept_memory,
+    megatron_fixes,
+    megatron_versions,
+    torch_cuda,
+)
 from mrl.platform.fused import check_kernels
 from mrl.platform.registry import REGISTRY, Stage
 
@@ -97,6 +104,7 @@ def _import_megatron_quietly() -> None:
 
     wandb is hidden: it takes a second to import and serves only Megatron's own logging.
     """
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # that it finds no CUDA to compile with
     with warnings.catch_warnings(), _without("wandb"):
         warnings.simplefilter("ignore")
         import megatron.core.distributed
@@ -108,4 +116,6 @@ def _import_megatron_quietly() -> None:
         for category in (UserWarning, DeprecationWarning, FutureWarning):
             warnings.filterwarnings("ignore", category=category, module=module)
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)  # megatron's calls
-    logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)  # logs only its existence
+    # They log only their existence, that GPTModel is to be replaced, and that DDP computes its own layout.
+    for module in ("rerun_state_machine", "models.gpt.gpt_model", "distributed.distributed_data_parallel"):
+        logging.getLogger(f"megatron.core.{module}").setLevel(logging.ERROR)

@@ -10,9 +10,7 @@ from packaging.version import InvalidVersion, Version
 
 from mrl.fp8_chips import RECIPES, chip_problem
 from mrl.platform.fused import TRANSFORMER_ENGINE, transformer_engine_problem
-
-VERSIONS = Version("2.9"), Version("2.12")  # of transformer-engine: first supported, first unsupported (megatron-core)
-
+from mrl.platform.megatron_versions import transformer_engine_range
 
 _ASKS = {  # transformer-engine's check of each recipe
     "current": "is_fp8_available",
@@ -41,7 +39,7 @@ def fp8_problem(recipe: str) -> str | None:
 
 def version_problem(installed: str) -> str | None:
     """Returns why megatron-core cannot compute fp8 with this transformer-engine version; None if it can."""
-    first, end = VERSIONS
+    first, end = transformer_engine_range()
     try:
         fits = first <= Version(installed) < end
     except InvalidVersion:

@@ -1,4 +1,4 @@
-"""Fixes of faults in megatron-core 0.16 that appear without CUDA, transformer-engine or apex.
+"""Fixes of faults in megatron-core that appear without CUDA, transformer-engine or apex.
 
 Each `needed` check tests for the fault itself, so a fix retires when a release no longer has the fault.
 """

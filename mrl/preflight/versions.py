@@ -1,20 +1,26 @@
-"""Versions that CI tests together on CPUs: those of constraints.txt, for packages that decide a run's results."""
+"""Versions that are tested together on CPUs: those of constraints.txt, for packages that decide a run's results."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+import sys
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from mrl.packages import pip_install
+from mrl.packages import pip_install, versions
 from mrl.preflight.finding import Finding
 
+PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
+# Python's version -> the versions that ran with it: CI runs 3.11, `make test-stack` both
+STACKS = {
+    "3.11": {"torch": "2.13.0", "megatron-core": "0.16.1", "transformers": "5.19.0"},
+    "3.12": {"torch": "2.13.0", "megatron-core": "0.19.2", "transformers": "5.19.0"},
+}
 TESTED = {
-    "torch": "2.13.0",
-    "megatron-core": "0.16.1",
-    "transformers": "5.19.0",
+    **STACKS.get(PYTHON, STACKS["3.12"]),
     "tokenizers": "0.23.3",
     "safetensors": "0.8.0",
     "numpy": "2.4.6",
@@ -26,6 +32,19 @@ TESTED = {
 }
 
 
+def untested_combination() -> str | None:
+    """Returns the installed versions in one line, with those that were tested together, if they differ."""
+    here = versions(*STACKS["3.12"])
+    if STACKS.get(PYTHON) == {part: Version(found).public for part, found in here.items()}:
+        return None
+    tested = "; ".join(_stack(python, parts) for python, parts in STACKS.items())
+    return f"untested combination: {_stack(PYTHON, here)}. Tested: {tested}"
+
+
+def _stack(python: str, parts: Mapping[str, str]) -> str:
+    return f"Python {python} with {', '.join(f'{part} {version}' for part, version in parts.items())}"
+
+
 def check_versions() -> Iterator[Finding]:
     """Yields a problem for a version that mrl does not support, and a warning for a supported one that is not
     tested."""
@@ -34,7 +53,7 @@ def check_versions() -> Iterator[Finding]:
         try:
             found = metadata.version(part)
         except metadata.PackageNotFoundError:
-            if part in asked and asked[part].marker is None:
+            if part in asked and "extra" not in str(asked[part].marker):
                 yield Finding("versions", "problem", f"{part} is not installed", pip_install(f"{part}=={tested}"))
             continue
         wanted = asked.get(part)
@@ -56,4 +75,11 @@ def _asked() -> dict[str, Requirement]:
     except metadata.PackageNotFoundError:
         return {}
     asked = [Requirement(line) for line in lines]
-    return {requirement.name: requirement for requirement in asked if requirement.specifier}
+    return {each.name: each for each in asked if each.specifier and _is_for_this_python(each)}
+
+
+def _is_for_this_python(requirement: Requirement) -> bool:
+    if requirement.marker is None:
+        return True
+    extra = re.search(r'extra == "([^"]+)"', str(requirement.marker))
+    return requirement.marker.evaluate({"extra": extra[1] if extra else ""})

@@ -41,6 +41,7 @@ from mrl.weights.disk.safetensors_io import HFCheckpoint
 from mrl.weights.disk.staging import staged
 from mrl.weights.disk.stored_names import stored_names
 from mrl.weights.disk.torch_dist_files import BlockLocation, write_metadata
+from mrl.weights.disk.torch_dist_load import COMMON
 from mrl.weights.disk.unused import unused_tensors
 from mrl.weights.errors import WeightError
 from mrl.weights.model.export import Describe, write_index
@@ -186,7 +187,7 @@ def _complete_megatron(
 ) -> None:
     root, weights = staging.directory, staging.directory / RELEASE
     write_metadata(weights, plan.tensors, items)
-    torch.save({"checkpoint_version": 3.0, "iteration": 0}, weights / "common.pt")
+    torch.save({"checkpoint_version": 3.0, "iteration": 0}, weights / COMMON)
     save_config(CheckpointingConfig("torch_dist", 1), str(weights))
     (root / TRACKER).write_text(RELEASE)
     dtype = plan.blocks[0].dtype

@@ -1,4 +1,4 @@
-"""Megatron's own loading of a `torch_dist` checkpoint, without its unpickling.
+"""Megatron's own loading of a `torch_dist` checkpoint, step by step, without its unpickling.
 
 By default, torch and Megatron run code from pickles in three places: `.metadata`, `common.pt` (if an environment
 variable asks for it) and the objects between the tensors. Here all three are read with allow-lists of plain values.
@@ -7,7 +7,7 @@ variable asks for it) and the objects between the tensors. Here all three are re
 from __future__ import annotations
 
 import io
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +23,22 @@ from mrl.weights.disk.torch_dist_files import pickle_object, read_plain
 from mrl.weights.errors import WeightError
 
 platform.install()
-from megatron.core import dist_checkpointing  # noqa: E402
-from megatron.core.dist_checkpointing.core import CheckpointingConfig  # noqa: E402
-from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402
-from megatron.core.dist_checkpointing.mapping import ShardedTensor  # noqa: E402
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy  # noqa: E402
+from megatron.core.dist_checkpointing.dict_utils import merge, nested_values  # noqa: E402
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factory_merges  # noqa: E402
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess  # noqa: E402
 from megatron.core.dist_checkpointing.strategies.torch import (  # noqa: E402
     MCoreLoadPlanner,
-    TorchDistLoadShardedStrategy,
     _replace_sharded_keys_with_state_dict_keys,
     _replace_state_dict_keys_with_sharded_keys,
     _restore_dict_types,
     _unwrap_pyt_sharded_tensor,
     mcore_to_pyt_state_dict,
 )
+from megatron.core.dist_checkpointing.utils import extract_sharded_base, force_all_tensors_to_non_fp8  # noqa: E402
 
 COMMON, FORMAT = "common.pt", "metadata.json"
-_FIELDS = {field.name for field in fields(CheckpointingConfig)}
+# of CheckpointingConfig; megatron-core 0.16 still writes the last two
+_FIELDS = {"sharded_backend", "sharded_backend_version", "common_backend", "common_backend_version"}
 
 
 def load(state: dict[str, Any], directory: Path, metadata: Metadata) -> dict[str, Any]:
@@ -49,13 +48,13 @@ def load(state: dict[str, Any], directory: Path, metadata: Metadata) -> dict[str
     metadata: from `load_metadata`. Raises WeightError, or torch's CheckpointException around it.
     """
     _require_format(directory / FORMAT)
-    return dist_checkpointing.load(
-        state,
-        str(directory),
-        sharded_strategy=_Sharded(metadata),
-        common_strategy=_Common(),
-        validate_access_integrity=False,
-    )
+    force_all_tensors_to_non_fp8(state)  # an fp8 tensor would round the values, and the main weights start from them
+    result = _common(directory / COMMON)
+    sharded, kept, factories = load_preprocess(state)
+    merge(result, kept)
+    merge(result, _sharded(extract_sharded_base(sharded)[0], directory, metadata))
+    loaded: dict[str, Any] = apply_factory_merges(result, factories)
+    return loaded
 
 
 def _require_format(file: Path) -> None:
@@ -70,34 +69,27 @@ def _require_format(file: Path) -> None:
         raise WeightError(f"{file} does not describe a torch_dist checkpoint")
 
 
-class _Common(TorchCommonLoadStrategy):
-    def load_common(self, checkpoint_dir: str | Path) -> Any:
-        file = Path(checkpoint_dir) / COMMON
-        common = read_plain(file, file)
-        if not isinstance(common, dict):
-            raise WeightError(f"{file} is damaged: it contains a {type(common).__name__}")
-        return common
+def _common(file: Path) -> dict[str, Any]:
+    common = read_plain(file, file)
+    if not isinstance(common, dict):
+        raise WeightError(f"{file} is damaged: it contains a {type(common).__name__}")
+    return common
 
 
-class _Sharded(TorchDistLoadShardedStrategy):
-    def __init__(self, metadata: Metadata) -> None:
-        super().__init__()
-        self._metadata = metadata
-
-    def load(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> Any:
-        """Replicates Megatron's method with another reader and planner."""
-        tensors = [t for t in nested_values(sharded_state_dict) if isinstance(t, ShardedTensor)]
-        planner = _Planner(
-            shapes_validation_sharded_tensors=[t for t in tensors if not t.allow_shape_mismatch],
-            allow_shape_mismatch_sharded_tensors={t.key: t for t in tensors if t.allow_shape_mismatch},
-        )
-        by_key, flat, renamed = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
-        wanted = mcore_to_pyt_state_dict(by_key, True)
-        dcp.load(wanted, storage_reader=_Reader(Path(checkpoint_dir), self._metadata), planner=planner)
-        loaded = {key: _unwrap_pyt_sharded_tensor(value) for key, value in wanted.items()}
-        result = _replace_sharded_keys_with_state_dict_keys(loaded, flat, renamed)
-        _restore_dict_types(result, sharded_state_dict)
-        return result
+def _sharded(state: dict[str, Any], directory: Path, metadata: Metadata) -> dict[str, Any]:
+    """Replicates TorchDistLoadShardedStrategy.load with another reader and planner."""
+    tensors = [t for t in nested_values(state) if isinstance(t, ShardedTensor)]
+    planner = _Planner(
+        shapes_validation_sharded_tensors=[t for t in tensors if not t.allow_shape_mismatch],
+        allow_shape_mismatch_sharded_tensors={t.key: t for t in tensors if t.allow_shape_mismatch},
+    )
+    by_key, flat, renamed = _replace_state_dict_keys_with_sharded_keys(state)
+    wanted = mcore_to_pyt_state_dict(by_key, True)
+    dcp.load(wanted, storage_reader=_Reader(directory, metadata), planner=planner)
+    loaded = {key: _unwrap_pyt_sharded_tensor(value) for key, value in wanted.items()}
+    result: dict[str, Any] = _replace_sharded_keys_with_state_dict_keys(loaded, flat, renamed)
+    _restore_dict_types(result, state)
+    return result
 
 
 class _Reader(dcp.FileSystemReader):

@@ -1,0 +1,212 @@
+"""Runs mrl with the newer Megatron-Core, and checkpoints between both: `make test-stack`.
+
+Usage: .venv-312/bin/python -m tools.stack.run [--other .venv/bin/python] [CHECK ...]
+
+Makes each check of CHECKS, or those that are named, one after the other, in at most ten minutes. The checks write
+tools/stack/results/stack.json, to be committed: python -m tools.stack.support makes a table of docs/support.md of it.
+A run of some checks keeps the others' last results. Exit code: 0 if all of them passed, else 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from mrl.observe import read_metrics
+from mrl.packages import versions
+from tools.bench import record
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = Path(__file__).parent / "results" / "stack.json"
+LIMIT_S = 600.0  # of all checks
+PACKAGES = ("megatron-core", "torch", "transformers")
+SHORT, LONG = 4, 8  # steps: a checkpoint of the first SHORT is resumed up to LONG
+CLOSE = 1e-4  # relative difference of the losses of two stacks
+TESTS = {
+    "models at several layouts": ["tests/distributed/models/test_models.py"],
+    "families against transformers": ["tests/distributed/models/test_families.py"],
+    "gradients at several layouts": ["tests/distributed/learner/test_gradients.py"],
+    "checkpoints": ["tests/distributed/checkpoint/test_checkpoint.py"],
+    "convert": ["tests/system/commands/test_convert.py"],
+    "weight sync with the transformers engine": ["tests/system/inference/test_sync_transformers.py"],
+}
+VERSIONS = f"""
+import json, platform
+from mrl.packages import versions
+print(json.dumps({{"python": platform.python_version(), **versions(*{PACKAGES})}}))
+"""
+
+
+class Failed(Exception):
+    """A check that did not pass, with the reason."""
+
+
+@dataclass(frozen=True)
+class Stacks:
+    """Interpreters of both environments. work: directory of the runs."""
+
+    here: str
+    other: str
+    work: Path
+    end: float
+
+    def run(self, python: str, *arguments: str | Path) -> str:
+        """Returns what `python *arguments` printed. Raises Failed."""
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        command, left = [python, *map(str, arguments)], max(1.0, self.end - time.monotonic())
+        try:
+            done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=left)
+        except subprocess.TimeoutExpired:
+            raise Failed(f"the {LIMIT_S:g} s of all checks were over") from None
+        if done.returncode:
+            lines = (done.stdout + done.stderr).strip().splitlines()
+            raise Failed(f"exit code {done.returncode}: " + "\n".join(lines[-30:]))
+        return done.stdout
+
+    def train(self, python: str, name: str, config: str, *keys: str) -> list[float]:
+        """Runs a quickstart in `work`; returns the losses by step. Continues a run of that name."""
+        task = self.work / "task"
+        data = [f"data.{part}={task}/data/{part}.jsonl" for part in ("train", "validation")]
+        where = [f"run.root={self.work}", f"run.name={name}", *data]
+        self.run(python, "-m", "mrl", "train", f"yaml_configs/{config}.yaml", *where, *keys)
+        return losses(self.work / name)
+
+
+def losses(run: Path) -> list[float]:
+    """Returns the losses of a run, by step; step 0 is a validation."""
+    return [row["actor/loss"] for row in read_metrics(run) if row["step"]]
+
+
+def tests(stacks: Stacks, *arguments: str) -> dict[str, Any]:
+    out = stacks.run(stacks.here, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments)
+    return {"tests": out.strip().splitlines()[-1].strip("= ")}
+
+
+def start(stacks: Stacks) -> list[float]:
+    """Trains the model that other checks start from, in work/sft/hf, once; returns its losses."""
+    model, run = f"model.path={stacks.work}/task/model_init", stacks.work / "sft"
+    return losses(run) if run.exists() else stacks.train(stacks.here, "sft", "quickstart_sft", model, "run.steps=20")
+
+
+def sft(stacks: Stacks) -> dict[str, Any]:
+    """SFT of the quickstart under TP2 x PP2, by both stacks: the same losses."""
+    here = start(stacks)
+    model = f"model.path={stacks.work}/task/model_init"
+    other = stacks.train(stacks.other, "sft_other", "quickstart_sft", model, f"run.steps={LONG}")
+    return {"steps": len(here), "last loss": here[-1], **compared(here[:LONG], other)}
+
+
+def grpo(stacks: Stacks) -> dict[str, Any]:
+    """GRPO of the quickstart at CP2 x DP2, from that start, with the transformers engine."""
+    start(stacks)
+    keys = (f"model.path={stacks.work}/sft/hf", "rollout.engine=transformers", "reward.function=sorted_digits")
+    keys += ("batch.prompts_per_step=16", "validation.prompts=8", "run.steps=3")
+    return {"steps": len(stacks.train(stacks.here, "grpo", "quickstart_grpo", *keys))}
+
+
+def resume(stacks: Stacks) -> dict[str, Any]:
+    """Checkpoints of weights and optimizer, saved by one stack and continued by the other, both ways."""
+    keys = (f"model.path={stacks.work}/task/model_init", f"checkpoint.every_steps={SHORT}")
+    whole = stacks.train(stacks.here, "whole", "quickstart_sft", *keys, f"run.steps={LONG}")
+    numbers: dict[str, Any] = {}
+    for name, first, second in (("from other", stacks.other, stacks.here), ("to other", stacks.here, stacks.other)):
+        run = name.replace(" ", "_")
+        stacks.train(first, run, "quickstart_sft", *keys, f"run.steps={SHORT}")
+        found = stacks.train(second, run, "quickstart_sft", *keys, f"run.steps={LONG}")
+        numbers |= {f"{name}: {key}": value for key, value in compared(found, whole).items()}
+    return numbers
+
+
+def convert(stacks: Stacks) -> dict[str, Any]:
+    """Conversion to Megatron's form by one stack and back by the other: the same tensors."""
+    start(stacks)
+    source = stacks.work / "sft" / "hf"
+    for name, first, second in (("from", stacks.other, stacks.here), ("to", stacks.here, stacks.other)):
+        middle, back = stacks.work / f"megatron_{name}", stacks.work / f"hf_{name}"
+        stacks.run(first, "-m", "mrl", "convert", "hf-to-megatron", source, middle)
+        stacks.run(second, "-m", "mrl", "convert", "megatron-to-hf", middle, back)
+        wanted, found = tensors(source), tensors(back)
+        if wanted.keys() != found.keys() or not all(torch.equal(found[key], wanted[key]) for key in wanted):
+            raise Failed(f"the tensors of {back} differ from those of {source}")
+    return {"conversions": 4}
+
+
+def tensors(directory: Path) -> dict[str, torch.Tensor]:
+    """Returns the tensors of a Hugging Face directory. Raises Failed if there are none."""
+    found = {key: value for file in directory.glob("*.safetensors") for key, value in load_file(file).items()}
+    if not found:
+        raise Failed(f"{directory} has no tensors")
+    return found
+
+
+def compared(found: list[float], wanted: list[float]) -> dict[str, float]:
+    """Returns the largest relative difference. Raises Failed unless both have LONG losses that are close."""
+    if len(found) != len(wanted) or len(found) != LONG:
+        raise Failed(f"{len(found)} and {len(wanted)} steps instead of {LONG}")
+    worst = max(abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True))
+    if worst > CLOSE:
+        raise Failed(f"the losses {found} and {wanted} differ by {worst:.2g}, more than {CLOSE}")
+    return {"largest difference of losses": worst}
+
+
+CHECKS: dict[str, Callable[[Stacks], dict[str, Any]]] = {
+    "SFT of the quickstart, the losses of both stacks": sft,
+    "GRPO of the quickstart": grpo,
+    "checkpoints of one stack continued by the other": resume,
+    "conversion by one stack and back by the other": convert,
+    **{name: lambda stacks, arguments=arguments: tests(stacks, *arguments) for name, arguments in TESTS.items()},
+}
+
+
+def made(name: str, stacks: Stacks) -> dict[str, Any]:
+    """Returns the check's row."""
+    print(f"{name} ...", flush=True)
+    began = time.monotonic()
+    try:
+        row: dict[str, Any] = {"verdict": "passed", "numbers": CHECKS[name](stacks)}
+    except Failed as error:
+        row = {"verdict": "failed", "reason": str(error)}
+    row = {"check": name, **row, "seconds": round(time.monotonic() - began, 1), "date": time.strftime("%F")}
+    print(f"  {row['verdict']} in {row['seconds']} s: {row.get('numbers') or row['reason']}", flush=True)
+    return row
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checks", nargs="*", metavar="CHECK", help=f"by default all: {'; '.join(CHECKS)}")
+    parser.add_argument("--other", default=str(ROOT / ".venv/bin/python"), help="python of the other environment")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="by default tools/stack/results/stack.json")
+    args = parser.parse_args()
+    if unknown := set(args.checks) - set(CHECKS):
+        parser.error(f"unknown checks: {', '.join(sorted(unknown))}; known: {'; '.join(CHECKS)}")
+    last = json.loads(args.results.read_text())["checks"] if args.results.exists() and args.checks else []
+    rows = {row["check"]: row for row in last if row["check"] in CHECKS}
+    work = Path(tempfile.mkdtemp(prefix="mrl-stack-"))
+    try:
+        stacks = Stacks(sys.executable, args.other, work, time.monotonic() + LIMIT_S)
+        stacks.run(stacks.here, "tools/make_sort_task.py", work / "task")
+        other = json.loads(stacks.run(stacks.other, "-c", VERSIONS))
+        for name in args.checks or CHECKS:
+            rows[name] = made(name, stacks)
+    finally:
+        shutil.rmtree(work)
+    figures = {"stack": versions(*PACKAGES), "other": other, "checks": [rows[name] for name in CHECKS if name in rows]}
+    record.write(args.results, figures)
+    return int(any(row["verdict"] != "passed" for row in rows.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
