@@ -331,7 +331,7 @@ def test_memory_given_up_around_an_update(engine: Engine, tiny_models: TinyModel
             with pytest.raises(RolloutError, match=f"has given up its {', '.join(parts)}"):
                 engine.generate(asked, sampling)
             if mode == "all":
-                with pytest.raises(SyncError, match="the memory of its weights is given up; take it back before the"):
+                with pytest.raises(SyncError, match="the memory of its weights is released; restore it before the"):
                     sync.update_weights("default")
                 engine.resume_memory(["weights"])
                 engine.resume_memory(["weights"])
