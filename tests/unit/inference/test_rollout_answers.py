@@ -309,7 +309,7 @@ def test_the_weights_of_a_warm_up_are_one_version() -> None:
 def test_in_float32_less_is_too_far_of_tokens_of_the_weights_of_now() -> None:
     """What bf16 might have too. Tokens of other weights may be further, and those of a policy that has been updated."""
     noise, off = [[2e-5, 4e-5, 1e-4]] * 3, [2e-5, 0.02, 0.01]
-    message = r"step 4: .*float32, .* the 12 tokens .* by the weights of step 7: 0\.0025 nats a token in the mean "
+    message = r"step 4: .*float32, .* the 12 tokens .* with the weights of step 7: 0\.0025 nats a token in the mean "
     with pytest.raises(
         MismatchError, match=message + r".*exact = 0\.001\); furthest sample 3 \(data row 13\) 0\.01\. "
     ):
