@@ -239,7 +239,7 @@ class RequestDispatcher:
         self._gate.set()
         session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, ssl=tls(), keepalive_timeout=KEEP_ALIVE_S),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),  # `_wait_for` bounds the rest
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),  # `_attempt` bounds the rest
             headers=self._pool.access.headers | PLAIN | {"Content-Type": "application/json"},
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,

@@ -131,15 +131,15 @@ def read_answer(request: Request, content: bytes, expected: Expected, name: str 
         meta = field(answer, "meta_info", dict)
         reason = _finish_reason(meta, expected.is_interruptible)
         version = field(meta, "weight_version", str)
-        if reason == "abort" and "prompt_tokens" not in meta:  # SGLang's, of a request that waited in its queue
-            return Sample(request, np.empty(0), np.empty(0), reason, version)
-        _check_prompt(request.prompt, field(meta, "prompt_tokens", int))
         if not (expected.versions is None or version in expected.versions):
             given = ", ".join(map(repr, sorted(expected.versions)))
             raise BadAnswer(
                 f"weight_version is {shown(version)}, but the run gave the engine {given}: somebody else changes its "
                 "weights"
             )
+        if reason == "abort" and "prompt_tokens" not in meta:  # SGLang's, of a request that waited in its queue
+            return Sample(request, np.empty(0), np.empty(0), reason, version)
+        _check_prompt(request.prompt, field(meta, "prompt_tokens", int))
         ids = field(answer, "output_ids", list)
         _check_ids(ids, expected)
         log_probs = _log_probs(meta, ids)

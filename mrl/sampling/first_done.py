@@ -23,12 +23,14 @@ class FirstDone:
 
     def __init__(self, wanted: int, in_flight: int, groups: int, max_age: int | None) -> None:
         self._wanted, self._in_flight, self._groups, self._max_age = wanted, in_flight, groups, max_age
-        self._next = 0
+        self._next: int | None = None  # number of the next group to begin; None: the first one of the step to come
         self._began: dict[int, int] = {}  # number of a group that no step has taken -> the step in which it began
         self._tasks: dict[int, asyncio.Task[Group]] = {}
 
     async def draw(self, step: int, group: GenerateGroup) -> StepSamples:
         """Returns the first `wanted` groups that are finished, and those of `max_age` among them."""
+        if self._next is None:
+            self._next = step * self._wanted
         while len(self._began) < self._in_flight and self._next < self._groups:
             self._began[self._next] = step
             self._next += 1
@@ -59,4 +61,5 @@ class FirstDone:
         return {"groups_next": self._next, "groups_began": dict(self._began)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._next, self._began = state.get("groups_next", 0), dict(state.get("groups_began") or {})
+        """A checkpoint of a run with another policy has no groups in flight."""
+        self._next, self._began = state.get("groups_next"), dict(state.get("groups_began") or {})

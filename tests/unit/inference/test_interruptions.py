@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -10,8 +11,9 @@ import numpy as np
 import pytest
 
 from mrl.core import Prompt, Request, Sample, SamplingParams
+from mrl.inference.errors import BadAnswer
 from mrl.inference.request_dispatcher import RequestDispatcher
-from mrl.inference.samples import PartialResponse
+from mrl.inference.samples import Expected, PartialResponse, read_answer
 from tests.helpers.stub_process import StubProcess, start
 
 WAIT_S = 20.0
@@ -113,6 +115,13 @@ def test_the_time_of_a_weight_sync_does_not_count_as_the_engines(slow: Slow) -> 
         dispatcher.resume()
         assert [len(done.result(WAIT_S).response_ids) for done in drawing] == [2] * 500
         assert (engine.restarts.made, slow.restarts) == (0, 0)
+
+
+def test_an_interrupted_request_names_weights_that_the_run_gave() -> None:
+    meta = {"finish_reason": {"type": "abort"}, "weight_version": "default"}
+    request, expected = Request(0, 0, Prompt(0, (1, 2), {}), 0), Expected(9, 4, {"0"}, is_interruptible=True)
+    with pytest.raises(BadAnswer, match="weight_version is 'default', but the run gave the engine '0'"):
+        read_answer(request, json.dumps({"output_ids": [], "meta_info": meta}).encode(), expected)
 
 
 def part(ids: list[int], finish: str, version: str = "0", experts: np.ndarray | None = None) -> Sample:

@@ -244,6 +244,13 @@ def test_a_long_response_does_not_hold_up_a_step_of_those_that_end_first() -> No
             run.scheduler.wait(1)
 
 
+def test_a_checkpoint_of_another_policy_continues_with_the_groups_of_its_step() -> None:
+    policy = first_done(2)
+    policy.load_state_dict({})
+    with closing(Run(2, 0, policy)) as run:
+        assert min(numbers(run.train(range(5, 7)))) == (5, 0)
+
+
 @pytest.mark.parametrize("interrupt", ["at_sync", "at_step_end"])
 def test_responses_in_flight_end_early_once_a_step(interrupt: Any) -> None:
     ahead = 2 if interrupt == "at_sync" else 0
