@@ -18,14 +18,17 @@ import json
 import os
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mrl.agents.argument_types import Tool
 from mrl.agents.context import Context, NoTurnsLeft, Program, load_program, parse_calls, score_of
-from mrl.agents.endpoint import EndpointServer, Session
+from mrl.agents.endpoint import Session
 from mrl.agents.tool_call_parsers import Parser, load_parser
 from mrl.user_functions import FunctionError
 from mrl.workers.child import PoolConnection, describe
+
+if TYPE_CHECKING:
+    from mrl.agents.endpoint_server import EndpointServer
 
 MAX_TRACEBACK_CHARS = 1 << 20
 MAX_LINE_CHARS = 2000
@@ -47,7 +50,11 @@ class _Trajectories:
 
     def __init__(self, pool: PoolConnection, setup: dict[str, Any], program: Program, parser: Parser | None) -> None:
         self._pool, self._setup, self._program, self._parser = pool, setup, program, parser
-        self._server = EndpointServer() if setup["endpoint"] else None
+        self._server: EndpointServer | None = None
+        if setup["endpoint"]:
+            from mrl.agents.endpoint_server import EndpointServer  # its imports take 0.3 s
+
+            self._server = EndpointServer()
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._sessions: dict[int, Session] = {}

@@ -1,4 +1,4 @@
-"""Rollouts: engines that turn prompts into samples, and the client through which weights reach them."""
+"""Inference engines: start, requests, restarts and weight-sync client."""
 
 from __future__ import annotations
 

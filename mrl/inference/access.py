@@ -1,7 +1,7 @@
-"""Credentials of a run's engines, and the check of who listens on a port before a key is sent there.
+"""Credentials of a run's engines, and the check which account listens on a port before the key is sent there.
 
-The kernel is asked for the one port (NETLINK_SOCK_DIAG, sock_diag(7)): 0.06 ms before each request. The tables in
-/proc/net hold every connection of the machine and take some 20 ms; they are read where there is no such interface.
+The check asks the kernel about the port (NETLINK_SOCK_DIAG, sock_diag(7)), which takes 0.06 ms for each request. If
+that is not possible it reads the tables of /proc/net, which hold every connection of the machine and take about 20 ms.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Listener:
 
 
 def listeners(port: int, host: str = HERE) -> list[Listener]:
-    """The sockets that connections to `host`:`port` go to, an IPv4 address of this machine; none if nobody listens."""
+    """Returns the sockets that accept connections to `host`:`port`, an IPv4 address of this machine."""
     found: dict[bytes, list[Listener]] = {}
     try:
         entries = list(_ask(port))
@@ -71,7 +71,7 @@ def listeners(port: int, host: str = HERE) -> list[Listener]:
 
 
 def _ask(port: int) -> Iterator[tuple[bytes, Listener]]:
-    """(address, listener) of all that listen on the port, of either family. Raises OSError if that cannot be asked."""
+    """Yields (address, listener) of all sockets that listen on the port. Raises OSError if the kernel refuses."""
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_SOCK_DIAG) as kernel:
         kernel.settimeout(ANSWER_S)
         for family, size in ADDRESS_BYTES.items():
@@ -113,8 +113,8 @@ def _read_tables(port: int) -> Iterator[tuple[bytes, Listener]]:
 class Access:
     """Credentials of the engines of a run, the same for all of them.
 
-    api_key: sent with every request; None: they want none
-    ours: mrl started them, so that what listens there on this machine without being this account's is a stranger
+    api_key: sent with every request; None for engines without a key
+    ours: mrl started them, so a process of another account on their port is not an engine
     """
 
     api_key: str | None = field(default=None, repr=False)

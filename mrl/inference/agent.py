@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,10 +21,10 @@ ENDED, READY, EXIT_REPORT, END, RESTART = "/ended", "/ready", "/exit_report", "/
 
 @dataclass(frozen=True)
 class Home:
-    """A node, as its engines need to know it.
+    """Node of some engines.
 
-    node: its number, of the launcher there
-    host: the address that its engines listen on: the node's own where another one must reach them
+    node: number of the node
+    host: address on which its engines listen; the node's own if other nodes must reach them
     """
 
     node: int = 0
@@ -34,9 +33,9 @@ class Home:
 
 @dataclass(frozen=True)
 class Offered:
-    """The engines of a node, to whom another node's rank 0 is told of them. Names, addresses and logs: one an engine.
+    """Description of a node's engines for rank 0 on another node: name, address and log of each engine.
 
-    where: the node in words; agent: the address of who answers for them
+    where: name of the node, for messages; agent: address of the node's agent
     """
 
     node: int
@@ -48,8 +47,8 @@ class Offered:
 
 
 class Agent:
-    """Answers for a node's engines, in threads of this process, until `close`, which ends them. Whoever asks must have
-    the run's key; without it, `/health` says that the node is there.
+    """HTTP server through which rank 0 checks and restarts a node's engines; `close` ends the engines. Requests need
+    the run's key, except `/health`.
 
     run_is_over: the run has made its last step
     """
@@ -67,10 +66,9 @@ class Agent:
         routes: dict[str, Route] = {path: partial(self._call, call) for path, call in calls.items()}
         routes |= {ENDED: self._ended, END_OF_RUN: self._end_of_run}
         self._server = Server(0, key, routes, home.host, unlocked=HEALTH)
-        threading.Thread(target=self._server.serve_forever, args=(LOOK_S,), daemon=True, name="engines' agent").start()
 
     def add(self, engines: Sequence[Started]) -> None:
-        """Answers for these from now on."""
+        """Sets the engines."""
         self._restarts = [0] * len(engines)  # of each: an exit code belongs to one start
         self._engines = engines
 
@@ -80,7 +78,7 @@ class Agent:
         return Offered(
             self._home.node,
             self._where,
-            f"http://{self._home.host}:{self._server.server_port}",
+            f"http://{self._home.host}:{self._server.port}",
             tuple(engine.name for engine in self._engines),
             tuple(engine.url for engine in self._engines),
             tuple(str(engine.log) for engine in self._engines),
@@ -95,24 +93,23 @@ class Agent:
         return next((engine.exit_report() for engine in self._engines if engine.exit_code() is not None), None)
 
     def leave(self) -> None:
-        """Tells whoever watches the node that it is about to end."""
+        """Reports that the node is about to end."""
         self._is_leaving = True
 
     def close(self) -> None:
         """Ends the engines."""
         self._is_leaving = self._closed = True
-        self._server.shutdown()
-        self._server.server_close()
+        self._server.close()
         for engine in self._engines:
             _end(engine)
 
     def _check_open(self) -> None:
-        """Raises BadRequest after `close`, which connections that are kept alive outlive."""
+        """Raises BadRequest after `close`: requests in progress outlive it."""
         if self._closed:
             raise BadRequest(f"{self._where} has ended its engines")
 
     def _call(self, call: Callable[[Started, dict[str, Any]], Any], body: dict[str, Any]) -> dict[str, Any]:
-        """Answers for one engine. What is wrong with it is for the caller, as the error that it is."""
+        """Calls a function for one engine; returns its errors to rank 0, which raises them again."""
         self._check_open()
         index = body["engine"]
         if not isinstance(index, int) or not 0 <= index < len(self._engines):
@@ -132,8 +129,8 @@ class Agent:
         return {}
 
     def _ended(self, body: dict[str, Any]) -> Any:
-        """Answers with [restarts, exit code] of every engine, as soon as they are not those that the caller has `seen`,
-        the node is leaving, or after `wait_s`."""
+        """Returns [restarts, exit code] of every engine as soon as they differ from those that the caller has `seen`,
+        the node leaves, or `wait_s` is over."""
         self._check_open()
         end = time.monotonic() + min(float(body["wait_s"]), LONGEST_LOOK_S)
         while (exits := self._exits()) == body["seen"] and time.monotonic() < end and not self._is_leaving:

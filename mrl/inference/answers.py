@@ -1,4 +1,4 @@
-"""Answers of engines: bounded bodies, and JSON whose every field is checked before it is used."""
+"""Answers of engines: size limit of bodies, JSON, and checks of each field."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SHORT.maxstring = _SHORT.maxother = 80
 
 
 def from_json(content: bytes) -> Any:
-    """The value that `content` is JSON of. Raises BadAnswer if it is none."""
+    """Returns the JSON value of `content`. Raises BadAnswer if it is not JSON."""
     try:
         return orjson.loads(content)
     except ValueError:
@@ -41,21 +41,21 @@ def from_json(content: bytes) -> Any:
 
 
 def typed(value: Any, what: str, kind: type[T]) -> T:
-    """`value`, which must be of exactly this type; else BadAnswer, which calls it `what`."""
+    """Returns `value` if it has exactly this type; else raises BadAnswer. what: name of the value for the message"""
     if type(value) is not kind:
         raise BadAnswer(f"{what} is {shown(value)}, expected {JSON_NAMES[kind]}")
     return value
 
 
 def field(answer: Any, name: str, kind: type[T]) -> T:
-    """`answer[name]`, of exactly this type; else BadAnswer."""
+    """Returns `answer[name]` if it has exactly this type; else raises BadAnswer."""
     if name not in typed(answer, "the answer", dict):
         raise BadAnswer(f"{name} is missing")
     return typed(answer[name], name, kind)
 
 
 def maybe(answer: dict[str, Any], name: str, kind: type[T]) -> T | None:
-    """`answer[name]`, of exactly this type; None where it is missing or null; else BadAnswer."""
+    """Same as `field`, but returns None if the field is missing or null."""
     return None if answer.get(name) is None else typed(answer[name], name, kind)
 
 
@@ -65,7 +65,7 @@ def shown(value: Any) -> str:
 
 
 def error_message(content: bytes) -> str:
-    """The engine's own words, out of its JSON forms where it used one."""
+    """Returns the engine's error message, extracted from the known JSON forms."""
     return told(_words(content))
 
 

@@ -1,5 +1,4 @@
-"""Checks of a server before its first use: it refuses strangers and serves the run's model, and weight syncs and
-samples work."""
+"""Checks of a server before its first use: key, model, and settings that weight syncs and samples need."""
 
 from __future__ import annotations
 
@@ -22,11 +21,11 @@ from mrl.inference.server_info import ServerInfo
 def check_server(
     url: str, access: Access, cfg: RolloutConfig, model_path: str, model_type: str, dtype: str, *, outlives: bool
 ) -> Checked:
-    """Checks a server, generates one token to warm it up, and returns what the run needs to know of it.
+    """Checks a server, generates one token to warm it up, and returns its properties.
 
-    dtype: in which the run has the model; outlives: it may have served a run before, which may have been killed
-    Raises EngineStartError or EngineError if it lets strangers in, does not answer, refuses the key, serves a model of
-    another type, or has been started in a way that breaks weight syncs or samples.
+    dtype: of the trainer's model; outlives: the server may have served an earlier run that was killed
+    Raises EngineStartError or EngineError if it answers without the key, does not answer, refuses the key, serves a
+    model of another type, or has settings that break weight syncs or samples.
     """
     if access.ours:
         _check_refusal(url)
@@ -36,8 +35,8 @@ def check_server(
             if not access.ours:
                 _check_router(client, end)
             if outlives:
-                _tidy(client, end)
-            info = _get_to_know(client, end, model_path, model_type)
+                _end_leftovers(client, end)
+            info = _warm_up(client, end, model_path, model_type)
         except EngineError as error:
             if error.status in DENIED:
                 wants = f"engine {url} wants a key, or another one (HTTP {error.status})"
@@ -55,7 +54,7 @@ def check_server(
 
 
 def _differences(url: str, info: ServerInfo, dtype: str) -> Iterator[str]:
-    """Yields differences from the trainer that cause a mismatch, which mismatch/* measures."""
+    """Yields differences from the trainer that the metrics mismatch/* will show."""
     if info.dtype not in ("", "auto", dtype):
         yield f"engine {url} computes in {info.dtype}, and gets weights of a model in {dtype} (model.dtype)"
     if info.drafts:
@@ -87,16 +86,16 @@ def _check_router(client: EngineClient, end: float) -> None:
         )
 
 
-def _tidy(client: EngineClient, end: float) -> None:
-    """Ends what a killed run may have left: an open weight update and running requests."""
-    for tidy in (client.end_weight_update, client.abort_all):
+def _end_leftovers(client: EngineClient, end: float) -> None:
+    """Ends an open weight update and running requests of a killed run."""
+    for end_one in (client.end_weight_update, client.abort_all):
         client.timeout_s = max(0.1, end - time.monotonic())
         with contextlib.suppress(EngineError):  # nothing is open
-            tidy()
+            end_one()
 
 
-def _get_to_know(client: EngineClient, end: float, model_path: str, model_type: str) -> ServerInfo:
-    """The engine's settings. Nothing is waited for beyond `end`."""
+def _warm_up(client: EngineClient, end: float, model_path: str, model_type: str) -> ServerInfo:
+    """Checks the model, warms the engine up and returns its settings, all before `end`."""
 
     def in_time() -> EngineClient:
         client.timeout_s = max(0.1, end - time.monotonic())
@@ -108,11 +107,11 @@ def _get_to_know(client: EngineClient, end: float, model_path: str, model_type: 
 
 
 def _check_refusal(url: str) -> None:
-    """An engine of ours must be shut for strangers, whatever `rollout.server_args` has made of it. The second host name
-    is one that some web servers take for the path, and /health is open to everybody."""
-    with contextlib.closing(EngineClient(url, CONNECT_TIMEOUT_S, Access(ours=True))) as stranger:
+    """Raises EngineStartError if an engine that mrl started answers without the key, for example because of
+    `rollout.server_args`. Some web servers take the second host name for the path, and /health is open to everybody."""
+    with contextlib.closing(EngineClient(url, CONNECT_TIMEOUT_S, Access(ours=True))) as client:
         for host in (urlsplit(url).netloc, "x/health?"):
-            if stranger.is_let_in(host):
+            if client.is_let_in(host):
                 raise EngineStartError(
                     f"engine {url} answers without the run's key ({MODEL_INFO.path}, host {host!r}): anybody on this "
                     "machine could change its weights. Is one of rollout.server_args the cause?"

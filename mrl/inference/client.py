@@ -1,7 +1,6 @@
 """Blocking HTTP client of one engine: one method for each endpoint of the protocol.
 
-Every call has a time-out, and every failure is an `EngineError` that says which engine, which endpoint and what the
-engine answered.
+Every call has a time-out; every failure is an `EngineError` with the engine's URL, the endpoint and the answer.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ Answer = TypeVar("Answer")
 class EngineClient:
     """Client of one engine. Thread-safe; connections are kept alive.
 
-    timeout_s: longest wait for one answer. Every method raises EngineError on a time-out, a refused or broken
-    connection, a status other than 200 or an answer of `success: false`.
+    timeout_s: limit for each answer. Every method raises EngineError on a time-out, a refused or broken connection, a
+    status other than 200, or `success: false`.
     """
 
     def __init__(self, url: str, timeout_s: float = 300.0, access: Access = OPEN) -> None:

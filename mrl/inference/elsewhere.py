@@ -1,4 +1,4 @@
-"""Engines of other nodes and engines over several nodes, which rank 0 starts and ends through the agents there."""
+"""Engines of other nodes, and engines over several nodes, which rank 0 controls through the nodes' agents."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ KINDS = (errors.EngineStartError, errors.PortTaken, errors.EngineUnavailable)
 
 
 class OtherNode:
-    """A node whose engines were started there: by its own first rank, or by `mrl serve`.
+    """Another node with engines, which its first rank or `mrl serve` has started.
 
-    silence_s: seconds without an answer after which it is gone, for good; None: the run does not go on without it
-    Raises RolloutError, with the node's name, wherever the agent does not answer in time.
+    silence_s: seconds without an answer after which the node counts as gone; None if the run needs the node
+    Methods raise RolloutError, with the node's name, if the agent does not answer in time.
     """
 
     def __init__(self, offered: Offered, access: Access, *, silence_s: float | None = None) -> None:
@@ -45,7 +45,7 @@ class OtherNode:
         return [ElsewhereEngine(self, index) for index in range(len(self.offered.urls))]
 
     def ask(self, path: str, limit_s: float, **body: Any) -> Any:
-        """The agent's answer. Raises what it raised there, too."""
+        """Returns the agent's answer. Raises the error that the request raised there."""
         try:
             reply = self._http.post(path, json=body, timeout=httpx.Timeout(limit_s, connect=CONNECT_S))
             answer = reply.json()
@@ -69,8 +69,7 @@ class OtherNode:
         self._http.close()
 
     def _watch(self) -> None:
-        """Keeps `exits` at what the agent says. A rank's agent that says nothing is the business of the ranks' own
-        heartbeats."""
+        """Keeps `exits` and `is_gone` current. The loss of a node with ranks is left to the heartbeats of the ranks."""
         look_s = LOOK_S if self._silence_s is None else min(LOOK_S, self._silence_s / 3)
         limit_s = look_s + ANSWER_S if self._silence_s is None else self._silence_s
         unanswered, answered = 0, time.monotonic()
@@ -117,15 +116,15 @@ class ElsewhereEngine:
         return bool(answer["value"])
 
     def close(self) -> None:
-        """Has its node end it."""
+        """Ends it through its node's agent."""
         self._node.ask(END, RESTART_S, engine=self._index)
 
     def restart(self) -> None:
-        """Has its node end and start it anew, at the same address; returns when it is started."""
+        """Restarts it at the same address through its node's agent; returns when it is started."""
         self._restarts = int(self._node.ask(RESTART, RESTART_S, engine=self._index)["value"])
 
     def exit_report(self) -> str:
-        """Returns why the engine ended, or why its node cannot say."""
+        """Returns the exit report of the engine, or the error if its node does not answer."""
         try:
             return str(self._node.ask(EXIT_REPORT, ANSWER_S, engine=self._index)["value"])
         except errors.RolloutError as error:
@@ -136,9 +135,9 @@ Member = EngineProcess | ElsewhereEngine
 
 
 class SpreadEngine:
-    """A `Started`. With any of its parts all end, and are started again together.
+    """Engine over several nodes; implements `Started`. Its parts end and restart together.
 
-    parts: of this node or others; the first one answers requests
+    parts: on this node or others; the first one answers requests
     """
 
     def __init__(self, parts: Sequence[Member]) -> None:
@@ -167,7 +166,7 @@ class SpreadEngine:
         return all(part.is_ready(timeout_s) for part in reversed(self._parts))
 
     def restart(self) -> None:
-        """Ends all parts and only then starts them anew, at the same addresses: none meets one from before."""
+        """Ends all parts, and then starts them again at the same addresses, so that no old and new part meet."""
         with ThreadPoolExecutor(len(self._parts)) as pool:
             for step in (lambda part: part.close(), lambda part: part.restart()):
                 for done in [pool.submit(step, part) for part in self._parts]:
@@ -180,7 +179,7 @@ class SpreadEngine:
 
 
 def joined(parts: Sequence[Member], nodes: int) -> list[Started]:
-    """The engines that these are, or are parts of, over so many nodes each; parts in the order of their nodes."""
+    """Returns the engines made of `parts`, each over `nodes` nodes. parts: in the order of their nodes"""
     if nodes == 1:
         return [*parts]
     return [SpreadEngine(parts[first : first + nodes]) for first in range(0, len(parts), nodes)]

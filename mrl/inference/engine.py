@@ -1,4 +1,4 @@
-"""The rollout engines of a run: samples in order, or one clear error."""
+"""The inference engines of a run, as the trainer uses them."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ T = TypeVar("T")
 
 
 class Engine:
-    """The rollout engines of a run. `start_engine` makes one.
+    """The inference engines of a run. `start_engine` makes one.
 
-    pool: its servers
-    vocab_size: tokens of the model; a sample with any other one is refused
-    concurrent_requests: in flight at once, over all servers
-    request_timeout_s: of one request
-    weight_version: the name of the weights that the run gave them last, once it did; a sample of others is refused
-    versions: all names of weights that the run has given them
-    routed: of a model that has experts
+    pool: the servers
+    vocab_size: vocabulary size; samples with other token ids are rejected
+    concurrent_requests: maximum requests in flight over all servers
+    request_timeout_s: limit for one request
+    weight_version: version of the last weight sync; samples of other versions are rejected
+    versions: versions of all weight syncs
+    routed: shape of routed experts, for a model with experts
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Engine:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """Base URLs, one a server."""
+        """Base URLs of the servers."""
         return tuple(server.url for server in self.pool.servers)
 
     @property
@@ -86,12 +86,12 @@ class Engine:
         return self.pool.restarts
 
     def wait_ready(self) -> None:
-        """Blocks until every server responds and has been checked; then `notes` is complete. Raises EngineStartError
-        when a server of ours does not start, EngineError when a given URL does not respond or serves something else."""
+        """Blocks until every server responds and has been checked; `notes` is complete then. Raises as
+        `EnginePool.wait_ready`."""
         self.pool.wait_ready()
 
     def check_experts(self) -> None:
-        """Raises EngineStartError for a server that cannot say which experts tokens went to."""
+        """Raises EngineStartError for a server that does not return routed experts."""
         for url, info in self._infos().items():
             if not info.returns_experts:
                 raise EngineStartError(
@@ -100,8 +100,8 @@ class Engine:
                 )
 
     def check_room(self, tokens: int) -> None:
-        """Raises EngineStartError for a server that has no room for so many tokens of prompt and response: it would cut
-        responses short, or refuse them in the middle of the run."""
+        """Raises EngineStartError for a server whose context is shorter than `tokens` of prompt and response: it would
+        truncate responses, or reject them during the run."""
         for url, info in self._infos().items():
             if info.room is not None and info.room < tokens:
                 raise EngineStartError(
@@ -112,13 +112,13 @@ class Engine:
 
     @property
     def tensor(self) -> int:
-        """Tensor-parallel ranks of each server, of which `wait_ready` has found the same."""
+        """Tensor-parallel size, the same for all servers; known after `wait_ready`."""
         assert self.pool.tensor is not None, "wait_ready comes first"
         return self.pool.tensor
 
     @property
     def computes_in(self) -> set[tuple[str, str]]:
-        """(device, dtype) of every server that is there now, as `ServerInfo` has them."""
+        """(device, dtype) of the current servers, as in `ServerInfo`."""
         return {(info.device, info.dtype) for info in self._infos().values()}
 
     def _infos(self) -> dict[str, ServerInfo]:
@@ -129,20 +129,20 @@ class Engine:
         return found
 
     def close(self) -> None:
-        """Ends the servers that mrl started; given URLs are left alone, without a request of this run."""
+        """Ends the servers that mrl started, and this run's requests at servers of rollout.urls."""
         self.close_dispatcher()
         self.pool.close()
 
     def generate(
         self, requests: Sequence[Request], sampling: SamplingParams, on_samples: OnSamples | None = None
     ) -> list[Sample]:
-        """Returns finished samples ordered by sample_id. `on_samples` is called in this thread with each that finishes.
+        """Returns finished samples ordered by sample_id. `on_samples` is called in this thread with each of them.
 
-        Log-probs are of logits / temperature (raw logits when greedy), not renormalised for top_p and top_k.
-        A server of ours that dies or does not answer within rollout.request_timeout_s is started again as often as
-        `restarts` allows; what it had not finished is sampled again with the same seeds.
-        Raises RolloutError when that is not allowed, an engine refuses, has given up memory or lacks its weights; no
-        request is left running on the other servers then.
+        Log-probs are of logits / temperature (raw logits if greedy), not renormalised for top_p and top_k.
+        A server that mrl started and that dies, or does not answer within rollout.request_timeout_s, is restarted as
+        often as `restarts` allows; its unfinished requests are sampled again with the same seeds.
+        Raises RolloutError if no restart is left, or an engine rejects a request, has released memory or lacks its
+        weights; no request is left running then.
         """
         how = self.generation(sampling)
         for server in self.pool.servers:
@@ -168,8 +168,8 @@ class Engine:
         return sorted(samples, key=lambda sample: sample.request.sample_id)
 
     def run(self, program: Coroutine[Any, Any, T]) -> T:
-        """Returns the result of a coroutine that uses `dispatcher`, with nothing else in flight. Gives engines that
-        were restarted meanwhile the weights that the others have. No request is left running if it raises."""
+        """Returns the result of a coroutine that uses `dispatcher`, with nothing else in flight. Meanwhile syncs the
+        current weights to restarted engines. No request is left running if it raises."""
         dispatcher = self.dispatcher
         try:
             done = dispatcher.submit(program)
@@ -225,23 +225,24 @@ class Engine:
             self._dispatcher.post(work)
 
     def take_loads(self) -> tuple[dict[str, Load], Load]:
-        """Since the last call: what each server had to do, by URL, and the requests that waited here for one."""
+        """Returns the load since the last call: of each server, by URL, and of requests that waited for a server."""
         return {server.url: server.meter.take() for server in self.pool.servers}, self.pool.waiting.take()
 
     # ---- memory
 
     def release_memory(self, parts: Sequence[MemoryPart]) -> None:
-        """Gives up these parts of every server's memory, as far as it holds them. Waits until no request runs.
+        """Releases these parts of every server's memory. Waits until no request runs.
 
-        Released weights come back with the first weight sync after `resume_memory`. A server of ours that dies, or does
-        not respond within rollout.request_timeout_s, is restarted as often as `restarts` allows, releases as much, and
-        lacks its weights (`lacks_weights`). Raises RolloutError when that is not allowed, or a server refuses.
+        Released weights come back with the first weight sync after `resume_memory`. A server that mrl started and that
+        dies, or does not respond within rollout.request_timeout_s, is restarted as often as `restarts` allows, releases
+        the same parts, and lacks its weights (`lacks_weights`). Raises RolloutError if no restart is left, or a server
+        rejects the request.
         """
         self.wait_ready()
         self.pool.settle(lambda released: released | set(parts))
 
     def resume_memory(self, parts: Sequence[MemoryPart]) -> None:
-        """Takes back these parts of every server's memory, as far as they are given up; restarts and errors as in
+        """Restores these parts of every server's memory if they are released; restarts and errors as in
         `release_memory`."""
         self.pool.settle(lambda released: released - set(parts))
 
@@ -252,7 +253,7 @@ class Engine:
         return not all(server.has_weights for server in self.pool.servers)
 
     def check_sync(self, url: str) -> None:
-        """Raises EngineError if the weights of the server at `url` are released: a sync would write into nothing."""
+        """Raises EngineError if the weights of the server at `url` are released."""
         (server,) = (server for server in self.pool.all if server.url == url)
         if "weights" in server.released:
             text = "not asked: the memory of its weights is released; restore it before the weight sync"
@@ -260,7 +261,7 @@ class Engine:
 
     @contextmanager
     def weight_sync(self, version: str) -> Iterator[None]:
-        """Context of a weight sync of all engines: meanwhile only the sync itself restarts a lost engine, and samples
+        """Context of a weight sync to all engines: only the sync itself restarts a lost engine meanwhile, and samples
         may have this version from now on."""
         self.versions.add(version)
         self.pool.is_syncing = True
@@ -270,9 +271,9 @@ class Engine:
             self.pool.is_syncing = False
 
     def has_synced(self, version: str, adapter: str | None = None) -> None:
-        """Call at the end of each weight sync of all servers: samples of other weights are refused from now on.
+        """Call at the end of each weight sync to all servers: samples of other weights are rejected from now on.
 
-        adapter: the name of the adapter, where the sync was not of the whole model
+        adapter: name of the adapter, if the sync was of an adapter only
         """
         self.weight_version, self.pool.adapter = version, adapter
         self.pool.use_joined()
@@ -282,9 +283,9 @@ class Engine:
             self._dispatcher.have_weights()
 
     def present(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Returns the addresses of all engines that a weight sync is for now, and of those among them that are new
-        processes. Engines that have left are out. Waits until no engine is being started again. Raises RolloutError if
-        there has been none for too long."""
+        """Returns the addresses of all engines that need the next weight sync, and of those among them that are new
+        processes. Waits until no engine is being restarted. Raises RolloutError if there has been no engine for too
+        long."""
         lack: tuple[str, ...] = ()
         if self._dispatcher is not None:
             self._dispatcher.serve(lambda: not self.dispatcher.is_restarting)
@@ -294,7 +295,7 @@ class Engine:
         return tuple(server.url for server in servers), tuple(new)
 
     def end_of_run(self) -> None:
-        """The last step is made: `mrl serve` ends."""
+        """Ends all `mrl serve` of this run, after its last step."""
         self.pool.end_of_run()
 
     def client(self, url: str, timeout_s: float = 300.0) -> EngineClient:

@@ -1,4 +1,4 @@
-"""The engines of a run: which are up, which memory they hold, and how a lost one is restarted."""
+"""Engine pool of a run: state of the servers, their memory, restarts of lost ones."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ log = logging.getLogger(__name__)
 class Checked:
     """Result of the check of a server.
 
-    notes: what the user should know about it before the run starts, one sentence each
-    accepts_stop_strings: it knows text
-    tensor: its tensor-parallel ranks
-    has_prefix_cache: it keeps keys and values of a prompt for the requests that follow
+    notes: remarks for the user, one sentence each
+    accepts_stop_strings: it has a tokenizer
+    tensor: tensor-parallel size
+    has_prefix_cache: it keeps the KV cache of prompts for later requests
     """
 
     notes: tuple[str, ...]
@@ -55,9 +55,9 @@ class EnginePool:
     is_syncing: all engines are receiving weights
     adapter: name of the LoRA adapter to sample with, where weight syncs send adapters
     restarts: restarts of lost servers; none are allowed before `restarts.allow`
-    silence_s: seconds until a server that has left is known to have
+    silence_s: seconds without an answer after which a node counts as gone
     nodes: other nodes that run some of the servers
-    memory_timeout_s: until a server has released memory, or taken it back
+    memory_timeout_s: limit for releasing or restoring the memory of a server
     """
 
     silence_s = 0.0
@@ -102,8 +102,8 @@ class EnginePool:
         return EngineClient(url, timeout_s, self.access)
 
     def wait_ready(self) -> None:
-        """Blocks until every server responds and has been checked. Raises EngineStartError when one of ours does not
-        start, EngineError when a given one does not respond or serves something else."""
+        """Blocks until every server responds and has been checked. Raises EngineStartError if a server that mrl started
+        does not start, EngineError if a server of rollout.urls does not respond or serves another model."""
         if self._ready:
             return
         for process in self._started:
@@ -114,8 +114,8 @@ class EnginePool:
         self._ready = True
 
     def close(self) -> None:
-        """Ends the servers that mrl started on this node; those of others end with the ranks that own them, and what
-        mrl did not start is left alone."""
+        """Ends the servers that mrl started on this node. Those of other nodes end with the ranks there; servers of
+        rollout.urls keep running."""
         for node in self._nodes:
             node.close()
         for process in self.processes:
@@ -129,11 +129,11 @@ class EnginePool:
         return self.servers
 
     def admit(self) -> tuple[Server, ...]:
-        """Servers that have come since the last time, and lack the weights: here there are none."""
+        """Returns servers that have joined since the last call and need weights: none in this pool."""
         return ()
 
     def use_joined(self, *servers: Server) -> None:
-        """Joining servers, these or all, have the weights now."""
+        """Marks joining servers, these or all, as having the weights."""
 
     def has_left(self, server: Server) -> bool:
         """Returns True if the server is gone with its node, so that the run goes on without it."""

@@ -1,22 +1,22 @@
-"""Why an engine, or a rollout, fails."""
+"""Errors of engines and of sampling."""
 
 from __future__ import annotations
 
 
 class EngineUnavailable(RuntimeError):
-    """This machine cannot run the engine that the configuration asks for; the message says what to do."""
+    """Raised if this machine cannot run the configured engine; the message says what to do."""
 
 
 class EngineStartError(RuntimeError):
-    """An engine did not come up; the message holds the end of its log."""
+    """Raised if an engine did not start; the message has the end of its log."""
 
 
 class PortTaken(EngineStartError):
-    """Another process listens where the engine was to be; nothing was sent to it."""
+    """Raised if another process has the engine's port; nothing was sent to it."""
 
 
 class EngineError(RuntimeError):
-    """An engine did not do what it was asked. `status` is None when there was no HTTP answer at all."""
+    """Raised if a request to an engine failed. `status` is None if there was no HTTP answer."""
 
     def __init__(self, url: str, endpoint: str, status: int | None, text: str) -> None:
         self.url = url
@@ -31,12 +31,12 @@ class EngineError(RuntimeError):
 
 
 class BadAnswer(ValueError):
-    """The engine answered 200 with something that is not what was asked for."""
+    """Raised if an engine answered 200 with an invalid body."""
 
 
 class Refused(BadAnswer):
-    """The engine found fault with the request (HTTP 4xx): its answer says it all, its log adds nothing."""
+    """Raised if the engine rejected the request (HTTP 4xx)."""
 
 
 class RolloutError(RuntimeError):
-    """A rollout could not be finished; the message names the engine, its end and the end of its log."""
+    """Raised if sampling failed; the message names the engine, its exit code and the end of its log."""

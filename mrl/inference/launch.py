@@ -41,8 +41,8 @@ SMALL_MODEL = 20_000_000  # parameters; engines of smaller models on CPUs have o
 
 @dataclass(frozen=True)
 class Part:
-    """One node's part of an engine over several nodes: its number among `nodes` (number 0 answers requests), and
-    HOST:PORT, an address of part 0 where the parts meet."""
+    """Part of an engine over several nodes: its number among `nodes`, of which number 0 answers requests, and the
+    rendezvous address HOST:PORT at part 0."""
 
     nodes: int
     number: int
@@ -51,18 +51,18 @@ class Part:
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """One server to be started.
+    """Specification of a server to start.
 
     model_path: Hugging Face directory; without safetensors the weights are random until the first weight sync
     dtype: "float32" or "bfloat16"
-    port: where on `host` it has to listen
+    port: to listen on
     index: among the `cfg.servers` of its node
-    seed: for what it draws without a sample's own seed; the same for all servers of a node
-    machine: what this process sees of it; without GPUs the server is to serve on the CPU
-    folder: this account's alone; goes with the engine
-    api_key: what every request will carry, for the engine to refuse all others; None: it lets everybody in
-    host: the only address that it has to listen on: this machine's own where other nodes must reach it
-    part: None: the whole engine is on this node
+    seed: for random numbers without a seed of the sample; the same for all servers of a node
+    machine: this machine; without GPUs the server runs on the CPU
+    folder: private folder, removed when the engine ends
+    api_key: key that every request must carry; None: no key is needed
+    host: the only address to listen on; the machine's own if other nodes must reach it
+    part: None if the whole engine is on this node
     """
 
     cfg: RolloutConfig
@@ -79,17 +79,17 @@ class ServerSpec:
 
     @property
     def arch(self) -> ModelArch:
-        """The model's shape."""
+        """Architecture of the model."""
         return engine_arch(self.model_path)
 
     @property
     def gpu(self) -> bool:
-        """Serve on GPUs, which are the first that it sees (`environment`), else on the CPU."""
+        """True if it runs on GPUs: the first ones of its `environment`."""
         return bool(self.machine.gpus)
 
     @property
     def shares_gpus(self) -> bool:
-        """A rank of the trainer is on one of its GPUs."""
+        """True if a rank of the trainer is on one of its GPUs."""
         return not set(self._gpus).isdisjoint(shared_gpus(self.cfg, self.machine, self._nodes))
 
     @property
@@ -102,8 +102,8 @@ class ServerSpec:
         return engine_gpus(self.cfg, self.machine, self._nodes)[self.index * here : (self.index + 1) * here]
 
     def environment(self) -> dict[str, str]:
-        """`environment`, in which the server's own GPUs come first. It sees all others too: weights in the memory of a
-        sender's GPU can be read by who sees that GPU alone. On a CPU it keeps the memory that it frees."""
+        """Returns the server's environment. Its own GPUs come first; the others stay visible, since CUDA IPC can only
+        read from visible GPUs. On a CPU, malloc keeps freed memory."""
         env = environment()
         if not self.gpu:
             env = KEPT_MEMORY | env
@@ -119,7 +119,7 @@ class ServerSpec:
         return cpu_threads(self.cfg, self.arch, self.machine)
 
     def secret_file(self, name: str, content: str) -> Path:
-        """Writes a file that this account alone can read: anybody could read a command line."""
+        """Writes a file that only this account can read, unlike a command line."""
         file = self.folder / name
         file.touch(0o600)
         file.write_text(content)
@@ -166,12 +166,11 @@ def launcher(engine: str) -> Callable[[ServerSpec], Launch]:
 
 
 def environment() -> dict[str, str]:
-    """This process's, as engines get it: they make process groups of their own, which torchrun's variables would
-    disturb."""
+    """Returns this process's environment without torchrun's variables, since engines make their own process groups."""
     return {k: v for k, v in os.environ.items() if k not in LAUNCHER and not k.startswith("TORCHELASTIC_")}
 
 
-AT_ONCE = 2  # adapters in memory: the one that is drawn with, and that there is none
+AT_ONCE = 2  # adapters in memory: the current one, and none
 
 
 def started_with(cfg: RLConfig) -> RolloutConfig:

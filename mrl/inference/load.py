@@ -14,8 +14,8 @@ from mrl.core import Sample
 class Load:
     """Load over a span of time.
 
-    requests: begun; samples, tokens: finished, and their response tokens
-    seconds: in which there was any request; mean, most: requests at once in these seconds
+    requests: number begun; samples, tokens: number of finished samples, and of their response tokens
+    seconds: time with at least one request; mean, most: concurrent requests during that time
     """
 
     requests: int
@@ -27,12 +27,12 @@ class Load:
 
     @property
     def tokens_per_s(self) -> float:
-        """While there was anything to do."""
+        """Response tokens per second, during seconds with any request."""
         return self.tokens / max(self.seconds, 1e-9)
 
 
 class Meter:
-    """Counts what is under way at one place, for threads. now: gives seconds that only rise"""
+    """Counts requests in progress; thread-safe. now: monotonic clock"""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self.running = self._most = 0
@@ -41,7 +41,7 @@ class Meter:
         self._clear()
 
     def begin(self, requests: int) -> None:
-        """So many more are under way."""
+        """Counts requests that begin."""
         with self._lock:
             self._pass()
             self.running += requests
@@ -49,7 +49,7 @@ class Meter:
             self._most = max(self._most, self.running)
 
     def end(self, requests: int, samples: Sequence[Sample] = ()) -> None:
-        """So many fewer are; what has come of them."""
+        """Counts requests that end, and their samples."""
         tokens = sum(len(sample.response_ids) for sample in samples)
         with self._lock:
             self._pass()
@@ -58,7 +58,7 @@ class Meter:
             self._tokens += tokens
 
     def take(self) -> Load:
-        """Since the last call."""
+        """Returns the load since the last call."""
         with self._lock:
             self._pass()
             mean = self._waited / self._busy if self._busy else 0.0

@@ -124,8 +124,8 @@ def router_file(run_dir: Path) -> Path:
 
 
 class RouterClient:
-    """Reads and changes the list of nodes of the router that `file` names. Raises OSError without such a file. Every
-    method raises RolloutError if the router does not answer."""
+    """Client of the router whose address and key are in `file`; raises OSError if the file is missing. Every method
+    raises RolloutError if the router does not answer."""
 
     def __init__(self, file: Path) -> None:
         place = json.loads(file.read_text())
@@ -139,7 +139,7 @@ class RouterClient:
         self._http.close()
 
     def nodes(self) -> list[ListedNode]:
-        """Returns all nodes that have registered, also those that have gone since without a word."""
+        """Returns all registered nodes, including those that have disappeared without leaving."""
         answer, found = self._ask("GET", WORKERS), list[ListedNode]()
         try:
             for worker in answer["workers"]:
@@ -151,7 +151,7 @@ class RouterClient:
         return found
 
     def register(self, record: NodeRecord, listed: ListedNode | None) -> None:
-        """Adds a node, or replaces its record where it is listed. Takes effect a moment later."""
+        """Adds a node, or replaces the record of a listed one. The router applies the change a moment later."""
         labels = {LABEL: RECORD.dump_json(record).decode()}
         if listed is None:
             self._ask("POST", WORKERS, {"url": record.engines.agent, "labels": labels})
@@ -159,7 +159,7 @@ class RouterClient:
             self._ask("PUT", f"{WORKERS}/{listed.id}", {"labels": labels})
 
     def remove(self, node: ListedNode) -> None:
-        """Removes a node, a moment later. One that is still there registers again."""
+        """Removes a node; the router applies the change a moment later. A running node registers again."""
         self._ask("DELETE", f"{WORKERS}/{node.id}")
 
     def _ask(self, method: str, path: str, body: Any = None) -> Any:
@@ -206,10 +206,11 @@ class RouterProcess(EngineProcess):
 
 
 def engines_at(urls: Sequence[str], access: Access) -> dict[str, str]:
-    """Returns the engines at these addresses and behind those that are routers, in order, each with the one of `urls`
-    that it was found by. An address that does not answer yet counts as an engine's.
+    """Returns the engines at these addresses, and behind those that are routers, in order: {engine: entry of `urls`}.
+    An address that does not answer yet counts as an engine.
 
-    Raises EngineStartError for a router without engines, with what is no address, or with one that is named elsewhere.
+    Raises EngineStartError for a router without engines or with invalid addresses, and for an engine that is listed
+    twice.
     """
     urls = [url.rstrip("/") for url in urls]
     found: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""An engine pool whose servers join and leave with nodes of their own, which run `mrl serve`."""
+"""Engine pool whose servers join and leave with the nodes that run `mrl serve`."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ TOLD_AT_ONCE = 64
 class OpenEnginePool(EnginePool):
     """Engine pool without servers until as many nodes are ready as the run waits for.
 
-    router: where the nodes register; ends with the pool
-    serves: settings that the nodes must have too, by key
-    joining: servers that have been checked, and lack the run's weights: no request goes there
+    router: the nodes register with it; it ends with the pool
+    serves: settings that the nodes must share, by key
+    joining: checked servers without the run's weights, which take no requests
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class OpenEnginePool(EnginePool):
             time.sleep(WAIT_POLL_S)
 
     def close(self) -> None:
-        """Ends the router. The nodes wait for another run."""
+        """Ends the router. The nodes keep waiting for another run."""
         for node in self._taken.values():
             node.close()
         self._router.file.unlink(missing_ok=True)
@@ -95,8 +95,8 @@ class OpenEnginePool(EnginePool):
     # ---- servers
 
     def admit(self) -> tuple[Server, ...]:
-        """Checks the servers of nodes that have come since the last time, and returns them: they are joining. Raises
-        RolloutError when there has been no server for placement.wait_s, if it is called again and again."""
+        """Checks the servers of nodes that have registered since the last call, and returns them: they are joining.
+        Raises RolloutError if there has been no server for placement.wait_s."""
         found: tuple[Server, ...] = ()
         with self._admitting:
             for record in self._ready_nodes():
@@ -125,7 +125,7 @@ class OpenEnginePool(EnginePool):
         return found
 
     def use_joined(self, *servers: Server) -> None:
-        """Joining servers, these or all, have the weights: they are servers like the others."""
+        """Makes joining servers, these or all, ordinary servers: they have the weights now."""
         joined = servers or self.joining
         for server in joined:
             server.up = server.has_weights = True
@@ -133,7 +133,7 @@ class OpenEnginePool(EnginePool):
         self.joining = tuple(server for server in self.joining if server not in joined)
 
     def has_left(self, server: Server) -> bool:
-        """Returns True if the server is gone with its node; the run goes on without it."""
+        """Returns True if the server is gone with its node; the run continues without it."""
         if server.process is None or not server.process.is_gone:
             return False
         server.up = False
@@ -146,16 +146,16 @@ class OpenEnginePool(EnginePool):
         return True
 
     async def leaves_soon(self, server: Server) -> bool:
-        """Returns True if the server `has_left`, now or within a moment: a node's engines may be seen to end before the
-        node is."""
+        """Returns True if the server `has_left`, now or soon: the end of a node's engines may be noticed before that of
+        the node."""
         end = time.monotonic() + DEATH_WAIT_S
         while not (has_left := self.has_left(server)) and time.monotonic() < end:
             await asyncio.sleep(DEATH_POLL_S)
         return has_left
 
     def present(self) -> tuple[Server, ...]:
-        """Returns all servers that are to get weights, also those that are joining, without those that have left.
-        Waits while there is none; raises as `admit`."""
+        """Returns all servers that need weights, including those that are joining. Waits while there is none; raises as
+        `admit`."""
         while True:
             for server in self.all:
                 self.has_left(server)
@@ -165,7 +165,7 @@ class OpenEnginePool(EnginePool):
             time.sleep(WAIT_POLL_S)
 
     async def bring_in(self, server: Server, weights: Weights) -> None:
-        """Waits until a joining server has its weights, unless it leaves again."""
+        """Waits until a joining server has its weights or has left."""
         try:
             await weights(server.url)
         except Exception:
@@ -177,7 +177,7 @@ class OpenEnginePool(EnginePool):
     # ---- nodes
 
     def _look(self, *, at_once: bool = False) -> None:
-        """Asks the router for its nodes, at most every LOOK_S; starts it again if it has ended."""
+        """Reads the router's nodes, at most every LOOK_S; restarts the router if it has ended."""
         with self._looking, contextlib.suppress(RolloutError):
             if time.monotonic() < self._next_look and not at_once:
                 return
@@ -191,14 +191,14 @@ class OpenEnginePool(EnginePool):
                     self._gone.remove(node.record.engines.agent)
 
     def _ready_nodes(self) -> list[NodeRecord]:
-        """Returns the nodes that may be used: of those that share an engine, the first, which answers requests."""
+        """Returns the usable nodes; of nodes that share an engine, only the first, which answers requests."""
         self._look()
         good = {node.record.engines.node: node.record for node in self._listed if self._problem(node) is None}
         size = self._placement.nodes_per_engine
         return [one for number, one in sorted(good.items()) if number % size == 0 and one.state == "ready"]
 
     def _problem(self, node: ListedNode) -> str | None:
-        """Why the run does not use a node; None if it may."""
+        """Returns the reason why the run cannot use a node; None if it can."""
         if wrong := differences(node.record.serves, self._serves):
             return f"of another configuration: {wrong}"
         if not node.healthy or node.record.engines.agent in self._gone:
@@ -206,7 +206,7 @@ class OpenEnginePool(EnginePool):
         return self._refused.get(node.record.engines.agent)
 
     def _drop(self, node: OtherNode) -> None:
-        """Goes on without a node. Nothing is sent to its address before it registers again."""
+        """Drops a node. Nothing is sent to its address before it registers again."""
         node.close()
         self._gone.add(node.offered.agent)
         self._taken.pop(node.offered.agent, None)

@@ -1,4 +1,4 @@
-"""Engines that mrl starts on this machine: process tree, log and exit."""
+"""Engine processes on this machine: start, readiness, log and exit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SUPERVISOR = Path(__file__).with_name("supervisor.py")
 class Started(Protocol):
     """An engine that the run has started, on this node or another; see `EngineProcess`.
 
-    is_gone: with who could start it again
+    is_gone: its node is gone, so it cannot be restarted
     here: its processes on this node, which end with this process
     """
 
@@ -58,12 +58,11 @@ class Started(Protocol):
 class EngineProcess:
     """One engine server on this machine, in its own process group. The constructor starts it and returns at once.
 
-    Its whole tree ends with `close`, with this process's normal exit, and within a second of this process's death by
-    any signal (see supervisor.py). It is a fork of a fork server, where there is one.
+    Its whole process tree ends with `close`, with the normal exit of this process, and within a second after a signal
+    kills this process (see supervisor.py). It is forked from a fork server if there is one.
 
-    launch: asked at every start, with a new folder that is this account's alone: the engine's temporary files go there,
-    and it ends with the engine
-    host: the address of this machine that it listens on
+    launch: called at every start with a new private folder for the engine's temporary files, removed at its end
+    host: address of this machine on which it listens
     """
 
     def __init__(
@@ -111,14 +110,14 @@ class EngineProcess:
         )
 
     def _hold(self, log: BinaryIO) -> None:
-        """Locks the log, through the handle that the engine's whole tree inherits: none of a former engine's processes
-        (the run's before a restart) is left then, with the memory that it had."""
+        """Locks the log through the file handle that all processes of the engine inherit. The lock is free once every
+        process of an earlier engine has ended, also one of this run before a restart."""
         if not lock(log, timeout_s=FORMER_ENGINE_S):
             text = f"an engine that was started before still runs after {FORMER_ENGINE_S:g} s ({self.log})"
             raise EngineStartError(f"{self.name} did not start: {text}; end it first")
 
     def restart(self) -> None:
-        """Ends what is left of the engine and starts it anew, at the same address; returns at once."""
+        """Ends the engine's processes and starts it again at the same address; returns at once."""
         self.close()
         self._start()
 
@@ -129,12 +128,12 @@ class EngineProcess:
 
     @property
     def is_gone(self) -> bool:
-        """Never: it is this process's."""
+        """False: this process can restart it."""
         return False
 
     @property
     def here(self) -> list[EngineProcess]:
-        """Itself."""
+        """This engine."""
         return [self]
 
     def exit_code(self) -> int | None:
@@ -142,7 +141,7 @@ class EngineProcess:
         return self._process.poll()
 
     def log_tail(self) -> str:
-        """The end of the log; what was written before the engine was ready only if it never was."""
+        """Returns the end of the log. Lines from before the engine was ready only count if it never was."""
         lines = self._log_lines()
         count = LOG_TAIL_LINES
         if self._lines_when_ready is not None:
@@ -178,7 +177,7 @@ class EngineProcess:
         return False
 
     def _listens(self) -> bool:
-        """Returns True if the engine itself holds the port; checked before a request with the run's key goes there."""
+        """Returns True if the engine itself holds the port, so that the run's key may be sent there."""
         found = listeners(self._port, self._host)
         strangers = [one for one in found if not one.is_held_by(self.pid)]
         # none, or an engine that has just ended
@@ -195,7 +194,7 @@ class EngineProcess:
             return client.is_up()
 
     def close(self) -> None:
-        """End the engine and everything it started. Safe to call twice and from an exit handler."""
+        """Ends the engine and all processes that it started. Safe to call twice and from an exit handler."""
         atexit.unregister(self.close)
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
@@ -208,10 +207,10 @@ class EngineProcess:
 
 
 class EnginePart(EngineProcess):
-    """A part of an engine over several nodes that answers no requests: whether it is ready, the first part says."""
+    """Part of an engine over several nodes that answers no requests; the first part answers them."""
 
     def is_ready(self, timeout_s: float) -> bool:
-        """While it runs. Raises EngineStartError if it has ended."""
+        """Returns True while it runs. Raises EngineStartError if it has ended."""
         if self.exit_code() is not None:
             raise EngineStartError(f"engine did not start: {self.exit_report()}")
         return True
@@ -224,7 +223,7 @@ def wait_ready(engine: Started, timeout_s: float) -> None:
 
 
 def describe_exit(code: int) -> str:
-    """An exit code in words, with the signal where one ended the process."""
+    """Returns text for an exit code, with the name of the signal if one ended the process."""
     if code > 128:
         try:
             return f"exit code {code} ({signal.Signals(code - 128).name})"

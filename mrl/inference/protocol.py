@@ -1,12 +1,12 @@
 """Protocol between mrl and an engine: the part of SGLang's native HTTP interface that mrl uses.
 
-Bodies and answers are JSON; token ids travel in both directions, text never does. Every request carries the run's key
-as `Authorization: Bearer KEY`. What changes weights is answered `{"success": true}`. An engine refuses with a status of
-400 to 499, or with 200 and `{"success": false}`; either way `message` holds its reason. An endpoint that it does not
-have is 404.
+Bodies and answers are JSON. Prompts and responses are token ids, never text. Every request carries the run's key as
+`Authorization: Bearer KEY`. Requests that change weights are answered with `{"success": true}`. An engine rejects a
+request with a status of 400 to 499, or with 200 and `{"success": false}`; `message` holds the reason. An endpoint that
+it does not have is answered with 404.
 
-`EngineClient` asks these endpoints one by one, a `RequestDispatcher` asks GENERATE once for each sample, and an engine
-of mrl's own answers them. Their URLs are written nowhere else.
+`EngineClient` has a method for each endpoint; `RequestDispatcher` sends GENERATE once for each sample. No other module
+has these URLs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Endpoint(Generic[Body, Answer]):
     """One endpoint of an engine.
 
     name: the path without its first slash
-    read: what the caller gets of the JSON answer (None where it was none); raises BadAnswer for one that cannot be
+    read: converts the JSON answer, or None if there was none; raises BadAnswer if it is invalid
     """
 
     name: str
@@ -46,11 +46,11 @@ class Endpoint(Generic[Body, Answer]):
 
     @property
     def path(self) -> str:
-        """Below the engine's address."""
+        """Path relative to the engine's address."""
         return f"/{self.name}"
 
 
-# ---- what is asked
+# ---- requests
 
 
 class SamplingBody(TypedDict):
@@ -59,7 +59,7 @@ class SamplingBody(TypedDict):
     temperature: float  # logits are divided by it
     top_p: float
     top_k: int  # -1: all
-    min_p: float  # 0, as all that follows until max_new_tokens: mrl draws by nothing else
+    min_p: float  # always 0, as the following ones until max_new_tokens: mrl does not use them
     frequency_penalty: float
     presence_penalty: float
     repetition_penalty: float  # 1
@@ -71,14 +71,14 @@ class SamplingBody(TypedDict):
     n: int  # 1
     sampling_seed: int  # of the sample's own random stream
     skip_special_tokens: bool
-    no_stop_trim: bool  # what ends a response stays in it
+    no_stop_trim: bool  # the token or text that ends a response stays in it
 
 
 class GenerateBody(TypedDict):
     """One prompt and its sampling parameters."""
 
     input_ids: list[int]
-    rid: NotRequired[str]  # a new name for each request, which its answer has as `id`
+    rid: NotRequired[str]  # unique name of the request; its answer has it as `id`
     sampling_params: SamplingBody
     image_data: NotRequired[list[str]]  # the prompt's pictures, one image token each: data:image/png;base64
     return_logprob: NotRequired[bool]
@@ -115,11 +115,11 @@ class TensorsBody(TypedDict):
     serialized_named_tensors: list[str]
     load_format: LoadFormat | None
     flush_cache: bool
-    weight_version: str | None  # None: it keeps the name that it has
+    weight_version: str | None  # None: unchanged
 
 
 class GroupBody(TypedDict):
-    """The process group of one sender, its rank 0, and the ranks of this engine."""
+    """Process group of one sender, which is its rank 0, and of the ranks of this engine."""
 
     master_address: str
     master_port: int
@@ -148,7 +148,7 @@ class LeaveBody(TypedDict):
 
 
 class DiskBody(TypedDict):
-    """Loads all weights from a Hugging Face directory that the engine's machine can read."""
+    """Loading of all weights from a Hugging Face directory that the engine's machine can read."""
 
     model_path: str
     load_format: Literal["auto"]  # without it a server that started with random weights would refuse to read any
@@ -157,11 +157,11 @@ class DiskBody(TypedDict):
 
 
 class AdapterBody(TypedDict):
-    """A LoRA adapter for the model that the engine has.
+    """A LoRA adapter for the engine's model.
 
-    lora_name: one that it does not know yet; config_dict: as in PEFT's adapter_config.json
+    lora_name: a new name; config_dict: as in PEFT's adapter_config.json
     serialized_named_tensors: one base64 pickle for each tensor-parallel rank of the engine, of {name: whole tensor}
-    expected_checksums: SHA-256 of the tensors' bytes in hex, by name; an engine that finds others ends itself
+    expected_checksums: SHA-256 of the tensors' bytes in hex, by name; an engine that computes others exits
     """
 
     lora_name: str
@@ -177,7 +177,7 @@ class AdapterNameBody(TypedDict):
 
 
 class VersionBody(TypedDict):
-    """The name of the weights that the engine has; with abort_all_requests its requests would end."""
+    """Version of the engine's weights; abort_all_requests would also end its requests."""
 
     new_version: str
     abort_all_requests: bool
@@ -196,11 +196,11 @@ class MemoryBody(TypedDict):
     tags: list[MemoryPart]
 
 
-# ---- what is answered
+# ---- answers
 
 
 class MetaInfo(TypedDict):
-    """About one sample."""
+    """Metadata of one sample."""
 
     id: NotRequired[str]  # as the request was named
     finish_reason: Any  # {"type": "stop" | "length" | "abort", ...}
@@ -214,7 +214,7 @@ class MetaInfo(TypedDict):
 
 
 class Generated(TypedDict):
-    """One sample, as `mrl.inference.samples.read_answer` wants it. The token that ended it is there."""
+    """One sample, including the token that ended it; read by `mrl.inference.samples.read_answer`."""
 
     output_ids: list[int]
     meta_info: MetaInfo
@@ -245,7 +245,7 @@ def read_done(answer: Any) -> None:
 
 
 def read_nothing(answer: Any) -> None:
-    """Reads an answer that has only a status."""
+    """Accepts any answer: only the status counts."""
 
 
 def read_model_info(answer: Any) -> ModelInfo:
@@ -253,14 +253,14 @@ def read_model_info(answer: Any) -> ModelInfo:
 
 
 def read_workers(answer: Any) -> tuple[str, ...]:
-    """The engines behind a router, of either form that sglang-router has had."""
+    """Returns the engines behind a router. sglang-router has had two forms of this answer."""
     if isinstance(answer, dict) and "workers" in answer:
         return tuple(field(worker, "url", str) for worker in field(answer, "workers", list))
     return tuple(typed(url, "one of urls", str) for url in field(answer, "urls", list))
 
 
 def read_adapters(answer: Any) -> tuple[str, ...]:
-    """The names of all adapters that are loaded now."""
+    """Returns the names of all loaded adapters."""
     return tuple(field(answer, "loaded_adapters", dict))
 
 
@@ -286,7 +286,7 @@ SERVER_INFO = Endpoint[None, ServerInfo]("server_info", read_server_info, "GET")
 GENERATE = Endpoint[GenerateBody, Any]("generate", lambda answer: answer)  # a Generated
 ABORT = Endpoint[AbortBody, None]("abort_request", read_nothing)
 FLUSH_CACHE = Endpoint[None, None]("flush_cache", read_nothing)
-# nothing is drawn between the two; pausing twice and continuing unasked are harmless
+# no token is sampled between the two
 BEGIN_UPDATE = Endpoint[SessionBody, None]("begin_weight_update", read_done)
 END_UPDATE = Endpoint[EmptyBody, None]("end_weight_update", read_done)
 UPDATE_FROM_TENSOR = Endpoint[TensorsBody, None]("update_weights_from_tensor", read_done)

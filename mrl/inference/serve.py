@@ -1,4 +1,4 @@
-"""A node that has engines and nothing else: what `mrl serve` does between its start and its end."""
+"""Engine node of `mrl serve`: starts its engines and registers them with the run's router."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ class NodeEnds(Exception):
 
 
 class EngineNode:
-    """The engines of a node, registered with the run's router whenever there is one; `close` ends them.
+    """Engines of a node, registered with the run's router whenever it is up; `close` ends them.
 
-    run_dir: of the run that is active there, or will be
-    machine: this one, with no rank of the trainer on it
-    received: numbers of signals, as they come
-    say: takes one line for the user
-    record: what the router is told of this node
+    run_dir: of the run, which may not have started yet
+    machine: this machine, with no rank of the trainer on it
+    received: signals received so far
+    say: shows a line to the user
+    record: registered with the router
     """
 
     def __init__(
@@ -75,15 +75,15 @@ class EngineNode:
         self._begin()
 
     def _begin(self) -> None:
-        """Makes this a node without engines."""
+        """Resets this node to one without engines."""
         where = f"node {self._home.node} ({socket.gethostname()})"
         self.agent = Agent(self._home, where, (), self._access.api_key or "")
         self.record = NodeRecord(self.agent.offered, served(self._cfg))
         self._others: list[OtherNode] = []  # with which it has an engine: the first one, or all others of the first
 
     def serve(self) -> Reason | int:
-        """Serves until the node is not needed any more, and returns why: a reason, or the number of a signal. Starts
-        anew when another node of the same engine has left.
+        """Serves until the node is no longer needed; returns the reason, or the number of a signal. Restarts its
+        engines when another node of the same engine has left.
 
         Raises EngineStartError if an engine does not start, or has ended while there was no run to start it again.
         """
@@ -118,7 +118,7 @@ class EngineNode:
             node.close()
 
     def _start(self) -> None:
-        """Returns when all engines answer."""
+        """Starts the engines, and returns when all of them answer."""
         cfg, model, size = self._cfg, self._cfg.model, self._cfg.placement.nodes_per_engine
         part = self._meet(size) if size > 1 else None
         settings = (started_with(cfg), model.path, model.dtype, self._run_dir / "logs", cfg.run.seed)
@@ -135,8 +135,8 @@ class EngineNode:
         self._say(f"ready: {', '.join(engines.names)} at {', '.join(engines.urls)}")
 
     def _meet(self, size: int) -> Part:
-        """Waits for the other nodes of an engine over several. The first of them says where the engine's processes
-        meet, and answers for all parts; the others start theirs before."""
+        """Waits for the other nodes of an engine over several nodes. The first node chooses the rendezvous address and
+        controls all parts; the others start their parts first."""
         home = self._home
         number = home.node % size
         first, rendezvous = home.node - number, None if number else f"{home.host}:{free_port(home.host)}"
@@ -169,7 +169,7 @@ class EngineNode:
             raise
 
     def _look(self) -> None:
-        """Looks after the run, the engine's other nodes and signals once. Raises NodeEnds."""
+        """Checks the run, the engine's other nodes and received signals once. Raises NodeEnds."""
         time.sleep(LOOK_S)
         placement, now = self._cfg.placement, time.monotonic()
         self._register()
@@ -191,7 +191,7 @@ class EngineNode:
             raise NodeEnds(Reason.NO_RUN)
 
     def _register(self) -> None:
-        """Makes the router's record of this node what it is here, and reads those of the others."""
+        """Updates this node's record at the router, and reads those of the others."""
         if self._is_closed:
             raise NodeEnds(Reason.PREEMPTED)
         self._listed, now = [], time.monotonic()

@@ -1,4 +1,4 @@
-"""One engine of a run: whether it is up, what it has to do, which memory it has released; and its restarts."""
+"""State of one engine of a run: whether it is up, its load, its released memory, its restarts."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ log = logging.getLogger(__name__)
 
 
 class Restarts:
-    """None are allowed before `allow`: an engine that nobody gives its weights would sample from the wrong ones.
+    """Limit and count of engine restarts. None are allowed before `allow`, since a restarted engine needs the weights.
 
-    made: restarts so far; post: has a function called in the main thread
+    made: restarts so far; post: calls a function in the main thread
     """
 
     def __init__(self, limit: int) -> None:
@@ -30,12 +30,12 @@ class Restarts:
         self._give_weights: Callable[[str], None] | None = None
 
     def allow(self, note: Callable[[str], None], give_weights: Callable[[str], None]) -> None:
-        """note: takes one line for the user. give_weights: brings the engine at a URL, which has just been started and
-        sampled nothing, to the weights and the version that the others have."""
+        """Allows restarts. note: shows a line to the user. give_weights: syncs the current weights and version to the
+        engine at a URL, which has just been restarted and has sampled nothing."""
         self._note, self._give_weights = note, give_weights
 
     def say(self, line: str) -> None:
-        """Tells the user; writes to the log as long as nobody listens."""
+        """Shows a line to the user; before `allow`, writes it to the log."""
         tell = self._note or log.warning
         self.post(lambda: tell(line))
 
@@ -44,7 +44,7 @@ class Restarts:
         return self._give_weights is not None and self.made < self.limit
 
     def take(self, process: Started, error: Exception) -> None:
-        """Counts one and tells the user. Raises `error`, what the engine was lost by, if none is left."""
+        """Counts a restart and tells the user. Raises `error`, the cause of the loss, if no restart is left."""
         if not self.is_left():
             if self.made == 0:
                 raise error
@@ -56,7 +56,7 @@ class Restarts:
         self.say(f"{process.name} {why}: starting it again (restart {self.made} of {self.limit}; {process.log})")
 
     def give_weights(self, url: str) -> None:
-        """Brings a server that was started again to the weights of the others, as `allow` was told."""
+        """Calls `give_weights` of `allow`."""
         assert self._give_weights is not None, "a restart was taken"
         self._give_weights(url)
 
@@ -71,12 +71,12 @@ Parts = frozenset[MemoryPart]
 class Server:
     """One engine.
 
-    process: None for one that mrl did not start
-    meter: of its requests
-    restarts: their number, so that a failure before a restart is not taken for one after it
-    up: False from its loss until it is started again, checked, and has its weights
-    released: parts of its memory that it has given up since its start
-    has_weights: False from when it gave its weights up, or was started again without them, until the next weight sync
+    process: None for a server that mrl did not start
+    meter: counts its requests
+    restarts: number of restarts, by which a failure before a restart is told from one after it
+    up: False from its loss until it has been restarted and checked, and has its weights
+    released: parts of its memory that are released
+    has_weights: False after a release of its weights, or a restart without them, until the next weight sync
     """
 
     url: str
@@ -103,10 +103,10 @@ class Server:
         return "" if self.process is None else self.process.exit_report()
 
     def settle(self, wanted: Parts, client: EngineClient) -> None:
-        """Gives up and takes back memory until `wanted` is what is given up; asks nothing of one that is so already.
+        """Releases and restores memory until exactly the parts in `wanted` are released.
 
-        client: of this server; its `timeout_s` bounds the wait for the engine's requests to end, and each answer
-        Raises EngineError; what the server had done until then is remembered.
+        client: of this server; its `timeout_s` limits the wait for running requests, and for each answer
+        Raises EngineError; `released` then still holds what the server has done.
         """
         limit = client.timeout_s
         if more := wanted - self.released:
@@ -121,7 +121,7 @@ class Server:
             self.released -= back
 
     def _wait_idle(self, client: EngineClient) -> None:
-        """Waits until no request runs: SGLang ends itself when it is told to release memory during work."""
+        """Waits until no request runs: SGLang exits if it has to release memory while it runs requests."""
         limit = client.timeout_s
         try:
             client.flush_when_idle(limit)
@@ -132,7 +132,7 @@ class Server:
             raise EngineError(self.url, RELEASE_MEMORY.name, None, text) from error
 
     def asleep(self) -> str | None:
-        """Why it cannot sample; None if it can."""
+        """Returns the reason why the server cannot sample now; None if it can."""
         if self.released:
             return f"engine {self.url} has given up its {', '.join(_in_order(self.released))}: take it back first"
         return None if self.has_weights else f"engine {self.url} lacks its weights: sync them first"

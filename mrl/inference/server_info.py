@@ -1,5 +1,4 @@
-"""Settings that a server reports, and their consequences for a run that syncs weights to it and trains on its samples.
-Written against sglang 0.5.23."""
+"""Settings that a server reports, and reasons why a run cannot use it. Written against sglang 0.5.23."""
 
 from __future__ import annotations
 
@@ -15,24 +14,24 @@ BEYOND_INPUT = 4  # tokens of prompt and response that SGLang has room for, beyo
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """An engine's settings, as it reports them.
+    """Settings of an engine, as reported by its /server_info.
 
-    device: "cpu" where it says nothing
-    checksum: how it hashes its weights: "sha256" of their bytes, or by "tiles", as SGLang does on a GPU
-    dtype: what it computes in, such as "float32"; "": it does not say, or rounds weights or its cache to something else
-    is_deterministic: the same seed gives the same tokens, whatever else is in the batch
-    has_tokenizer: it can look for stop strings
-    releases_memory: it gives memory up when it is told to; None: it does not know what that is
-    returns_experts: it says which experts tokens went to, when it is asked
-    has_prefix_cache: it says that it keeps keys and values of a prompt for the requests that follow
-    tensor: tensor-parallel ranks, each of which needs its own part of a weight sync; None: it does not say
-    stages, copies: of the model, pipeline stages and data-parallel replicas
-    room: tokens of prompt and response together, at most; None: it does not say
-    rounds_weights: what its weights are rounded to beyond dtype, such as "fp8"; "": nothing
-    own_sampling: parameters for which it has values of its own, where a request leaves them out
-    drafts: how it guesses tokens ahead, such as "EAGLE"; "": it does not
-    drafts_exactly: it draws what it would draw without guessing
-    loads_deltas: it has mrl's loader for changes of weights
+    device: "cpu" if the server does not report one
+    checksum: method of its weight checksums: "sha256" of the bytes, or "tiles", as SGLang on a GPU
+    dtype: compute dtype, such as "float32"; "" if unknown, or if weights or KV cache are quantized
+    is_deterministic: the same seed gives the same tokens in any batch
+    has_tokenizer: stop strings work
+    releases_memory: it can release GPU memory; None if it does not know the option
+    returns_experts: it can return routed experts
+    has_prefix_cache: it keeps the KV cache of prompts for later requests
+    tensor: tensor-parallel size; None if unknown
+    stages, copies: pipeline-parallel and data-parallel size
+    room: maximum tokens of prompt and response together; None if unknown
+    rounds_weights: quantization of its weights, such as "fp8"; "" if none
+    own_sampling: sampling parameters for which the server has its own defaults
+    drafts: method of speculative decoding, such as "EAGLE"; "" if off
+    drafts_exactly: speculative decoding does not change the distribution of samples
+    loads_deltas: it has mrl's loader of weight deltas
     """
 
     device: str
@@ -54,10 +53,10 @@ class ServerInfo:
     loads_deltas: bool = False
 
     def hindrances(self, tensor: int | None, quantization: str, asked: Collection[str]) -> Iterator[str]:
-        """Why a run must not use it, what to do.
+        """Yields reasons why a run cannot use this server, with what to change.
 
-        tensor: what it must be, if that is known; quantization: the form of synced weights, "none" or "fp8";
-        asked: parameters of sampling that every request names
+        tensor: required tensor-parallel size, if known; quantization: of synced weights, "none" or "fp8"; asked:
+        sampling parameters that every request sets
         """
         if None not in (tensor, self.tensor) and tensor != self.tensor:
             yield (
@@ -109,6 +108,6 @@ def read_server_info(answer: Any) -> ServerInfo:
 
 
 def _preferred(given: Any) -> dict[str, Any]:
-    """Older servers report it as the text of their command line."""
+    """Returns the preferred sampling parameters; older servers report them as text of JSON."""
     found = from_json(given.encode()) if isinstance(given, str) else given
     return {} if found is None else typed(found, "preferred_sampling_params", dict)

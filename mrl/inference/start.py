@@ -31,10 +31,10 @@ from mrl.ports import free_port
 
 @dataclass(frozen=True)
 class Others:
-    """The nodes besides rank 0's own, whose engines have been started there, in their order.
+    """Nodes other than rank 0's, in order; their engines have been started there.
 
-    key: opens all engines of the run
-    part: of rank 0's node, where engines are larger than one
+    key: key of all engines of the run
+    part: of rank 0's node, if engines extend over several nodes
     """
 
     key: str
@@ -53,17 +53,17 @@ def start_engine(
     machine: Machine = CPU,
     others: Others | None = None,
 ) -> Engine:
-    """Start `cfg.servers` servers (or take those at `cfg.urls` and behind routers there) and return at once;
+    """Starts `cfg.servers` servers, or uses those at `cfg.urls` and behind routers there. Returns at once;
     `Engine.wait_ready` waits and checks.
 
-    Servers started here want a key that is drawn now and known to this run alone.
+    Servers started here need a key that is generated for this run.
 
     model_path: Hugging Face directory (without safetensors the engine starts with random weights: sync before use)
     dtype: "float32" or "bfloat16"
     log_dir: gets engine_N.log of every server started
-    machine: this one, and the trainer's ranks on it; with GPUs the stock engine serves on those of `cfg.gpus`
-    seed: of engines that draw without per-sample seeds (rollout.deterministic: false)
-    others: in a run over several nodes, what has been started on the others
+    machine: this machine and the trainer's ranks on it; with GPUs, SGLang runs on those of `cfg.gpus`
+    seed: for engines without per-sample seeds (rollout.deterministic: false)
+    others: engines of the other nodes, in a run over several nodes
     """
     nodes, named_by = list[OtherNode](), dict[str, str]()
     if cfg.urls:
@@ -101,9 +101,9 @@ def start_engine(
 
 
 def join_engines(cfg: RLConfig, run_dir: Path) -> Engine:
-    """The engines that `mrl serve` serves for the run in `run_dir`; returns at once, `Engine.wait_ready` waits for as
-    many nodes as the run waits for, and checks them. Raises ValueError for a key that others can read, EngineStartError
-    if the router with which the nodes register cannot be started."""
+    """Returns the engines of the nodes that run `mrl serve` for the run in `run_dir`, at once; `Engine.wait_ready`
+    waits for as many nodes as the run needs, and checks them. Raises ValueError for a key that others can read,
+    EngineStartError if the router with which the nodes register cannot be started."""
     rollout, model, arch = cfg.rollout, cfg.model, engine_arch(cfg.model.path)
     access = Access(engines_key(run_dir), ours=True)
     pool = OpenEnginePool(
@@ -142,10 +142,9 @@ def start_agent(
     key: str,
     part: Part | None = None,
 ) -> Agent:
-    """Starts the engines of a node that is not rank 0's, and who answers for them there; returns at once.
+    """Starts the engines of a node other than rank 0's, and the node's agent; returns at once.
 
-    where: the node in words, for errors; part: of the one engine that it has with other nodes; the rest as
-    `start_engine` takes it
+    where: name of the node, for errors; part: of the engine that it shares with other nodes; others: see `start_engine`
     """
     access = Access(key, ours=True)
     processes = start_servers(cfg, model_path, dtype, log_dir, seed, machine, home, access, part)
@@ -181,7 +180,7 @@ def start_servers(
 
 
 def _start(spec: partial[ServerSpec], port: int, name: str, log: Path, access: Access, home: Home) -> EngineProcess:
-    """spec: lacks the folder and the key, which are new at every start and never shown."""
+    """spec: without folder and key, which are new at every start and never shown"""
 
     def launch(folder: Path) -> Launch:
         made = spec(folder=folder, api_key=access.api_key)

@@ -37,7 +37,7 @@ class ReceivingEngine:
         self.groups: dict[str, Any] = {}
         self.tensors: dict[str, Tensor] = {}
         self.joined = self.received = 0
-        self._scheduler, self._is_dead = threading.Lock(), False
+        self._scheduler = threading.Lock()
         routes: dict[str, Callable[[dict[str, Any]], Any]] = {
             "/init_weights_update_group": self.join,
             "/update_weights_from_distributed": self.receive,
@@ -47,13 +47,11 @@ class ReceivingEngine:
         }
         for name in ("/begin_weight_update", "/end_weight_update", "/flush_cache", "/update_weight_version"):
             routes[name] = lambda body: {"success": True}
-        self.http = HttpServer(0, KEY, {name: self._alive(route) for name, route in routes.items()})
-        self.url = f"http://127.0.0.1:{self.http.server_port}"
-        threading.Thread(target=self.http.serve_forever, args=(0.05,), daemon=True).start()
+        self.http = HttpServer(0, KEY, routes)
+        self.url = f"http://127.0.0.1:{self.http.port}"
 
     def close(self) -> None:
-        self.http.shutdown()
-        self.http.server_close()
+        self.http.close()
         self.groups.clear()
 
     def behave(self, body: dict[str, Any]) -> Any:
@@ -86,8 +84,8 @@ class ReceivingEngine:
                 self.behaviour = "ok"
                 raise BadRequest("out of memory")
             if fails:
-                self._is_dead = True
                 self.groups.clear()
+                self.http.close()
                 raise SystemExit
             shapes, kinds = body["shapes"], [getattr(torch, name) for name in body["dtypes"]]
             sizes = [torch.Size(shape).numel() * kind.itemsize for shape, kind in zip(shapes, kinds, strict=True)]
@@ -108,14 +106,6 @@ class ReceivingEngine:
             if self.groups.pop(body["group_name"], None) is None:
                 raise BadRequest("The group to be destroyed does not exist.")
         return {"success": True}
-
-    def _alive(self, route: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, Any]], Any]:
-        def answer(body: dict[str, Any]) -> Any:
-            if self._is_dead:
-                raise SystemExit  # the thread of this connection ends without an answer
-            return route(body)
-
-        return answer
 
 
 def digest(tensors: dict[str, Tensor]) -> str:

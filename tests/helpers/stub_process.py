@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -25,8 +24,7 @@ class StubProcess:
     def __init__(self, routes: Mapping[str, Route]) -> None:
         self.restarts = 0
         self.http = HttpServer(0, KEY, {"/generate": self.generate, **routes})
-        self.url = f"http://127.0.0.1:{self.http.server_port}"
-        threading.Thread(target=self.http.serve_forever, args=(0.05,), daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.http.port}"
 
     def generate(self, body: dict[str, Any]) -> Any:
         raise NotImplementedError
@@ -44,8 +42,7 @@ class StubProcess:
         return ""
 
     def close(self) -> None:
-        self.http.shutdown()
-        self.http.server_close()
+        self.http.close()
 
 
 @contextmanager

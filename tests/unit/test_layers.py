@@ -30,9 +30,10 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "models": ("core", "units", "families", "config", "platform", "parallel", "kernels"),
     "inference": (
         *("core", "families", "config", "forks", "files", "gloo_loop", "imports", "kernels.native", "packages"),
-        *("ports", "stopping"),
+        *("http_server", "ports", "stopping"),
     ),
     "workers": ("forks", "strict_json"),
+    "http_server": ("ports", "workers.event_loop"),
     "reward": ("core", "config", "foreign", "user_functions", "verl_config", "workers"),
     "agents": (
         "core",
@@ -41,7 +42,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "reward.sandbox",
         "inference.routed",
         "inference.seeds",
-        *("strict_json", "user_functions", "workers"),
+        *("http_server", "ports", "strict_json", "user_functions", "workers"),
     ),
     "sampling": ("core", "config", "observe", "reward", "inference"),
     "algo": ("kernels", "options", "stopping", "user_functions", "verl_config"),

@@ -392,9 +392,7 @@ def router(answers: dict[str, object], key: str = KEY) -> Iterator[str]:
     """A stand-in that says of itself what sglang-router does."""
     routes = {path: lambda body, answer=answer: answer for path, answer in answers.items()}
     with Server(0, key, routes) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+        yield f"http://127.0.0.1:{server.port}"
 
 
 def at_router(place: Place, url: str, key: str = KEY) -> Engine:

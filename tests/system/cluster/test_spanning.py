@@ -7,7 +7,6 @@ import contextlib
 import importlib.util
 import os
 import pickle
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +89,7 @@ class Parts:
         routes: dict[str, Route] = {path: lambda body: {"success": True} for path in quiet}
         routes |= {"/update_weights_from_tensor": self._load, "/update_weight_version": self._name}
         self.server = Server(0, "", routes)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.server.port}"
 
     def _load(self, body: dict[str, Any]) -> dict[str, Any]:
         for its, handle in zip(self._now, body["serialized_named_tensors"], strict=True):

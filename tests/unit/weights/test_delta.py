@@ -5,7 +5,6 @@ process.
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -180,8 +179,7 @@ class Served:
         self._models = (model, other)
         self.server = Server(0, KEY, {})
         self.restart(0)
-        threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        self.url = f"http://127.0.0.1:{self.server.port}"
 
     def restart(self, model: int) -> None:
         self.worker = Worker(self._models[model], torch.float32, "cpu", 8)
@@ -192,8 +190,7 @@ class Served:
 def served(tiny_models: TinyModels) -> Iterator[Served]:
     made = Served(str(tiny_models("mixtral")), str(tiny_models("mixtral", seed=1)))
     yield made
-    made.server.shutdown()
-    made.server.server_close()
+    made.server.close()
 
 
 def step(exporter: FileExporter, share: float) -> None:
