@@ -109,7 +109,7 @@ def flood(port: int, seconds: float, idle: int) -> dict[str, int]:
     counts: Counter[str] = Counter()
     held: list[socket.socket] = []
     end = time.monotonic() + seconds
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nAuthorization: Bearer guessed\r\n"
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer guessed\r\n"
 
     def sent(*parts: bytes) -> None:
         try:
@@ -142,7 +142,7 @@ def flood(port: int, seconds: float, idle: int) -> dict[str, int]:
         sent(head + b"Content-Length: 2\r\n\r\n{}")
         sent(head + b"Content-Length: 50000000\r\n\r\n", b"x" * 50_000_000)
         sent(head + b"X: " + b"x" * 10_000_000)
-        sent(b"GET /v1/models HTTP/1.1\r\n\r\n")
+        sent(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
         sent(os.urandom(2000) + b"\r\n\r\n")
         time.sleep(PAUSE_S)
     return counts
