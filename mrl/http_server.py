@@ -141,6 +141,7 @@ async def in_thread(work: Callable[[], T]) -> T:
             set_outcome(outcome)
 
     def run() -> None:
+        outcome: tuple[Callable[[Any], None], Any]
         try:
             outcome = done.set_result, work()
         except Exception as error:

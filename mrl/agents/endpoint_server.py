@@ -137,7 +137,7 @@ def _digest(key: str) -> bytes:
 
 def _parsed(form: Form, body: bytearray) -> ChatRequest:
     try:
-        value = strict_json.loads(body)
+        value = strict_json.loads(bytes(body))
     except ValueError as error:
         raise BadChat(f"the body is not JSON: {error}") from None
     return form.parse_request(value)

@@ -425,9 +425,9 @@ def test_without_a_key_little_is_read_for_a_short_time(monkeypatch: pytest.Monke
         with contextlib.suppress(ConnectionError):
             others[1].sendall(b"GET /v1/models HTTP/1.1\r\nX: " + b"x" * (1 << 20))
             assert others[1].recv(1000).startswith(b"HTTP/1.0 400 ") and others[1].recv(1) == b""
-        for _ in range(30):  # a byte at a time
+        for byte in b"GET /v1/models HTTP/1.1\r\nX: yyyyyy":  # one at a time
             with contextlib.suppress(ConnectionError):
-                others[2].send(b"x")
+                others[2].send(bytes([byte]))
             time.sleep(0.05)
         with contextlib.suppress(ConnectionError):
             assert others[2].recv(1) == b""
