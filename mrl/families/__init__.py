@@ -48,6 +48,7 @@ __all__ = [
     "architecture_of",
     "body_of",
     "engine_arch",
+    "has_draft_layers",
     "hf_keys",
     "is_reward_model",
     "load_arch",
@@ -152,6 +153,12 @@ def read_hf_config(path: str | Path) -> dict[str, Any]:
 def is_reward_model(path: str | Path) -> bool:
     """Returns True if a Hugging Face directory declares a score head in place of an output layer."""
     return architecture_of(read_hf_config(path)).endswith((VALUE_HEAD_SUFFIX, STEP_HEAD_SUFFIX))
+
+
+def has_draft_layers(path: str | Path) -> bool:
+    """Returns True if a model directory has a config.json that counts multi-token prediction layers."""
+    config = read_hf_config(path) if (Path(path) / "config.json").is_file() else {}
+    return any(config.get(key) for family in FAMILIES.values() for key in family.draft_keys)
 
 
 def body_of(architecture: str) -> str:
