@@ -79,8 +79,14 @@ FAMILIES: dict[str, Decoder] = {
 }
 _CHUNKED = "its chunked attention is not supported: train a Llama 3 or Qwen3-MoE model instead"
 _LINEAR = "its linear attention has no packed form in megatron-core 0.16: train a Qwen3 or Qwen3-MoE model instead"
+_SPARSE = (
+    "its sparse attention (DSA) is not supported: mrl has neither weights nor loss of the indexer that selects tokens, "
+    "and trainer and engine could select different ones: train a DeepSeek-V3 or GLM-4.5 model instead"
+)
 UNSUPPORTED = {  # frequently requested architectures: the reason, and the alternative
     "Gemma3ForConditionalGeneration": "supported of Gemma 3: the text models (gemma3_text: 270M, 1B)",
+    "DeepseekV32ForCausalLM": _SPARSE,
+    "GlmMoeDsaForCausalLM": _SPARSE,
     "Llama4ForCausalLM": _CHUNKED,
     "Llama4ForConditionalGeneration": _CHUNKED,
     "Qwen3NextForCausalLM": _LINEAR,
