@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from mrl.cards.portable import hub_name
+from mrl.families import has_draft_layers
 
 _FRONT = re.compile(r"\A---\r?\n(.*?)\r?\n---\s*$", re.S | re.M)
 GENERATES, CLASSIFIES, CLASSIFIES_TOKENS = "text-generation", "text-classification", "token-classification"
@@ -71,13 +72,14 @@ class ExportKind:
     """Kind of an exported model.
 
     architecture: the first of config.json, empty for adapters or without one; is_vision_reward_model: a scoring model
-    with image input, for which transformers has no class
+    with image input, for which transformers has no class; has_drafts: it has multi-token prediction layers
     """
 
     task: str  # task name of the hub
     is_adapter: bool = False
     architecture: str = ""
     is_vision_reward_model: bool = False
+    has_drafts: bool = False
 
 
 def export_kind(export: Path) -> ExportKind:
@@ -95,7 +97,7 @@ def export_kind(export: Path) -> ExportKind:
     }
     task = next((task for end, task in ends.items() if name.endswith(end)), GENERATES)
     judges = task in (CLASSIFIES, CLASSIFIES_TOKENS) and "vision_config" in config
-    return ExportKind(task, architecture=name, is_vision_reward_model=judges)
+    return ExportKind(task, architecture=name, is_vision_reward_model=judges, has_drafts=has_draft_layers(export))
 
 
 def _json(file: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from huggingface_hub import ModelCardData
 
 from mrl.cards.base_model import base_model, export_kind, tokenizer_facts
 from mrl.cards.portable import last_part
-from mrl.cards.text import table, usage
+from mrl.cards.text import STALE_DRAFTS, table, usage
 from mrl.cards.write import CARD, sealed, without_card
 from mrl.packages import versions
 from mrl.weights.disk.digest import file_digests, weight_files, whole_digest
@@ -52,7 +52,8 @@ def _text(base: Path, adapter: Path, export: Path, target: Path, layers: int, ro
         "rounding": f"changed the adapters' contribution by {rounding:.1%} of its norm",
         "versions": ", ".join(f"{name} {version}" for name, version in versions("mrl", "torch").items()),
     }
-    limits = [] if origin.license else ["## Known limits\n\n- The base model's directory states no license."]
+    known = [] if origin.license else ["- The base model's directory states no license."]
+    known += [f"- {STALE_DRAFTS}"] if kind.has_drafts else []
     parts = [
         f"---\n{data.to_yaml().strip()}\n---",
         f"# {target.resolve().name}",
@@ -60,9 +61,9 @@ def _text(base: Path, adapter: Path, export: Path, target: Path, layers: int, ro
         "\n".join(usage(kind)),
         table("Weights", ("", ""), list(weights.items())),
         table("How it was made", ("", ""), list(made.items())),
-        *limits,
+        "\n".join(["## Known limits\n", *known]) if known else "",
     ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def _digest(directory: Path) -> str:

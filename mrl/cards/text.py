@@ -14,6 +14,10 @@ from mrl.directories import size_text
 from mrl.observe.progress import clock
 from mrl.observe.report import FIRST_CURVE
 
+STALE_DRAFTS = (
+    "The multi-token prediction layers are the base model's, unchanged: they were not trained together with these "
+    "weights. Speculative decoding with them gives the same distribution, but may accept fewer tokens."
+)
 AUTO_CLASSES = {
     GENERATES: "AutoModelForCausalLM",
     CLASSIFIES: "AutoModelForSequenceClassification",
@@ -164,6 +168,8 @@ def _limits(facts: CardFacts) -> Iterator[str]:
         found.append(f"The run was planned for {steps} steps; these weights are from step {facts.step}.")
     if skipped:
         found.append(f"Updates skipped because a loss or gradient was not finite: {skipped:.0f}.")
+    if facts.kind.has_drafts:
+        found.append(STALE_DRAFTS)
     if facts.base and not facts.base.license:
         found.append("The base model's directory states no license.")
     if found:

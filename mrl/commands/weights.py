@@ -261,9 +261,11 @@ def _describe(source: Path, part: str, target: Path) -> Describe | None:
 
 def _summary(report: ConvertReport, target: Path) -> str:
     from mrl.directories import size_text
+    from mrl.weights.disk.draft_layers import draft_note
 
     rate = size_text(report.nbytes / max(report.seconds, 1e-9))
-    return f"{target}: {report.role}, {size_text(report.nbytes)} in {report.seconds:.1f} s ({rate}/s)"
+    line = f"{target}: {report.role}, {size_text(report.nbytes)} in {report.seconds:.1f} s ({rate}/s)"
+    return f"{line}\n{target}: {note}" if (note := draft_note(report.model_files, target)) else line
 
 
 def _verify(hf: Path, megatron: Path, args: argparse.Namespace, meshes: Meshes, *, as_json: bool) -> bool:

@@ -26,6 +26,7 @@ from mrl.config.sections.lora import LoRAConfig
 from mrl.config.sections.models import (
     CriticConfig,
     ModelConfig,
+    MuonConfig,
     OptimizerConfig,
     ParallelConfig,
     RefConfig,
@@ -91,6 +92,7 @@ __all__ = [
     "LoRAConfig",
     "LengthConfig",
     "ModelConfig",
+    "MuonConfig",
     "OptimizerConfig",
     "OverlongConfig",
     "PFPPOConfig",

@@ -48,6 +48,7 @@ __all__ = [
     "architecture_of",
     "body_of",
     "engine_arch",
+    "has_draft_layers",
     "hf_keys",
     "is_reward_model",
     "load_arch",
@@ -78,8 +79,14 @@ FAMILIES: dict[str, Decoder] = {
 }
 _CHUNKED = "its chunked attention is not supported: train a Llama 3 or Qwen3-MoE model instead"
 _LINEAR = "its linear attention has no packed form in megatron-core 0.16: train a Qwen3 or Qwen3-MoE model instead"
+_SPARSE = (
+    "its sparse attention (DSA) is not supported: mrl has neither weights nor loss of the indexer that selects tokens, "
+    "and trainer and engine could select different ones: train a DeepSeek-V3 or GLM-4.5 model instead"
+)
 UNSUPPORTED = {  # frequently requested architectures: the reason, and the alternative
     "Gemma3ForConditionalGeneration": "supported of Gemma 3: the text models (gemma3_text: 270M, 1B)",
+    "DeepseekV32ForCausalLM": _SPARSE,
+    "GlmMoeDsaForCausalLM": _SPARSE,
     "Llama4ForCausalLM": _CHUNKED,
     "Llama4ForConditionalGeneration": _CHUNKED,
     "Qwen3NextForCausalLM": _LINEAR,
@@ -152,6 +159,12 @@ def read_hf_config(path: str | Path) -> dict[str, Any]:
 def is_reward_model(path: str | Path) -> bool:
     """Returns True if a Hugging Face directory declares a score head in place of an output layer."""
     return architecture_of(read_hf_config(path)).endswith((VALUE_HEAD_SUFFIX, STEP_HEAD_SUFFIX))
+
+
+def has_draft_layers(path: str | Path) -> bool:
+    """Returns True if a model directory has a config.json that counts multi-token prediction layers."""
+    config = read_hf_config(path) if (Path(path) / "config.json").is_file() else {}
+    return any(config.get(key) for family in FAMILIES.values() for key in family.draft_keys)
 
 
 def body_of(architecture: str) -> str:

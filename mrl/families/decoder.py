@@ -46,7 +46,7 @@ class Decoder:
     ignores_attention_bias = False  # transformers' code of the family does not read the key
     unpacks: tuple[str | None, ...] = ()  # readable quantisation formats, by the hub's names
     ignores_auto_map = False  # code in the model's directory, which is never run, is not needed
-    draft_keys: tuple[str, ...] = ()  # keys that count multi-token prediction layers, which are left out and not saved
+    draft_keys: tuple[str, ...] = ()  # keys that count multi-token prediction layers, which are copied, not trained
     # SGLang (0.5.23) gives its score head a bias, random unless the checkpoint has one; transformers' has none
     engine_score_bias = False
     engine_cuts_vocab = True  # SGLang cuts its embedding over its ranks, and rounds its rows up

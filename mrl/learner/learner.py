@@ -29,6 +29,7 @@ from mrl.learner.flop_counter import FlopCounter
 from mrl.learner.loss_terms import Loss, LossParts, LossTerm
 from mrl.learner.memory import LearnerMemory
 from mrl.learner.micro_batches import MicroBatch, MicroBatchPlanner
+from mrl.learner.muon import Muon
 from mrl.learner.optimizer import (
     apply_update,
     build_optimizer,
@@ -109,6 +110,8 @@ class Learner:
             if trainable:
                 self.chunks = list(wrap_ddp(self.bare, overlap=sums_overlap(mesh) and not trains_vision))
                 self.optimizer, self.schedule = build_optimizer(train.optimizer, self.chunks, dtype)
+                if train.optimizer.muon is not None:
+                    Muon(train.optimizer.muon, self.optimizer, self.bare, arch, role, mesh)
                 self.bare[0].config.finalize_model_grads_func = finalize_model_grads
             self.exporter = Exporter(self.bare, arch, mesh, read=self.adapters.merged if self.adapters else values_of)
         parameters = [parameter for chunk in self.bare for parameter in chunk.parameters()]

@@ -17,9 +17,10 @@ from torch import Tensor
 from mrl.directories import Staging
 from mrl.families import load_arch
 from mrl.families.peft import PREFIX
-from mrl.families.table import HF_OUTPUT, HF_VALUE_HEAD, VALUE_HEAD, weight_table
+from mrl.families.table import HF_OUTPUT, HF_VALUE_HEAD, VALUE_HEAD, Role, weight_table
 from mrl.weights.disk.adapter_files import CONFIG, WEIGHTS, AdapterConfig, read_config
 from mrl.weights.disk.base_digest import joined, tensor_digest
+from mrl.weights.disk.draft_layers import is_draft
 from mrl.weights.disk.model_files import CHAT_TEMPLATE, GENERATION, copy_model_files
 from mrl.weights.disk.safetensors_io import HFCheckpoint
 from mrl.weights.errors import WeightError
@@ -108,12 +109,14 @@ def merge(
         file = replace(file, whole={**file.whole, **{name: head.new_zeros(shape) for name, shape in row.zeros}})
     result = MergeReport(len(file.layers))
     with closing(HFCheckpoint(base, allow_pickle)) as checkpoint:
-        metas = _metas(checkpoint, file, adapter)
+        metas = [m for m in _metas(checkpoint, file, adapter) if not (file.whole and is_draft(arch, m.name))]
         staging = Staging(target, sum(meta.nbytes for meta in metas))
         staging.begin()
         try:
             _write(checkpoint, file, metas, max_file_bytes, staging.directory, result, base)
-            copy_model_files(base, staging.directory, metas[0].dtype, arch, "critic" if file.whole else "policy")
+            role: Role = "critic" if file.whole else "policy"
+            drafts = any(is_draft(arch, meta.name) for meta in metas)
+            copy_model_files(base, staging.directory, metas[0].dtype, arch, role, drafts=drafts)
             for name in (CHAT_TEMPLATE, GENERATION):  # the adapters were trained with these
                 if (adapter / name).is_file():
                     shutil.copyfile(adapter / name, staging.directory / name)

@@ -6,10 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
+COPIED = -1  # sender of a tensor that is copied from a file
+
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """Metadata of an exported tensor. `sender`: the world rank that holds the whole tensor when it is streamed."""
+    """Metadata of an exported tensor. `sender`: the world rank that holds the whole tensor when it is streamed, or
+    COPIED.
+    """
 
     name: str
     shape: tuple[int, ...]

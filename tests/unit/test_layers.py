@@ -55,7 +55,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "learner": BELOW,
     "checkpoint": ("core", "config", "platform", "parallel", "weights", "learner", *ON_DISK),
     "observe": ("core", "config", "files", "packages", "redaction", "resilience.protocol", "strict_json"),
-    "cards": ("observe", "weights.disk", "directories", "packages", "redaction"),
+    "cards": ("families", "observe", "weights.disk", "directories", "packages", "redaction"),
     "resilience": ("core", "config", "forks", "platform", "parallel", "failure", "files", "stopping"),
     "diffusion": (
         *("core", "config", "platform", "parallel", "data", "observe", "cards", "directories", "files", "failure"),

@@ -10,7 +10,7 @@ from mrl.config.checks.base import Archs, without_effect
 from mrl.config.derived import Machine, asks_for_transformer_engine
 from mrl.config.model_dirs import is_converted, read_converted
 from mrl.config.problems import Problem, reason
-from mrl.config.sections.models import ModelConfig, OptimizerConfig
+from mrl.config.sections.models import ModelConfig, OptimizerConfig, TrainConfig
 from mrl.config.trainers.base import Config, ModelUse
 from mrl.config.trainers.rl import RLConfig
 from mrl.families import FAMILIES, ModelArch, UnsupportedModel, is_reward_model, load_arch
@@ -118,6 +118,21 @@ def check_optimizers(cfg: Config) -> Iterator[Problem]:
     for name, use in cfg.models().items():
         if use.train is not None:
             yield from check_optimizer(f"{name}.optimizer", use.train.optimizer, cfg.min_updates(name))
+            if use.train.optimizer.muon is not None:
+                yield from _check_muon(cfg, name, use.train)
+
+
+def _check_muon(cfg: Config, name: str, train: TrainConfig) -> Iterator[Problem]:
+    key = f"{name}.optimizer.muon"
+    if train.lora is not None:
+        message = "does not train adapters: orthogonalizing A and B is not an update of their product: remove muon"
+        yield Problem((key, f"{name}.lora"), message)
+    if cfg.model.vision.train:
+        message = "does not train vision towers: remove muon, or set model.vision.train: false"
+        yield Problem((key, "model.vision.train"), message)
+    if train.precision.fp8.params:
+        message = "has not been tested with weights in fp8: remove muon, or set params: false"
+        yield Problem((key, f"{name}.precision.fp8.params"), message)
 
 
 def check_optimizer(key: str, opt: OptimizerConfig, updates: int | None) -> Iterator[Problem]:

@@ -39,6 +39,22 @@ class ParallelConfig(Section):
         return self.expert_tensor or (self.tensor if self.expert == 1 else 1)
 
 
+class MuonConfig(Section):
+    """Muon for matrices: all weights of two dimensions but embedding, output layer and value head, which keep Adam.
+
+    Their momentum is orthogonalized by Newton-Schulz iterations in the model's dtype, one tensor of the Hugging Face
+    files at a time. Learning rate and weight decay are those of `optimizer`, as in Moonlight and Kimi K2.
+    """
+
+    momentum: Fraction = 0.95  # decay of the mean of gradients
+    nesterov: bool = True  # orthogonalize the mean one update ahead
+    iterations: PositiveInt = 5  # Newton-Schulz iterations
+    # size of the update. adam: 0.2 * sqrt(larger side), as large as Adam's usual updates, so that learning rates carry
+    # over; spectral: sqrt(outputs / inputs), at least 1
+    scale: Literal["adam", "spectral"] = "adam"
+    lr_factor: PositiveFloat = 1.0  # learning rate of the matrices, as a multiple of `lr`
+
+
 class OptimizerConfig(Section):
     """AdamW with decoupled weight decay; linear warm-up from 0 over `warmup_steps` updates, then `decay`.
 
@@ -59,6 +75,7 @@ class OptimizerConfig(Section):
     eps: PositiveFloat = 1e-8  # added to Adam's denominator
     weight_decay: NonNegativeFloat = 0.0  # subtract lr * this * weight at every update
     clip_grad: PositiveFloat = 1.0  # maximum gradient norm over all weights; larger gradients are scaled down
+    muon: MuonConfig | None = None  # train matrices with Muon; null: everything with Adam
 
     def learning_rate(self, update: int) -> float:
         """Returns the learning rate of update `update`, counted from 1 (0: before a warm-up)."""

@@ -17,6 +17,7 @@ from mrl.config.sections.reward import RewardConfig, ServerConfig
 from mrl.config.sections.rollout import RolloutConfig, SyncConfig
 from mrl.config.sections.run import CheckpointConfig, ResilienceConfig, RunConfig
 from mrl.config.tokenizer_files import TOKENIZER_FILES
+from mrl.families import has_draft_layers
 
 
 @dataclass(frozen=True)
@@ -270,7 +271,8 @@ class Config(AnyConfig):
     def reread_files(self) -> Iterator[tuple[str, str]]:
         frozen = self.frozen()
         yield from ((f"{section}.path", path) for section, path in frozen.items() if path is not None)
-        if None in frozen.values() and not self.model.from_scratch:
+        exports_drafts = not self.model.from_scratch and has_draft_layers(self.model.path)
+        if exports_drafts or (None in frozen.values() and not self.model.from_scratch):
             yield "model.path", self.model.path
         else:
             yield from (("model.path", f"{self.model.path}/{name}") for name in TOKENIZER_FILES)

@@ -214,6 +214,9 @@ def _common(cfg: DiffusionConfig, machine: Machine) -> Iterator[Problem]:
     if machine.planned:  # otherwise check_files checks the shapes
         yield from check_shapes(cfg)
     yield from check_optimizer("actor.optimizer", cfg.actor.optimizer, cfg.min_updates("actor"))
+    if cfg.actor.optimizer.muon is not None:
+        message = f"trainer {cfg.trainer} trains with Adam alone: remove muon"
+        yield Problem(("actor.optimizer.muon", "trainer"), message)
     if cfg.actor.lora is not None and cfg.model.from_scratch:
         yield Problem(("actor.lora", "model.from_scratch"), "adapters need trained weights: set from_scratch: false")
 

@@ -13,6 +13,7 @@ from mrl.learner import Learner
 from mrl.parallel import gather, rank, world_size
 from mrl.trainers.shared.phases import Phases
 from mrl.weights.disk.digest import file_digests
+from mrl.weights.disk.draft_layers import draft_note
 from mrl.weights.disk.model_files import CHAT_TEMPLATE, name_ends
 from mrl.weights.model.export import Describe, save_hf
 from mrl.weights.model.save_adapter import save_adapter
@@ -29,6 +30,8 @@ class Exports:
     ) -> None:
         self._model, self._phase, self._config, self._actor = cfg.model.path, phase, config, actor
         self._template, self._eos, self._ends = cfg.model.chat_template, cfg.model.eos_token, end_tokens
+        self._drafts = None if cfg.model.from_scratch else Path(cfg.model.path)
+        self._allow_pickle = cfg.model.allow_pickle
 
     def of_step(self, step: int) -> None:
         """Writes RUN_DIR/adapter_step_N if the actor has adapters, else RUN_DIR/hf_step_N."""
@@ -41,7 +44,15 @@ class Exports:
         """Writes a complete Hugging Face directory to RUN_DIR/name, with adapters merged."""
         self._phase.memory.begin("export")
         target = self._phase.run_dir / name
-        save_hf(self._actor.exporter, self._model, target, overwrite=True, describe=self._describe(target, step))
+        save_hf(
+            self._actor.exporter,
+            self._model,
+            target,
+            overwrite=True,
+            drafts=self._drafts,
+            allow_pickle=self._allow_pickle,
+            describe=self._describe(target, step),
+        )
 
     def adapter(self, name: str, step: int) -> None:
         """Writes the adapters alone to RUN_DIR/name; does nothing if the actor has none."""
@@ -67,6 +78,8 @@ class Exports:
             if self._template is not None:
                 shutil.copyfile(self._template, export / CHAT_TEMPLATE)
             name_ends(export, Path(self._model), self._ends, self._eos)
+            if (export / "config.json").is_file() and (note := draft_note(Path(self._model), export)):
+                self._phase.recorder.note(f"{target}: {note}")  # adapters have no config.json
             if note := write_run_card(origin, export, target, digests, base):
                 self._phase.recorder.note(note)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -9,6 +10,7 @@ import torch
 
 from mrl.families.rows import ParameterMapping
 from mrl.families.table import weight_table
+from mrl.weights.disk.draft_layers import draft_metas, open_drafts
 from mrl.weights.disk.hf_rows import hf_rows
 from mrl.weights.disk.megatron_dirs import MegatronModel
 from mrl.weights.disk.megatron_source import MegatronCheckpoint
@@ -72,7 +74,32 @@ def compare_tensors(hf: HFCheckpoint, model: MegatronModel, names: StoredNames, 
                 _compare(group, hf_name, here, there)
             except WeightError as error:
                 problems.append(str(error))
+    try:
+        problems += _compare_drafts(groups, hf, model, allow_pickle)
+    except WeightError as error:
+        problems.append(str(error))
     return Comparison(tuple(groups.values()), tuple(dict.fromkeys(problems)))
+
+
+def _compare_drafts(
+    groups: dict[str, TensorGroup], hf: HFCheckpoint, model: MegatronModel, allow_pickle: bool
+) -> Iterator[str]:
+    """Compares the tensors of MTP layers, which Megatron's side has in Hugging Face's form; yields those that one side
+    lacks.
+    """
+    here, there = (
+        {meta.name: meta for meta in draft_metas(path, model.arch, model.role, allow_pickle)}
+        for path in (hf.path, model.drafts)
+    )
+    for path, names in ((hf.path, there.keys() - here.keys()), (model.drafts, here.keys() - there.keys())):
+        yield from (f"{path} lacks {name}, of a multi-token prediction layer" for name in sorted(names))
+    if model.drafts is None or not here:
+        return
+    with open_drafts(model.drafts, allow_pickle) as copied:
+        for name in here.keys() & there.keys():
+            kind, row = pattern_of(name), ParameterMapping("copy", (name,), (here[name].shape,))
+            group = groups.setdefault(kind, TensorGroup("copied: MTP layers", (kind,), row.shapes))
+            _compare(group, name, *(hf_rows(one, row, 0, allow_pickle) for one in (hf, copied)))
 
 
 def _here(hf: HFCheckpoint, row: ParameterMapping, index: int, allow_pickle: bool) -> Rows:

@@ -21,7 +21,7 @@ from mrl.directories import Staging, write_manifest
 from mrl.families import ModelArch, load_arch
 from mrl.families.table import Role, weight_table
 from mrl.parallel import Meshes
-from mrl.weights.agreement import raise_together
+from mrl.weights.agreement import WeightAgreement, raise_together
 from mrl.weights.convert import WORKERS
 from mrl.weights.convert.blocks import Block, WorkerShare, split_blocks
 from mrl.weights.convert.plan import (
@@ -33,6 +33,7 @@ from mrl.weights.convert.plan import (
 )
 from mrl.weights.convert.worker_pool import WorkerPool
 from mrl.weights.disk.digest import file_digests, weight_files
+from mrl.weights.disk.draft_layers import CONVERTED, draft_metas
 from mrl.weights.disk.hf_rows import parameter_rows
 from mrl.weights.disk.megatron_dirs import open_megatron
 from mrl.weights.disk.megatron_source import MegatronCheckpoint
@@ -44,7 +45,8 @@ from mrl.weights.disk.torch_dist_files import BlockLocation, write_metadata
 from mrl.weights.disk.torch_dist_load import COMMON
 from mrl.weights.disk.unused import unused_tensors
 from mrl.weights.errors import WeightError
-from mrl.weights.model.export import Describe, write_index
+from mrl.weights.meta import TensorMeta
+from mrl.weights.model.export import Describe, copy_drafts, plan_files, write_index
 
 BUCKET_BYTES = 32 << 20
 
@@ -72,7 +74,10 @@ class ConvertOptions:
 
 @dataclass(frozen=True)
 class ConvertReport:
-    """Result of a conversion. seconds: for reading and writing, until the data is durable."""
+    """Result of a conversion. seconds: for reading and writing, until the data is durable.
+
+    nbytes: without the tensors of multi-token prediction layers
+    """
 
     role: Role
     tensors: int
@@ -94,9 +99,10 @@ def hf_to_megatron(path: Path, target: Path, options: ConvertOptions, meshes: Me
     started = time.monotonic()
     with contextlib.closing(_checked(path, arch, role, options.allow_pickle)) as checkpoint:
         plan = plan_torch_dist(checkpoint, source, options.dtype, options.allow_pickle, options.bucket_bytes)
+    copied = _drafts(path, arch, role, options.allow_pickle)
     shares = split_blocks(plan.blocks, pool.size)
     nbytes = _bytes(plan.blocks)
-    with staged(target, nbytes) as staging:
+    with staged(target, nbytes + sum(meta.nbytes for meta in copied)) as staging:
         weights = staging.directory / RELEASE
         pool.on_main(f"making {weights}", weights.mkdir)
         files = [weights / f"__{number}_0.distcp" for number in range(pool.size)]
@@ -106,7 +112,17 @@ def hf_to_megatron(path: Path, target: Path, options: ConvertOptions, meshes: Me
                 for number, (blocks, file) in enumerate(zip(shares, files, strict=True))
             ]
         )
-        pool.on_main(f"completing {target}", lambda: _complete_megatron(staging, source, plan, items))
+
+        def complete() -> None:
+            if copied:
+                drafts, files = staging.directory / CONVERTED, plan_files(copied, options.max_file_bytes)
+                drafts.mkdir()
+                copy_drafts(path, files, drafts, options.allow_pickle)
+                if len(files) > 1:
+                    write_index(files, drafts)
+            _complete_megatron(staging, source, plan, items, drafts=bool(copied))
+
+        pool.on_main(f"completing {target}", complete)
     return ConvertReport(role, len(plan.tensors), nbytes, time.monotonic() - started, path)
 
 
@@ -125,17 +141,20 @@ def megatron_to_hf(path: Path, target: Path, options: ConvertOptions, meshes: Me
         checkpoint = MegatronCheckpoint(model.weights, names, model.arch)
         check_megatron(checkpoint, source)
         partial = Staging(target, 0).directory
+        copied = _drafts(model.drafts, model.arch, model.role, options.allow_pickle)
         plan = plan_safetensors(
-            checkpoint, source, partial, options.dtype, options.max_file_bytes, options.bucket_bytes
+            checkpoint, source, partial, options.dtype, options.max_file_bytes, options.bucket_bytes, copied
         )
         nbytes = _bytes(plan.blocks)
-        with staged(target, nbytes) as staging:
+        with staged(target, nbytes + sum(meta.nbytes for meta in copied)) as staging:
             pool.on_main(f"making files in {partial}", lambda: create_files(plan.files, partial))
             pool.write_shares([WorkerShare(blocks) for blocks in split_blocks(plan.blocks, pool.size)])
 
             def complete() -> None:
                 dtype = plan.files[0].tensors[0].dtype
-                copy_model_files(model.model_files, partial, dtype, model.arch, model.role)
+                copy_model_files(model.model_files, partial, dtype, model.arch, model.role, drafts=bool(copied))
+                if model.drafts is not None and copied:
+                    copy_drafts(model.drafts, plan.files, partial, options.allow_pickle)
                 if len(plan.files) > 1:
                     write_index(plan.files, partial)
                 if options.describe is not None:
@@ -158,6 +177,12 @@ def check_megatron(checkpoint: MegatronCheckpoint, source: SourceModel) -> None:
         except WeightError as error:
             problems.append(str(error))
     _raise_all(problems, source.path, source.arch, source.role)
+
+
+def _drafts(model: Path | None, arch: ModelArch, role: Role, allow_pickle: bool) -> list[TensorMeta]:
+    """Returns the tensors of the MTP layers in `model`. Collective; raises WeightError on every rank."""
+    what = f"reading the multi-token prediction layers of {model} failed"
+    return WeightAgreement().on_main(what, lambda: draft_metas(model, arch, role, allow_pickle))
 
 
 def _checked(path: Path, arch: ModelArch, role: Role, allow_pickle: bool) -> HFCheckpoint:
@@ -183,7 +208,7 @@ def _bytes(blocks: Sequence[Block]) -> int:
 
 
 def _complete_megatron(
-    staging: Staging, source: SourceModel, plan: TorchDistPlan, items: Sequence[BlockLocation]
+    staging: Staging, source: SourceModel, plan: TorchDistPlan, items: Sequence[BlockLocation], *, drafts: bool
 ) -> None:
     root, weights = staging.directory, staging.directory / RELEASE
     write_metadata(weights, plan.tensors, items)
@@ -191,7 +216,7 @@ def _complete_megatron(
     save_config(CheckpointingConfig("torch_dist", 1), str(weights))
     (root / TRACKER).write_text(RELEASE)
     dtype = plan.blocks[0].dtype
-    copy_model_files(source.path, root, dtype, source.arch, source.role)
+    copy_model_files(source.path, root, dtype, source.arch, source.role, drafts=drafts)
     manifest = {
         "format": FORMAT,
         "version": VERSION,

@@ -24,7 +24,7 @@ from mrl.weights.disk.safetensors_io import HFCheckpoint
 from mrl.weights.disk.stored_names import StoredNames, leading_shape
 from mrl.weights.disk.torch_dist_files import pickle_object
 from mrl.weights.errors import WeightError
-from mrl.weights.meta import TensorMeta
+from mrl.weights.meta import COPIED, TensorMeta
 from mrl.weights.model.export import OutputFile, plan_files
 from mrl.weights.parameter_layout import parameter_shape
 
@@ -112,8 +112,12 @@ def plan_safetensors(
     dtype: torch.dtype | None,
     max_file_bytes: int,
     bucket_bytes: int,
+    copied: Sequence[TensorMeta],
 ) -> SafetensorsPlan:
-    """Plans the blocks of the files from `plan_files`, in `directory`; `create_files` makes these files."""
+    """Plans the blocks of the files from `plan_files`, in `directory`; `create_files` makes these files.
+
+    copied: tensors that `copy_drafts` writes, to files of their own
+    """
     table = weight_table(source.arch, source.role)
     shapes = stored_shapes(table.values())
     found: dict[str, Rows] = {name: checkpoint.rows(name) for name in shapes}
@@ -125,8 +129,8 @@ def plan_safetensors(
         TensorMeta(name, shapes[name], rows.dtype if name in kept else dtype or rows.dtype, 0)
         for name, rows in found.items()
     ]
-    plan = SafetensorsPlan(files=plan_files(metas, max_file_bytes))
-    for file in plan.files:
+    plan = SafetensorsPlan(files=plan_files([*metas, *copied], max_file_bytes))
+    for file in (file for file in plan.files if file.sender != COPIED):
         at = len(header_of(file.tensors))
         for meta in file.tensors:
             rows = found[meta.name]
@@ -152,8 +156,8 @@ def header_of(tensors: Sequence[TensorMeta]) -> bytes:
 
 
 def create_files(files: Sequence[OutputFile], directory: Path) -> None:
-    """Creates files of their final size: header, and space for the tensors."""
-    for file in files:
+    """Creates the files with blocks, of their final size: header, and space for the tensors."""
+    for file in (file for file in files if file.sender != COPIED):
         header = header_of(file.tensors)
         with (directory / file.name).open("xb") as out:
             out.write(header)

@@ -15,6 +15,7 @@ from mrl.directories import MANIFEST, read_manifest
 from mrl.families import ModelArch, load_arch
 from mrl.families.table import Role
 from mrl.files import lock_for_reading
+from mrl.foreign import read_json
 from mrl.weights.disk.model_files import role_of
 from mrl.weights.disk.stored_names import StoredNames
 from mrl.weights.disk.torch_dist_files import METADATA
@@ -31,6 +32,7 @@ class MegatronModel:
 
     weights: a torch_dist directory. model_files: a directory with its config.json and tokenizer.
     names: names of the checkpoint's tensors; without keys if the checkpoint does not record them.
+    drafts: directory of its multi-token prediction layers; None for a run that started from random weights
     adapters: description of the adapters, for a run's checkpoint that holds adapters in place of weights
     """
 
@@ -39,6 +41,7 @@ class MegatronModel:
     role: Role
     arch: ModelArch
     names: StoredNames
+    drafts: Path | None
     adapters: dict[str, Any] | None = None
 
 
@@ -81,14 +84,15 @@ def _find(path: Path, part: str | None, model_files: Path | None, role: Role | N
     weights = path if (path / METADATA).is_file() else _tracked(path)
     if model_files is None:
         raise WeightError(f"{path} has no config.json: name the model's directory with --model-files")
-    return MegatronModel(weights, model_files, role or role_of(model_files), load_arch(model_files), UNNAMED)
+    role = role or role_of(model_files)
+    return MegatronModel(weights, model_files, role, load_arch(model_files), UNNAMED, model_files)
 
 
 def converted(path: Path) -> MegatronModel:
     """Returns a converted model. Raises ValueError if the directory is not complete."""
     manifest = read_converted(path)
     names = StoredNames(manifest["keys"], ())
-    return MegatronModel(path / RELEASE, path, manifest["role"], load_arch(path), names)
+    return MegatronModel(path / RELEASE, path, manifest["role"], load_arch(path), names, path)
 
 
 def _is_ours(path: Path) -> bool:
@@ -108,7 +112,9 @@ def _of_run(path: Path, part: str, model_files: Path | None) -> MegatronModel:
     kind, arch = learners[part], load_arch(files)
     if kind["role"] == "critic" and isinstance(record := kind.get("arch"), dict):
         arch = arch.with_head_of(record)
-    return MegatronModel(path / part, files, kind["role"], arch, UNNAMED, kind.get("adapters"))
+    model = (read_json(path / RUN_STATE).get("config") or {}).get("model") or {}
+    drafts = None if model.get("from_scratch") else files
+    return MegatronModel(path / part, files, kind["role"], arch, UNNAMED, drafts, kind.get("adapters"))
 
 
 def _model_of_run(config: Path, part: str) -> Path:

@@ -31,9 +31,11 @@ GENERATION = "generation_config.json"
 _KEPT_PATTERNS = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "LICENSE*", TEMPLATES)
 
 
-def copy_model_files(source: Path, target: Path, dtype: torch.dtype, arch: ModelArch, role: Role) -> None:
-    """Copies all files of a model directory except its weights. config.json gets the weights' dtype, no quantization,
-    and no draft layers.
+def copy_model_files(
+    source: Path, target: Path, dtype: torch.dtype, arch: ModelArch, role: Role, *, drafts: bool = False
+) -> None:
+    """Copies all files of a model directory except its weights. config.json gets the weights' dtype and no
+    quantization. drafts: the weights include multi-token prediction layers; otherwise config.json counts none.
 
     A critic becomes transformers' sequence classifier with one label a head, or a token classifier: a score head and no
     lm_head. Its padding token is one that ends no text: transformers takes the score of the last token that is not
@@ -49,7 +51,8 @@ def copy_model_files(source: Path, target: Path, dtype: torch.dtype, arch: Model
         *(config[name] for name in ("text_config", "vision_config") if isinstance(config.get(name), dict)),
     ):
         part[key] = str(dtype).removeprefix("torch.")
-    config |= {key: 0 for key in FAMILIES[arch.family].draft_keys if key in config}
+    if not drafts:
+        config |= {key: 0 for key in FAMILIES[arch.family].draft_keys if key in config}
     config.pop("quantization_config", None)  # the written weights are not quantized
     if role == "critic":
         config |= _classifier(config, arch)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from mrl.families import FAMILIES, ModelArch
+from mrl.families import ModelArch
 from mrl.families.rows import ParameterMapping
 from mrl.families.stacks import stored_shapes
 from mrl.families.table import EMBEDDING, HF_OUTPUT, HF_VALUE_BIAS, Role
+from mrl.weights.disk.draft_layers import is_draft
 from mrl.weights.disk.mxfp4 import BLOCKS, SCALES
 from mrl.weights.disk.rows import row_blocks
 from mrl.weights.errors import WeightError
@@ -57,18 +57,10 @@ def unused_tensors(
             yield from _not_zero(checkpoint, name, zeros[name])
         elif (whole := name.removesuffix(BLOCKS).removesuffix(SCALES)) in stacks:
             yield from _more_slices(checkpoint, whole, stacks[whole])
-        elif name not in known and not name.endswith(BUFFERS) and not _drafts(arch, name):
+        elif name not in known and not name.endswith(BUFFERS) and not is_draft(arch, name):
             yield f"{checkpoint.path}: the model does not use its tensor {name}"
     if compare_tied and role == "policy" and arch.tied_embeddings and HF_OUTPUT in checkpoint:
         yield from _untied(checkpoint, table[EMBEDDING])
-
-
-def _drafts(arch: ModelArch, name: str) -> bool:
-    """Returns True for a tensor of a layer behind the last one, in a family with such draft layers (multi-token
-    prediction).
-    """
-    found = re.match(r"model\.layers\.(\d+)\.", name) if FAMILIES[arch.family].draft_keys else None
-    return found is not None and int(found[1]) >= arch.num_layers
 
 
 def _not_zero(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> Iterator[str]:

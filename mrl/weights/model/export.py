@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,11 +24,12 @@ from mrl.models.fp8_params import values_of
 from mrl.parallel import Mesh, gather, rank
 from mrl.weights.agreement import WeightAgreement, raise_together
 from mrl.weights.disk.digest import file_digests
+from mrl.weights.disk.draft_layers import draft_metas, open_drafts
 from mrl.weights.disk.model_files import copy_model_files
 from mrl.weights.disk.safetensors_io import INDEX, SINGLE
 from mrl.weights.disk.staging import staged
 from mrl.weights.errors import WeightError
-from mrl.weights.meta import TensorMeta
+from mrl.weights.meta import COPIED, TensorMeta
 from mrl.weights.model.names import named_parameters, trained_parameters
 from mrl.weights.parameter_layout import to_hf
 
@@ -196,11 +198,15 @@ def save_hf(
     *,
     max_file_bytes: int = 4 * GIB,
     overwrite: bool = False,
+    drafts: Path | None = None,
+    allow_pickle: bool = False,
     describe: Describe | None = None,
 ) -> None:
     """Writes a complete Hugging Face directory; collective over the world, `dst_dir` on a file system that all ranks
     share.
 
+    drafts: model directory whose multi-token prediction layers are copied unchanged; None: the export has none
+    allow_pickle: read these layers from pickles too
     describe: writes further files on rank 0, before the directory gets its name
     Weights come from the exporter, at most one file's worth at a time on a sender; config.json (with the weights'
     dtype), tokenizer, generation config and chat template from `src_dir`. Everything is written next to `dst_dir` and
@@ -208,17 +214,21 @@ def save_hf(
     Raises WeightError on every rank if `dst_dir` is not empty (unless `overwrite`) or a file cannot be written; no
     partial directory remains then.
     """
-    target, metas = Path(dst_dir), exporter.metas()
-    files = plan_files(metas, max_file_bytes)
-    what = f"writing {target} failed"
-    with staged(target, sum(meta.nbytes for meta in metas), overwrite=overwrite) as staging:
+    target, metas, what = Path(dst_dir), exporter.metas(), f"writing {dst_dir} failed"
+    copied = WeightAgreement().on_main(what, lambda: draft_metas(drafts, exporter.arch, exporter.role, allow_pickle))
+    files = plan_files([*metas, *copied], max_file_bytes)
+    with staged(target, sum(meta.nbytes for meta in (*metas, *copied)), overwrite=overwrite) as staging:
 
         def complete() -> None:
-            copy_model_files(Path(src_dir), staging.directory, metas[0].dtype, exporter.arch, exporter.role)
+            dtype, arch, role = metas[0].dtype, exporter.arch, exporter.role
+            copy_model_files(Path(src_dir), staging.directory, dtype, arch, role, drafts=bool(copied))
+            if drafts is not None and copied:
+                copy_drafts(drafts, files, staging.directory, allow_pickle)
             if len(files) > 1:
                 write_index(files, staging.directory)
             if describe is not None:
-                describe(staging.directory, digests)
+                own = [staging.directory / file.name for file in files if file.sender == COPIED]
+                describe(staging.directory, digests | file_digests(own))
             staging.commit()
 
         written: dict[str, str] = {}
@@ -252,6 +262,15 @@ def write_weights(
             problems.append(f"{directory / file.name}: {e}")
         pending = {}
     return problems
+
+
+def copy_drafts(model: Path, files: Sequence[OutputFile], directory: Path, allow_pickle: bool) -> None:
+    """Writes those of `files` that have tensors of MTP layers, unchanged; one file at a time is in memory."""
+    with closing(open_drafts(model, allow_pickle)) as checkpoint:
+        for file in (file for file in files if file.sender == COPIED):
+            tensors = {meta.name: checkpoint.source(meta.name)[:] for meta in file.tensors}
+            save_file(tensors, directory / file.name, metadata={"format": "pt"})
+            sync(directory / file.name)
 
 
 def write_index(files: Sequence[OutputFile], directory: Path) -> None:

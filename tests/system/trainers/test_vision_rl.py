@@ -142,6 +142,7 @@ def test_sglang_sees_what_the_trainer_sees_after_every_update_of_the_tower(
         (["rollout.engine=sglang", "model.path=qwen2_5_vl"], "SGLang's Qwen2.5-VL supports only 1176"),
         (["actor.lora={rank: 4}"], "actor.lora: is not supported for vision models"),
         (["actor.precision.fp8={recipe: current, emulate: true}"], "fp8.recipe: is not supported for vision models"),
+        (["actor.optimizer.muon={}"], "actor.optimizer.muon: does not train vision towers"),
         (["data.truncation=left"], "could truncate inside an image"),
         (
             ["actor.parallel.pipeline=4", "actor.parallel.tensor=1", "run.nproc=4"],

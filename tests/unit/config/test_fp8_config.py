@@ -134,6 +134,12 @@ REFUSED = {
         "actor.precision.fp8.params",
         ("another recipe than delayed",),
     ),
+    "weights in fp8 with Muon": (
+        [fp8("recipe: current, params: true"), "actor.optimizer.muon={}"],
+        4,
+        "actor.optimizer.muon",
+        ("not been tested with weights in fp8", "actor.precision.fp8.params"),
+    ),
     "a critic's head": (
         [fp8("recipe: current, head: true", "critic")],
         4,

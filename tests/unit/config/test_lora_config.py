@@ -32,6 +32,10 @@ REFUSED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("actor.lora={}", "actor.precision.fp8={recipe: current, emulate: true}"),
         ("actor.lora", "actor.precision.fp8.recipe", "does not work with current", "16 or 32 bits"),
     ),
+    "Muon": (
+        ("actor.lora={}", "actor.optimizer.muon={}"),
+        ("actor.optimizer.muon", "actor.lora", "does not train adapters"),
+    ),
     "a layout of the reference": (
         ("actor.lora={}", "algorithm.kl={use_in_loss: true}", "ref.max_tokens_per_microbatch=64"),
         ("ref.max_tokens_per_microbatch", "actor.lora", "the reference is the actor without its adapters"),

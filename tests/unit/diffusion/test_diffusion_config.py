@@ -43,6 +43,7 @@ def test_what_a_net_is_to_say_is_what_makes_the_image_again() -> None:
         ("run.nproc=4 actor.sharded=true", "4 ranks do not divide the 6 images of a step, as sharded"),
         ("run.nproc=8", "6 images are fewer than the 8 ranks"),
         ("actor.optimizer.decay=linear", "required by linear decay"),
+        ("actor.optimizer.muon={}", "trainer ddpo trains with Adam alone: remove muon"),
         ("sampler.negative_prompt=ugly", "a DiTTransformer2DModel takes classes"),
         ("model.path=nowhere", "nowhere is not a diffusers directory"),
         ("data.train=nowhere.jsonl", "nowhere.jsonl"),

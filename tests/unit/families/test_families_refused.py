@@ -68,6 +68,8 @@ GEMMA = "gemma3_text"
         (GEMMA, {"architectures": ["Gemma3ForConditionalGeneration"]}, "supported of Gemma 3: the text models"),
         (GEMMA, {"architectures": ["Qwen3NextForCausalLM"]}, "linear attention .* train a Qwen3"),
         (GEMMA, {"architectures": ["Qwen3_5MoeForConditionalGeneration"]}, "linear attention .* train a Qwen3"),
+        (GEMMA, {"architectures": ["DeepseekV32ForCausalLM"]}, "sparse attention .DSA. is not .*train a DeepSeek-V3"),
+        (GEMMA, {"architectures": ["GlmMoeDsaForCausalLM"]}, "sparse attention .DSA. is not .* or GLM-4.5 model"),
         (GEMMA, {"architectures": ["Llama4ForCausalLM"]}, "chunked attention is not supported: train a Llama 3"),
         ("gpt_oss", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config .train from unquant"),
         ("gpt_oss", {"swiglu_limit": 6.0}, "swiglu_limit=6.0 .only 7.0"),
