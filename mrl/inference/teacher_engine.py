@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -48,9 +49,11 @@ class TeacherEngine:
         self._client = EngineClient(url, timeout_s, access)
         self._threads = ThreadPoolExecutor(concurrent_requests, "teacher")
         self._timeout_s = timeout_s
+        self._is_closed = threading.Event()
 
     def close(self) -> None:
-        """Waits for requests in flight, and closes the connections."""
+        """Waits for requests in flight, none of which is repeated, and closes the connections."""
+        self._is_closed.set()
         self._threads.shutdown(cancel_futures=True)
         self._client.close()
 
@@ -103,10 +106,10 @@ class TeacherEngine:
                 return ask(max(AGAIN_S, end - time.monotonic()))
             except EngineError as error:
                 is_refused = error.status is not None and error.status < 500
-                if is_refused or time.monotonic() + AGAIN_S > end:
+                is_late = time.monotonic() + AGAIN_S > end
+                if is_refused or is_late or self._is_closed.wait(AGAIN_S):
                     limit = f"teacher.timeout_s = {self._timeout_s:g} s"
                     raise EngineError(error.url, error.endpoint, error.status, f"{error.text} ({limit})") from error
-                time.sleep(AGAIN_S)
 
 
 def read_scores(answer: Any, tokens: list[int], top_k: int) -> ScoredTokens:
