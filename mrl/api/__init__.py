@@ -9,8 +9,9 @@ if TYPE_CHECKING:
     from mrl.api.session import Reference as Reference
     from mrl.api.session import Session as Session
     from mrl.api.session import SessionEngine as SessionEngine
+    from mrl.api.session import Teacher as Teacher
 
-__all__ = ["Critic", "LossBatch", "Policy", "Reference", "Session", "SessionEngine"]
+__all__ = ["Critic", "LossBatch", "Policy", "Reference", "Session", "SessionEngine", "Teacher"]
 
 
 def __getattr__(name: str) -> Any:

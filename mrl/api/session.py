@@ -6,7 +6,7 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -16,13 +16,17 @@ from torch import Tensor
 
 from mrl.api import inputs
 from mrl.api.trainers import RLTrainer
+from mrl.config.problems import Problem
+from mrl.config.schema import RLConfig, TeacherConfig
 from mrl.config.trainers.base import AnyConfig
 from mrl.core import Prompt, Request, Rollout, Sample, SamplingParams, StepStats
 from mrl.data import collate
 from mrl.data.encoder import Encoder
 from mrl.inference import sample_seed
-from mrl.learner import Learner
-from mrl.learner.loss_terms import Loss, LossParts
+from mrl.kernels.linear_divergence import Divergence
+from mrl.learner import Learner, losses
+from mrl.learner.loss_terms import Distillation, Loss, LossParts
+from mrl.trainers.rl.distillation import log_probs_of_teachers, states_in
 from mrl.trainers.rl.run import RLRun
 
 PromptLike = str | Sequence[Mapping[str, Any]] | Mapping[str, Any]
@@ -65,7 +69,11 @@ class _Model:
         return self._learner.step()
 
     def _update(
-        self, rollout: Rollout, loss: Callable[[Tensor, LossBatch], tuple[Tensor, Tensor | float]], entropy_grad: bool
+        self,
+        rollout: Rollout,
+        loss: Callable[[Tensor, LossBatch], tuple[Tensor, Tensor | float]],
+        entropy_grad: bool,
+        distillation: Distillation | None = None,
     ) -> dict[str, float]:
         """Computes the gradients of the sum of all micro-batches' sums, over the sum of their denominators."""
 
@@ -73,11 +81,15 @@ class _Model:
             total, denominator = loss(output, LossBatch(rollout, dest))
             return LossParts(total, [torch.as_tensor(denominator, device=total.device).detach()])
 
+        whole = Loss(compute, ("denominator",))
+        if distillation is not None:
+            means = torch.full((rollout.num_response_tokens,), 1 / rollout.num_response_tokens)
+            whole = losses.distilled(whole, distillation, {"distill/kl": means})
         self._run.memory.begin(self._phase)
         found = self._learner.backward(
             rollout,
             range(rollout.num_samples),
-            Loss(compute, ("denominator",)),
+            whole,
             self._run.cfg.rollout.sampling.temperature,
             entropy_grad=entropy_grad,
         )
@@ -100,7 +112,9 @@ class Policy(_Model):
         """Computes the gradients of a loss over all samples of a rollout.
 
         The loss is the sum of the first results of `loss_fn` over all micro-batches of all ranks, divided by the sum of
-        the second ones. The gradients therefore do not depend on the layout.
+        the second ones. The gradients therefore do not depend on the layout. With a teacher, unless its divergence is
+        "sampled", the first sum is teacher.policy_coef times that, plus teacher.coef times the divergences of all
+        response tokens.
 
         Args:
             rollout: the samples, equal on every rank.
@@ -108,12 +122,23 @@ class Policy(_Model):
             entropy_grad: the loss depends on the entropies, which have no gradient otherwise.
 
         Returns:
-            loss.
+            loss, and with such a teacher distill/kl, the mean divergence.
 
         Raises:
             ValueError: the denominators are 0 together.
         """
-        return self._update(rollout, lambda output, batch: loss_fn(output[0], output[1], batch), entropy_grad)
+        teacher, policy_coef, distillation = self._run.cfg.teacher, 1.0, None
+        if teacher is not None and teacher.divergence != "sampled":
+            samples, policy_coef = range(rollout.num_samples), teacher.policy_coef
+            states = states_in(self._run, teacher, rollout, [samples])[tuple(samples)]
+            weights = torch.full((rollout.num_response_tokens,), teacher.coef)
+            distillation = Distillation(states, Divergence(teacher.divergence, teacher.mix), weights)
+
+        def loss(output: Tensor, batch: LossBatch) -> tuple[Tensor, Tensor | float]:
+            total, denominator = loss_fn(output[0], output[1], batch)
+            return policy_coef * total, denominator
+
+        return self._update(rollout, loss, entropy_grad, distillation)
 
 
 class Critic(_Model):
@@ -148,6 +173,25 @@ class Reference:
         assert self._run.ref is not None
         self._run.memory.begin("experience")
         return self._run.ref.log_probs(rollout, self._run.cfg.rollout.sampling.temperature)[0]
+
+
+class Teacher:
+    """The teacher of `teacher.path`."""
+
+    def __init__(self, run: RLRun, cfg: TeacherConfig) -> None:
+        self._run, self._cfg = run, cfg
+
+    def log_probs(self, rollout: Rollout) -> Tensor:
+        """Returns the log-probs of all response tokens, flat [R] float32."""
+        return log_probs_of_teachers(self._run, self._cfg, rollout)
+
+
+class _SessionTrainer(RLTrainer):
+    def _check(self, cfg: AnyConfig) -> Iterator[Problem]:
+        yield from super()._check(cfg)
+        if isinstance(cfg, RLConfig) and cfg.teacher is not None and cfg.teacher.teachers:
+            message = "a session's samples have no data source, so they have one teacher: use teacher.path"
+            yield Problem(("teacher.teachers",), message)
 
 
 class SessionEngine:
@@ -215,6 +259,7 @@ class Session:
         policy: the actor
         critic: None without a critic
         ref: None without a KL term
+        teacher: None without the section `teacher`
         engine: the rollout engines
         num_steps: number of `sync` calls, and of the checkpoint that the session has resumed from
         is_main: True on rank 0
@@ -223,10 +268,11 @@ class Session:
     policy: Policy
     critic: Critic | None
     ref: Reference | None
+    teacher: Teacher | None
     engine: SessionEngine
 
     def __init__(self, config: str | Path | Mapping[str, Any] | AnyConfig) -> None:
-        self._trainer = RLTrainer(config)
+        self._trainer = _SessionTrainer(config)
         self._temporary: Path | None = None
         self.num_steps = 0
 
@@ -290,6 +336,7 @@ class Session:
         self.policy = Policy(run, run.actor, "actor_update")
         self.critic = Critic(run, run.critic, "critic_update") if run.critic is not None else None
         self.ref = Reference(run) if run.ref is not None else None
+        self.teacher = Teacher(run, run.cfg.teacher) if run.cfg.teacher is not None else None
         self.engine = SessionEngine(run)
         return self
 

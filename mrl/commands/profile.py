@@ -1,4 +1,4 @@
-"""`mrl profile`: trains a few steps under torch's profiler."""
+"""`mrl profile`: trains a few steps under a profiler."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from mrl.commands import shared, train
 
 def add(commands: Any) -> None:
     """Adds the subcommand and its arguments."""
-    parser = commands.add_parser("profile", help="train a few steps under torch's profiler")
+    parser = commands.add_parser("profile", help="train a few steps under a profiler")
     shared.add_config(parser, "run.nproc=4")
     parser.add_argument("--steps", default="2", metavar="N,N", help="steps to profile, counted from 1 (default: 2)")
     parser.add_argument("--ranks", default="0", metavar="N,N", help="ranks to profile (default: 0)")
+    parser.add_argument("--nsys", action="store_true", help="use NVIDIA Nsight Systems instead of torch's profiler")
     parser.description = (
         "Trains up to the last of these steps as a separate run, NAME-profile, which writes neither checkpoints nor "
-        "weights. Its folder profile/ gets a trace and a table of the ten largest operations for each step and rank. "
+        "weights. Its folder profile/ gets a trace and a table of the ten largest operations for each step and rank; "
+        "with --nsys its folder logs/ gets reports of Nsight Systems, which must be installed. "
         "To profile steps of an ordinary run, set run.profile: see mrl config run.profile."
     )
     parser.set_defaults(run=run, **train.ALONE)
@@ -37,5 +39,6 @@ def run(args: argparse.Namespace) -> int:
         print(f"mrl: --steps {args.steps}: expected numbers such as 2 or 2,3", file=sys.stderr)
         return shared.CONFIG_ERROR
     own = [f"run.name={name}-profile", "run.existing=move_aside"]
-    args.overrides += [*own, f"run.profile={{steps: {steps}, ranks: [{args.ranks}], alone: true}}"]
+    tool = "nsys" if args.nsys else "torch"
+    args.overrides += [*own, f"run.profile={{tool: {tool}, steps: {steps}, ranks: [{args.ranks}], alone: true}}"]
     return train.run(args)

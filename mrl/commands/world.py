@@ -46,7 +46,7 @@ def start_local(cfg: AnyConfig, arguments: Sequence[str], fork_server: RankForkS
     """Runs a world on this machine, each rank as `python -m ARGUMENTS`; returns the exit code. fork_server: fork server
     of the own launcher's ranks."""
     from mrl.config.derived import Machine, is_on_one_machine
-    from mrl.launcher import LaunchError, launch, launch_elastic
+    from mrl.launcher import LaunchError, launch, launch_elastic, nsys_command
     from mrl.observe import RunExists, refuse_existing
     from mrl.ports import GLOO, LOOPBACK
 
@@ -57,7 +57,10 @@ def start_local(cfg: AnyConfig, arguments: Sequence[str], fork_server: RankForkS
             refuse_existing(cfg)
         if cfg.run.launcher == "mrl":
             command, save_s = [sys.executable, "-m", *arguments], _save_s(cfg)
-            code = launch(command, nproc, run_dir / "logs", save_s=save_s, fork_server=fork_server)
+            logs, profile, wrapped = run_dir / "logs", cfg.run.profile, dict[int, list[str]]()
+            if profile is not None and profile.tool == "nsys":
+                wrapped = dict.fromkeys(profile.ranks, nsys_command(logs, on_gpu=gpus() > 0))
+            code = launch(command, nproc, logs, save_s=save_s, fork_server=fork_server, wrapped=wrapped)
         else:
             code = launch_elastic(_elastic_job(cfg, arguments, nproc), run_dir)
         return _mark_if_preempted(code, run_dir)

@@ -46,6 +46,7 @@ MAY_CHANGE = (
     "sampler.batch",
     "images",
     *(f"{model}.parallel" for model in ("actor", "critic", "ref", "teacher")),
+    *(f"teacher.{key}" for key in ("url", "api_key_file", "concurrent_requests", "timeout_s")),
     *(f"{model}.max_tokens_per_microbatch" for model in ("actor", "critic", "ref")),
     *(f"{model}.recompute" for model in ("actor", "critic")),
     *(f"{model}.layers" for model in ("actor", "critic")),

@@ -53,9 +53,9 @@ class EngineClient:
 
     # ---- generation
 
-    def generate(self, body: GenerateBody) -> Any:
-        """Returns the raw answer, not yet checked."""
-        return self._call(protocol.GENERATE, body)
+    def generate(self, body: GenerateBody, timeout_s: float | None = None) -> Any:
+        """Returns the raw answer, not yet checked. timeout_s: instead of the client's"""
+        return self._call(protocol.GENERATE, body, timeout_s)
 
     def abort_all(self) -> None:
         """Ends every request that runs or waits, whoever sent it. Each is answered with the tokens that it has."""
@@ -225,9 +225,9 @@ class EngineClient:
 
     # ---- the wire
 
-    def _call(self, endpoint: Endpoint[Body, Answer], body: Body) -> Answer:
+    def _call(self, endpoint: Endpoint[Body, Answer], body: Body, timeout_s: float | None = None) -> Answer:
         """Sends a request and returns what the endpoint reads in the answer."""
-        reply = self._send(endpoint, body)
+        reply = self._send(endpoint, body, timeout_s=timeout_s)
         if reply.status_code != 200:
             raise EngineError(self.url, endpoint.name, reply.status_code, error_message(reply.content))
         is_json = reply.headers.get("content-type", "").startswith("application/json")
@@ -241,11 +241,15 @@ class EngineClient:
             raise EngineError(self.url, endpoint.name, reply.status_code, str(error)) from error
 
     def _send(
-        self, endpoint: Endpoint[Body, Any], body: Body, headers: Mapping[str, str] | None = None
+        self,
+        endpoint: Endpoint[Body, Any],
+        body: Body,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
     ) -> httpx.Response:
-        """The whole answer, which must be there after `timeout_s` seconds."""
+        """The whole answer, which must be there after `timeout_s` seconds, by default the client's."""
         self._access.check(self.url, endpoint.name)
-        limit = self.timeout_s
+        limit = self.timeout_s if timeout_s is None else timeout_s
         end = time.monotonic() + limit
         request = self._http.build_request(
             endpoint.method, endpoint.path, json=body, headers=headers, timeout=self._timeout(limit)

@@ -82,6 +82,10 @@ class GenerateBody(TypedDict):
     sampling_params: SamplingBody
     image_data: NotRequired[list[str]]  # the prompt's pictures, one image token each: data:image/png;base64
     return_logprob: NotRequired[bool]
+    # with max_new_tokens 0: log-probs of the prompt's own tokens after this one, and how many of the most likely tokens
+    # at each of their positions
+    logprob_start_len: NotRequired[int]
+    top_logprobs_num: NotRequired[int]
     return_routed_experts: NotRequired[bool]
     routed_experts_start_len: NotRequired[int]  # leading tokens of the prompt that are left out of that
     lora_path: NotRequired[str]  # the name of a loaded adapter; left out: the model without any
@@ -211,6 +215,10 @@ class MetaInfo(TypedDict):
     # last went to, 0 in layers without experts; without the first routed_experts_start_len tokens
     routed_experts: NotRequired[str]
     output_token_logprobs: list[Any]  # [log-prob, token, null] of each token: of logits / temperature, unfiltered
+    # as output_token_logprobs, of the prompt's tokens from logprob_start_len on, at temperature 1. The first one has no
+    # log-prob. input_top_logprobs: a list of such for each, null for the first
+    input_token_logprobs: NotRequired[list[Any]]
+    input_top_logprobs: NotRequired[list[Any]]
 
 
 class Generated(TypedDict):

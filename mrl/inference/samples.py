@@ -47,6 +47,18 @@ def sampling_body(sampling: SamplingParams, seed: int) -> SamplingBody:
     }
 
 
+def scoring_body(ids: list[int], start: int, top_k: int) -> GenerateBody:
+    """Returns the body of a request that generates nothing. It asks for the log-prob of each token after `ids[start]`,
+    and for the top_k most likely tokens at its position."""
+    body: GenerateBody = {
+        "input_ids": ids,
+        "sampling_params": sampling_body(SamplingParams(max_new_tokens=0), seed=0),
+        "return_logprob": True,
+        "logprob_start_len": start,
+    }
+    return {**body, "top_logprobs_num": top_k} if top_k else body
+
+
 def generate_body(
     request: Request, sampling: SamplingParams, adapter: str | None = None, *, experts: bool = False
 ) -> GenerateBody:

@@ -6,6 +6,7 @@ No rank outlives the launcher.
 from mrl.launcher.elastic import ElasticJob, NodeRank, launch_elastic, launch_node
 from mrl.launcher.fork_server import RankForkServer
 from mrl.launcher.logs import LaunchError
+from mrl.launcher.nsys import nsys_command
 from mrl.launcher.world import launch
 
 __all__ = [
@@ -16,4 +17,5 @@ __all__ = [
     "launch",
     "launch_elastic",
     "launch_node",
+    "nsys_command",
 ]

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -183,10 +183,12 @@ def launch(
     settle_s: float = 5.0,
     save_s: float | None = None,
     fork_server: RankForkServer | None = None,
+    wrapped: Mapping[int, Sequence[str]] | None = None,
 ) -> int:
     """Runs `command` as ranks 0..nproc-1 of one world; returns 0, or the exit code of the first rank that failed.
 
     fork_server: fork server that starts the ranks if it can, and is then closed
+    wrapped: words before the command of some ranks, which no fork server starts
 
     After a failure the other ranks get `settle_s` seconds to report the same error and end by themselves, before they
     are ended as after SIGINT (see Supervisor, also for other exit codes).
@@ -197,7 +199,7 @@ def launch(
         logs = open_logs(log_dir, nproc, command)
         with Terminal(logs[0].path) as terminal, tempfile.TemporaryDirectory(prefix="mrl-world-") as meeting:
             ranks = _Ranks(terminal, received, grace_s, settle_s, save_s, logs)
-            ranks.start(command, meeting, fork_server)
+            ranks.start(command, meeting, fork_server, wrapped or {})
             return ranks.run()
 
 
@@ -213,7 +215,13 @@ class _Ranks(Supervisor):
     stopped: list[int] = field(init=False, default_factory=list)
     cause: tuple[int, Failure] | None = field(init=False, default=None)
 
-    def start(self, command: Sequence[str], meeting: str, fork_server: RankForkServer | None) -> None:
+    def start(
+        self,
+        command: Sequence[str],
+        meeting: str,
+        fork_server: RankForkServer | None,
+        wrapped: Mapping[int, Sequence[str]],
+    ) -> None:
         """Starts the ranks. meeting: private folder of this account, for their rendezvous"""
         world = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(len(self.logs)))
         shared = {**FOR_RANKS, "PYTHONUNBUFFERED": "1", **os.environ, **world, MEETING_VARIABLE: meeting}
@@ -223,8 +231,10 @@ class _Ranks(Supervisor):
                 own[failure.FILE_VARIABLE] = str(log.failure_file.absolute())
                 with log.path.open("ab") as file, open(os.devnull, "rb") as nothing:
                     out = file.fileno() if number else self.terminal.for_rank
-                    made = fork_server.start(command, own, (nothing.fileno(), out, out)) if fork_server else None
-                    self.processes.append(Supervised(made or signals.start_program(command, own, out, out)))
+                    words, made = [*wrapped.get(number, ()), *command], None
+                    if fork_server is not None and number not in wrapped:
+                        made = fork_server.start(words, own, (nothing.fileno(), out, out))
+                    self.processes.append(Supervised(made or signals.start_program(words, own, out, out)))
         except OSError as error:
             self.kill()
             raise LaunchError(f"rank {len(self.processes)} could not be started: {error}") from error

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mrl import platform
 from mrl.core import PackedBatch, Rollout
-from mrl.kernels.linear_divergence import Divergence
+from mrl.kernels.linear_divergence import Divergence, TopTokens
 from mrl.models.batch import DEFAULT_PASS_OPTIONS, PassOptions, TeacherBatch, TeacherRows
 
 Together = int | tuple[int, ...]
@@ -29,36 +29,58 @@ class TeacherStates:
     """What one teacher says of one update's tokens, on the ranks with the head.
 
     states: for each micro-batch the tokens' indices [m] in the flat response vectors, and their hidden states [m, h]
-    weight, vocab_size: as in TeacherRows
+    weight [padded vocabulary / tp, h]: this rank's part of its lm_head; vocab_size: as in TeacherRows
     """
 
     states: list[tuple[Tensor, Tensor]]
     weight: Tensor
     vocab_size: int
 
+    def rows_of(self, number: int, packed: PackedBatch) -> TeacherRows:
+        """Returns its rows of micro-batch `number`, whose tokens are on this rank's device.
+
+        Raises RuntimeError if the teacher's tokens are not among those of the micro-batch.
+        """
+        indices, hidden = (each.to(platform.device()) for each in self.states[number])
+        rows = torch.isin(packed.response_indices, indices).nonzero()[:, 0]
+        if not torch.equal(packed.response_indices[rows], indices):
+            raise RuntimeError(f"micro-batch {number} of the student has other tokens than the teacher's")
+        return TeacherRows(rows, (hidden, self.weight), self.vocab_size)
+
+
+@dataclass(frozen=True)
+class TeacherTokens:
+    """What teachers behind HTTP say of one update's response tokens.
+
+    taught [R] bool: tokens that they teach; top: of all R tokens; vocab_size: the student's
+    """
+
+    taught: Tensor
+    top: TopTokens
+    vocab_size: int
+
+    def rows_of(self, number: int, packed: PackedBatch) -> TeacherRows:
+        """Returns as `TeacherStates.rows_of`."""
+        indices = packed.response_indices.cpu()
+        rows = self.taught[indices].nonzero()[:, 0]
+        top = self.top.at(indices[rows])
+        device = platform.device()
+        here = TopTokens(top.ids.to(device, torch.int64), top.log_probs.to(device))
+        return TeacherRows(rows.to(device), here, self.vocab_size)
+
 
 @dataclass(frozen=True)
 class Distillation:
     """Teachers of an update. weights [R]: gradient of the loss by the divergence of each response token."""
 
-    teachers: Sequence[TeacherStates]
+    teachers: Sequence[TeacherStates | TeacherTokens]
     divergence: Divergence
     weights: Tensor
 
     def of(self, number: int, packed: PackedBatch) -> TeacherBatch:
-        """Returns the teachers of micro-batch `number`, whose tokens are on this rank's device.
-
-        Raises RuntimeError if a teacher's tokens are not among those of the micro-batch.
-        """
-        device, found = platform.device(), []
-        for teacher in self.teachers:
-            indices, hidden = (each.to(device) for each in teacher.states[number])
-            rows = torch.isin(packed.response_indices, indices).nonzero()[:, 0]
-            if not torch.equal(packed.response_indices[rows], indices):
-                raise RuntimeError(f"micro-batch {number} of the student has other tokens than the teacher's")
-            if rows.numel():
-                found.append(TeacherRows(rows, hidden, teacher.weight, teacher.vocab_size))
-        return TeacherBatch(tuple(found), self.divergence, self.weights.to(device)[packed.response_indices])
+        """Returns the teachers of micro-batch `number`, whose tokens are on this rank's device."""
+        found = tuple(rows for each in self.teachers if (rows := each.rows_of(number, packed)).rows.numel())
+        return TeacherBatch(found, self.divergence, self.weights.to(platform.device())[packed.response_indices])
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mrl import platform
 from mrl.core import PackedBatch
-from mrl.kernels.linear_divergence import Divergence
+from mrl.kernels.linear_divergence import Divergence, TopTokens
 from mrl.kernels.linear_logprob import LossGradients
 from mrl.models.attention_plan import AttentionPlan
 from mrl.models.mcore import PackedSeqParams
@@ -92,13 +92,12 @@ class Images:
 class TeacherRows:
     """Output positions of a micro-batch whose tokens one teacher teaches.
 
-    rows [m] int64: among the n positions; hidden [m, h]: the teacher's hidden states; weight [padded vocabulary / tp,
-    h]: this rank's part of its lm_head, sharded as the student's; vocab_size: ids that both models have
+    rows [m] int64: among the n positions; teacher: its hidden states [m, h] and this rank's part of its lm_head [padded
+    vocabulary / tp, h], sharded as the student's, or its top tokens; vocab_size: ids that both models have
     """
 
     rows: Tensor
-    hidden: Tensor
-    weight: Tensor
+    teacher: tuple[Tensor, Tensor] | TopTokens
     vocab_size: int
 
 

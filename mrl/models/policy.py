@@ -76,7 +76,7 @@ class Policy(PackedGPT):
             divergence = linear_divergence(
                 rows[each.rows],
                 weight,
-                (each.hidden, each.weight),
+                each.teacher,
                 batch.distillation.divergence,
                 batch.distillation.token_weights[each.rows],
                 batch.temperature,

@@ -30,8 +30,9 @@ NEEDS: dict[str, tuple[dict[str, Level], tuple[bool, bool]]] = {
     "critic_update": ({"critic": "all"}, (False, False)),
     "sync": ({"actor": "parameters"}, (True, False)),
     "checkpoint": ({"actor": "parameters"}, (True, False)),  # writes tensors from where they are, after a weight sync
-}
+}  # and each teacher has a phase of its name, which needs that teacher alone
 SAMPLE_VECTORS, DENSE_VECTORS = 10, 8  # float32 of a step's response tokens, flat and padded to the longest
+INT32 = 4
 OBJECT_BYTES = 12  # of a response token on rank 0: its id, its log-prob, about four letters
 
 
@@ -118,15 +119,33 @@ def update_peak(
     yield MemoryItem(model.name, "current layer", working + _largest_gradient(model))
     if seen := tower.update_bytes(model, coords, tokens, -(-count // len(each))):
         yield MemoryItem(model.name, "tower", seen)
-    if _has_head(model, coords) and model.role == "policy" and model.adapters is not None:
-        yield MemoryItem(model.name, "head", _head_rows(model, tokens) + _logits(model, tokens, model.dtype))
-    elif _has_head(model, coords) and model.role == "policy":
-        waiting = _waiting(model, tokens)
-        copies = _gradient_bytes(model, is_whole=tokens.response / model.layout.context <= waiting)
-        beside: float = _columns(model) * model.arch.hidden_size * copies
-        beside += fp8.head_bytes(model, tokens, trained=True)
-        head = _head_rows(model, tokens) + _logits(model, tokens, model.dtype, waiting)
-        yield MemoryItem(model.name, "head", head + beside)
+    if _has_head(model, coords) and model.role == "policy":
+        yield MemoryItem(model.name, "head", _head_rows(model, tokens) + _head_pass(model, tokens))
+
+
+def _head_pass(model: PlannedModel, tokens: Tokens) -> float:
+    """Bytes of the logits and gradients of a training pass of the head."""
+    if model.adapters is not None:
+        return _logits(model, tokens, model.dtype)
+    waiting = _waiting(model, tokens)
+    copies = _gradient_bytes(model, is_whole=tokens.response / model.layout.context <= waiting)
+    beside: float = _columns(model) * model.arch.hidden_size * copies
+    return _logits(model, tokens, model.dtype, waiting) + beside + fp8.head_bytes(model, tokens, trained=True)
+
+
+def divergence_peak(work: StepWorkload, coords_of: Mapping[str, RankCoordinates]) -> Iterator[MemoryItem]:
+    """Yields what the divergence to the teachers adds to an update: a second pass of the actor's head, whose gradients
+    are held beside the first one's, and each teacher's hidden states and lm_head, and one chunk of its logits.
+    """
+    actor = work.models["actor"]
+    if not (work.size.taught and _has_head(actor, coords_of["actor"])):
+        return
+    rows, tokens = work.tokens["actor"].response / actor.layout.context, work.tokens["actor"]
+    yield MemoryItem("actor", "head of the divergence", rows * _width(actor) + _head_pass(actor, tokens))
+    for teacher in work.teachers:
+        kept = _columns(actor) * _width(teacher) if teacher.train.offload == "all" else 0
+        chunk = _columns(actor) * min(_chunk(actor), rows) * FLOAT32
+        yield MemoryItem(teacher.name, "head beside the actor's", rows * _width(teacher) + kept + chunk)
 
 
 def _width(model: PlannedModel) -> int:
@@ -216,10 +235,10 @@ def phases(work: StepWorkload, rank: int, engine: EnginePlan | None, assumed: As
     coords_of = {name: model.grid.coordinates(rank) for name, model in work.models.items()}
     found = []
     for name in phase_names(work):
-        awake = NEEDS[name][1]
+        awake = _needs(name)[1]
         items = [MemoryItem("process", "CUDA and NCCL", assumed.trainer_context + assumed.communicators)]
         for model in work.models.values():
-            level = level_of(name, model, work) if work.is_sampling else "all"
+            level = level_of(name, model) if work.is_sampling else "all"
             items += resident_memory(model, coords_of[model.name], level)
         items += _copies(work, coords_of["actor"], on_host=False)
         items += _transient(name, work, coords_of)
@@ -231,10 +250,13 @@ def phases(work: StepWorkload, rank: int, engine: EnginePlan | None, assumed: As
     return found
 
 
-def level_of(phase: str, model: PlannedModel, work: StepWorkload) -> Level:
-    """Returns the residency of a model in a phase; a teacher's is that of a reference."""
-    is_teacher = phase == "experience" and model.name in work.size.passes
-    return NEEDS[phase][0].get(model.name, "parameters" if is_teacher else "nothing")
+def level_of(phase: str, model: PlannedModel) -> Level:
+    """Returns the residency of a model in a phase."""
+    return _needs(phase)[0].get(model.name, "nothing")
+
+
+def _needs(phase: str) -> tuple[dict[str, Level], tuple[bool, bool]]:
+    return NEEDS.get(phase, ({phase: "parameters"}, (False, False)))
 
 
 def phase_names(work: StepWorkload) -> list[str]:
@@ -242,7 +264,9 @@ def phase_names(work: StepWorkload) -> list[str]:
     if not work.is_sampling:
         return [*updates, "checkpoint"]
     scoring = ["scoring"] if "reward" in work.models else []
-    return ["rollout", *scoring, *(["experience"] if work.size.passes else []), *updates, "sync", "checkpoint"]
+    teachers = [model.name for model in work.teachers]
+    experience = ["experience"] if set(work.size.passes) - {*teachers} else []
+    return ["rollout", *scoring, *experience, *teachers, *updates, "sync", "checkpoint"]
 
 
 def left_for_engine(work: StepWorkload, rank: int, memory: float, assumed: Assumptions) -> float:
@@ -263,8 +287,11 @@ def _transient(phase: str, work: StepWorkload, coords_of: Mapping[str, RankCoord
         return []
     if phase == "scoring":
         return list(forward_peak(models["reward"], coords_of["reward"], work.tokens["reward"]))
+    if phase in models:  # a teacher
+        return list(forward_peak(models[phase], coords_of[phase], work.tokens[phase]))
     if phase == "experience":
-        there, stage = [name for name in work.size.passes if name in models], coords_of["actor"].pp
+        stage, teachers = coords_of["actor"].pp, {model.name for model in work.teachers}
+        there = [name for name in work.size.passes if name in models and name not in teachers]
         each = [list(forward_peak(models[name], coords_of[name], work.tokens[name])) for name in there]
         most = max(each, key=lambda items: sum(item.nbytes for item in items), default=[])
         return [
@@ -279,7 +306,8 @@ def _transient(phase: str, work: StepWorkload, coords_of: Mapping[str, RankCoord
     model, count = models[name], work.batches[name].count
     stage = coords_of[name].pp
     given = activations.in_flight(model.layout, stage, count) * routing_replay.pass_bytes(model, work, stage)
-    return [*update_peak(model, coords_of[name], work.tokens[name], count), *_experts(given)]
+    divergence = divergence_peak(work, coords_of) if name == "actor" else ()
+    return [*update_peak(model, coords_of[name], work.tokens[name], count), *divergence, *_experts(given)]
 
 
 def _experts(nbytes: float) -> list[MemoryItem]:
@@ -317,6 +345,12 @@ def host_items(work: StepWorkload, rank: int, written: Mapping[str, int]) -> lis
     flat = size.learnt * (mean.mean * 8 + mean.response * FLOAT32 * SAMPLE_VECTORS)
     dense = size.learnt * (work.size.response_tokens or work.lengths.longest) * FLOAT32 * DENSE_VECTORS
     found.append(MemoryItem("samples", "tensors of the step", flat + dense))
+    tokens = size.learnt * mean.response
+    for teacher in work.teachers if _has_head(actor, coords) else ():
+        states = size.taught * tokens / (actor.grid.dp * actor.layout.context) * _width(teacher)
+        found += [MemoryItem(teacher.name, "hidden states", states)] if states else []
+    if size.served_tokens:
+        found.append(MemoryItem("samples", "teachers' top tokens", tokens * size.served_tokens * (INT32 + FLOAT32)))
     if own := routing_replay.host_bytes(work, coords):
         found.append(MemoryItem("samples", "routed experts", own))
     if rank == 0 and size.sampled:

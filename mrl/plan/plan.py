@@ -20,7 +20,7 @@ from mrl.plan.engine import EnginePlan, plan_engine
 from mrl.plan.memory import MemoryItem, PhaseMemory
 from mrl.plan.placement import Placement
 from mrl.plan.shortage import Shortage, shortages
-from mrl.plan.timing import ClusterRates, TimedPart
+from mrl.plan.timing import ClusterRates, DeltaBreakEven, TimedPart
 from mrl.plan.workload import StepWorkload, models_of
 
 PER_NODE = 8  # GPUs, by default
@@ -90,9 +90,18 @@ class Plan:
         """Timed parts of a step; empty without GPUs."""
         if not self.on_gpu:
             return []
-        apart = self.engine.engines if self.engine is not None and self.cfg.engine_nodes() is not None else 0
-        found = timing.step(ClusterRates(self.cluster, self.assumed), self.work, self.engine, apart)
+        found = timing.step(ClusterRates(self.cluster, self.assumed), self.work, self.engine, self._apart)
         return found + timing.overlapped(found) if self.samples_during_training else found
+
+    @property
+    def _apart(self) -> int:
+        return self.engine.engines if self.engine is not None and self.cfg.engine_nodes() is not None else 0
+
+    @property
+    def delta_break_even(self) -> DeltaBreakEven | None:
+        """When a delta weight sync is faster than a whole one; None without sync.delta."""
+        rates = ClusterRates(self.cluster, self.assumed)
+        return timing.delta_break_even(rates, self.work, self._apart) if self.work.keeps_sent else None
 
     @property
     def samples_during_training(self) -> bool:

@@ -58,7 +58,7 @@ def _remedies(work: StepWorkload, phase: PhaseMemory, engine: EnginePlan | None)
             yield f"rollout.release: {better[-1]} (the engine holds {awake / GIB:.1f} GiB meanwhile)"
     yield from _away(work, phase.name)
     model = work.models.get(phase.name.removesuffix("_update"))
-    if model is not None:
+    if model is not None and model.is_trained:
         yield from _smaller_passes(model, phase, work.lengths.longest)
     yield "a larger parallel.tensor or parallel.pipeline, or more GPUs (mrl plan CONFIG --search)"
 
@@ -66,7 +66,7 @@ def _remedies(work: StepWorkload, phase: PhaseMemory, engine: EnginePlan | None)
 def _away(work: StepWorkload, phase: str) -> Iterator[str]:
     """Yields the keys of models that could offload more in this phase."""
     for name, model in work.models.items() if work.is_sampling else ():
-        level, key = level_of(phase, model, work), f"{SECTIONS.get(name, name)}.offload"
+        level, key = level_of(phase, model), f"{SECTIONS.get(name, name)}.offload"
         if level == "nothing" and model.train.offload != "all":
             yield f"{key}: all"
         elif level == "parameters" and model.train.offload == "none" and model.is_trained:

@@ -24,6 +24,7 @@ def lines(plan: Plan) -> Iterator[str]:
         (f"Memory per {of_what} in GiB; for each phase, the rank that needs most", memory(plan)),
         ("Host memory and disk" if plan.on_gpu else "Memory and disk of a node", host_and_disk(plan)),
         (f"Step time in seconds; {overlap}", seconds(plan)),
+        ("Delta weight sync", delta_sync(plan)),
         ("Assumptions, not measured with mrl", assumed(plan)),
     ):
         if shown := [f"  {line}" for line in part]:
@@ -231,6 +232,20 @@ def seconds(plan: Plan) -> Iterator[str]:
     yield f"{'step':<16} {plan.seconds:8.{digits}f}"
 
 
+def delta_sync(plan: Plan) -> Iterator[str]:
+    """Yields the shares of changed elements below which sync.delta has fewer bytes, and takes less time."""
+    if (found := plan.delta_break_even) is None:
+        return
+    yield f"has fewer bytes than whole weights if less than {found.smaller_below:.0%} of the elements change"
+    if found.faster_below is None:
+        return
+    link, limit = f"at {found.speed / 1e9:.1f} GB/s ({found.link})", f"{found.slowest / 1e9:.1f} GB/s"
+    if found.faster_below > 0:
+        yield f"is faster {link} if less than {found.faster_below:.0%} change; on links above {limit} it never is"
+    else:
+        yield f"is never faster {link}, only on links below {limit}: the comparison moves all weights over PCIe twice"
+
+
 def assumed(plan: Plan) -> Iterator[str]:
     rows = plan.assumed.rows() if plan.on_gpu else []
     for start in range(0, len(rows), 3):
@@ -260,6 +275,7 @@ def data(plan: Plan) -> dict[str, Any]:
         "checkpoint_bytes": plan.checkpoint_bytes,
         "seconds": plan.seconds,
         "save_seconds": plan.save_seconds,
+        "delta_sync": vars(found) if (found := plan.delta_break_even) is not None else None,
         "parts": [vars(part) for part in plan.parts],
         "tensors_of_rank_0": {phase.name: phase.tensors for phase in plan.ranks[0]},
         "assumed": vars(plan.assumed),

@@ -202,9 +202,16 @@ def sync(rates: ClusterRates, work: StepWorkload, apart: int) -> Iterator[TimedP
     nbytes = total * actor.dtype / senders
     speed, link = rates.link(actor, "tp")
     yield TimedPart("sync", "gathering weights", nbytes / speed if actor.layout.tensor > 1 else 0.0, link)
-    nodes = rates.cluster.nodes
-    speed, link = (rates.network, "network") if nodes > 1 or apart else (rates.cluster.chip.nvlink, "NVLink")
-    yield TimedPart("sync", "weights to the engines", nbytes * max(1, apart) / speed, link)
+    speed, link, copies = to_engines(rates, apart)
+    yield TimedPart("sync", "weights to the engines", nbytes * copies / speed, link)
+
+
+def to_engines(rates: ClusterRates, apart: int) -> tuple[float, str, int]:
+    """Returns (bytes a second, link, how often each byte is sent) of a weight sync to the engines. apart: as for
+    `sync`"""
+    is_far = rates.cluster.nodes > 1 or apart > 0
+    speed, link = (rates.network, "network") if is_far else (rates.cluster.chip.nvlink, "NVLink")
+    return speed, link, max(1, apart)
 
 
 def offload(rates: ClusterRates, work: StepWorkload) -> Iterator[TimedPart]:
@@ -213,6 +220,51 @@ def offload(rates: ClusterRates, work: StepWorkload) -> Iterator[TimedPart]:
         copied = sum(item.nbytes for item in offloaded_memory(model, model.grid.coordinates(0)))
         if copied:
             yield TimedPart("moving memory", model.name, 2 * copied / rates.pcie, "PCIe")
+
+
+def divergence(rates: ClusterRates, work: StepWorkload, phase: str) -> Iterator[TimedPart]:
+    """Yields what the divergence to teachers adds to an update: logits and both gradients of the actor's head, and each
+    teacher's logits of its share of the samples."""
+    actor, samples = work.models["actor"], work.batches["actor"].per_replica
+    if work.size.taught:
+        head = 3 * model_flops(actor, samples * actor.grid.dp, work.lengths)[2]
+        teachers = [model_flops(model, samples * actor.grid.dp, work.lengths)[2] for model in work.teachers]
+        head += sum(teachers) / max(1, len(teachers))
+        ranks = actor.grid.world / actor.layout.pipeline
+        yield TimedPart(phase, "divergence to the teachers", head / ranks / rates.flops, "arithmetic")
+
+
+@dataclass(frozen=True)
+class DeltaBreakEven:
+    """When a delta weight sync is faster than one of whole weights.
+
+    smaller_below: share of changed elements below which it has fewer bytes
+    faster_below: share below which it takes less time; 0: none does; None: the rates are not known
+    speed: bytes a second of the link to the engines; slowest: of a link on which no delta is faster
+    """
+
+    smaller_below: float
+    faster_below: float | None
+    speed: float
+    slowest: float
+    link: str
+
+
+def delta_break_even(rates: ClusterRates, work: StepWorkload, apart: int) -> DeltaBreakEven:
+    """Returns the break-even of `mrl.inference.delta.encode`: a changed element of b bytes takes b + 1, and 255
+    unchanged ones take 1. The sender compares on its GPU, so the copy that it keeps in host memory crosses PCIe twice.
+
+    apart: as for `sync`
+    """
+    width = work.models["actor"].dtype
+    gaps, each = 1 / (255 * width), (width + 1) / width
+    smaller = (1 - gaps) / each
+    if not rates.cluster.chip.is_gpu:
+        return DeltaBreakEven(smaller, None, 0.0, 0.0, "")
+    speed, link, copies = to_engines(rates, apart)
+    compared = 2 * speed / copies / rates.pcie
+    slowest = (1 - gaps) * copies * rates.pcie / 2
+    return DeltaBreakEven(smaller, max(0.0, (1 - gaps - compared) / each), speed, slowest, link)
 
 
 def overlapped(parts: Sequence[TimedPart]) -> list[TimedPart]:
@@ -233,13 +285,15 @@ def step(rates: ClusterRates, work: StepWorkload, engine: EnginePlan | None, apa
         found += passes(rates, work.models["reward"], "scoring", all_samples["reward"], lengths, trained=False)
     for name in size.passes:
         if name in work.models:
-            found += passes(rates, work.models[name], "experience", all_samples[name], lengths, trained=False)
+            phase = name if work.models[name] in work.teachers else "experience"
+            found += passes(rates, work.models[name], phase, all_samples[name], lengths, trained=False)
     updates = size.epochs * max(1, size.learnt // size.minibatch)
     for name, model in work.models.items():
         if model.is_trained:
             phase = f"{name}_update"
             once = [*passes(rates, model, phase, work.batches[name], lengths, trained=True)]
             once += optimizer_step(rates, model, phase)
+            once += divergence(rates, work, phase) if name == "actor" else ()
             found += [TimedPart(part.phase, part.what, part.seconds * updates, part.limit) for part in once]
     if work.is_sampling:
         found += [*sync(rates, work, apart), *offload(rates, work)]

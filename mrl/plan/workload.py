@@ -187,6 +187,11 @@ class StepWorkload:
     keeps_sent: bool
 
     @property
+    def teachers(self) -> list[PlannedModel]:
+        """Teachers that the trainer computes, each in a phase of its own."""
+        return [model for name, model in self.models.items() if name.partition(".")[0] == "teacher"]
+
+    @property
     def is_sampling(self) -> bool:
         return self.size.sampled > 0
 

@@ -33,6 +33,7 @@ from mrl.platform.process import (
     synchronize,
     use_device,
 )
+from mrl.platform.profiling import dump_memory_snapshot, nsys_capture, nvtx_range, record_memory_history
 from mrl.platform.random_state import random_state, restore_random_state
 from mrl.platform.registry import REGISTRY, Adaptation
 from mrl.platform.speed import busy_seconds, cpu_gflops, pass_timers, probe_seconds
@@ -54,6 +55,10 @@ __all__ = [
     "check_switches",
     "release_shared_memory",
     "device",
+    "dump_memory_snapshot",
+    "nsys_capture",
+    "nvtx_range",
+    "record_memory_history",
     "device_uuid",
     "features",
     "fp8_problem",

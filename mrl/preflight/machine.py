@@ -188,6 +188,9 @@ def check_services(cfg: AnyConfig) -> Iterator[Finding]:
             text = f"rollout.urls: {problem}"
             limit = rollout.startup_timeout_s if rollout is not None else 0.0
             yield Finding("services", "warning", text, f"start it; the run waits up to {limit:g} s for it")
+    for key, url in cfg.teacher_urls().items():
+        if (problem := _unreachable(url)) is not None:
+            yield Finding("services", "problem", f"{key}: {problem}", "start the engine of the teacher, or correct it")
     if (nodes := cfg.engine_nodes()) is not None:
         text = f"the run waits up to {nodes.wait_s:g} s for {nodes.nodes} engine nodes (mrl serve)"
         yield Finding("services", "ok", text)

@@ -194,6 +194,30 @@ MISTAKES = [
         ("run.profile={steps: [1], ranks: [4]}",),
         code=2,
     ),
+    Mistake(
+        "nsys under another launcher",
+        ("run.launcher", "torchrun starts the ranks itself, without nsys"),
+        ("run.profile={tool: nsys, steps: [1]}", "run.launcher=torchrun"),
+        code=2,
+    ),
+    Mistake(
+        "a history of memory that no GPU has",
+        ("run.memory_history", "this machine has no GPUs"),
+        ("run.memory_history={steps: [1]}",),
+        code=2,
+    ),
+    Mistake(
+        "a history of memory of a step that is none",
+        ("run.memory_history.steps", "step 9 is after the last step"),
+        ("run.memory_history={steps: [9]}",),
+        code=2,
+    ),
+    Mistake(
+        "a history of memory that nobody sees",
+        ("run.memory_history", "writes no snapshot"),
+        ("run.memory_history={on_out_of_memory: false}",),
+        code=2,
+    ),
     Mistake("a name that is a path", ("run.name", "one plain directory name"), ("run.name=a/b",), code=2),
     # model, vocabulary, tokenizer
     Mistake("no model there", ("model.path", "config.json does not exist"), ("model.path=nowhere",), code=2),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 DIVERGENCES = [
@@ -12,6 +13,13 @@ DIVERGENCES = [
     ("skewed_kl", 0.1),
     ("skewed_reverse_kl", 0.1),
 ]
+
+
+def top_outcomes(p: Tensor, q: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """p and q over the teacher's top_k tokens and any other token: [..., top_k + 1]."""
+    ids = p.topk(top_k, -1).indices
+    top_p, top_q = p.gather(-1, ids), q.gather(-1, ids)
+    return tuple(torch.cat([x, 1 - x.sum(-1, keepdim=True)], -1) for x in (top_p, top_q))  # type: ignore[return-value]
 
 
 def by_the_papers(kind: str, mix: float, p: Tensor, q: Tensor) -> Tensor:

@@ -119,6 +119,7 @@ INSIDE: dict[str, dict[str, tuple[str, ...]]] = {
         "client": ("errors", "answers", "server_info", "protocol", "access"),
         "routed": ("errors", "answers"),
         "samples": ("errors", "answers", "protocol", "routed"),
+        "teacher_engine": (*TALK, "samples"),
         "launch": ("delta", "routed"),
         "sglang": ("errors", "launch"),
         "transformers_engine": ("errors", "delta", "launch", "protocol", "routed", "serving", "sglang.cpu_shim"),

@@ -12,6 +12,7 @@ import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 from mrl.config.schema import ParallelConfig, RLConfig, TrainConfig  # noqa: E402
 from mrl.core import Rollout  # noqa: E402
 from mrl.families import load_arch  # noqa: E402
+from mrl.inference.teacher_engine import ScoredTokens  # noqa: E402
 from mrl.learner import Learner, losses  # noqa: E402
 from mrl.parallel import Meshes, rank  # noqa: E402
 from mrl.trainers.rl import distillation  # noqa: E402
@@ -38,12 +40,21 @@ TIMEOUT_S, TEMPERATURE, COEF, POLICY_COEF = 600, 0.7, 0.3, 0.5
 VOCAB = 313  # of student and small; large has unused ids beyond
 ONE = ("large",)
 TWO = ("small", "large")
+TOP_K = 8
+URL = {"url": "http://localhost:1"}
 
 
-def config(folder: Path, kind: str, mix: float, teachers: tuple[str, ...], layout: ParallelConfig) -> RLConfig:
-    own: dict[str, Any] = {"path": str(folder / teachers[0])}
-    if len(teachers) > 1:
-        own = {"teachers": {name: {"path": str(folder / name)} for name in teachers}}
+def is_served(case: str, name: str) -> bool:
+    """Whether an engine has this teacher: in cases named "top", the large one."""
+    return case.startswith("top") and name == "large"
+
+
+def config(
+    folder: Path, case: str, kind: str, mix: float, teachers: tuple[str, ...], layout: ParallelConfig
+) -> RLConfig:
+    each = {name: {"path": str(folder / name)} | (URL if is_served(case, name) else {}) for name in teachers}
+    own: dict[str, Any] = each[teachers[0]] if len(teachers) == 1 else {"teachers": each}
+    own |= {"top_k": TOP_K}
     if kind == "jsd" or kind.startswith("skewed"):
         own["beta" if kind == "jsd" else "skew"] = mix
     return RLConfig.model_validate(
@@ -65,7 +76,7 @@ def config(folder: Path, kind: str, mix: float, teachers: tuple[str, ...], layou
 def samples(case: str, teachers: tuple[str, ...]) -> Rollout:
     """Groups of two, of which each teacher has one."""
     rollout = make_rollout(VOCAB)
-    if case == "several":
+    if case.endswith("several"):
         rollout = make_several(make_trajectories(rollout))
     sources = torch.arange(rollout.num_samples) % len(teachers)
     return replace(rollout, sources=sources, source_names=teachers if len(teachers) > 1 else ("",))
@@ -75,16 +86,40 @@ def cases() -> list[tuple[str, str, float, tuple[str, ...]]]:
     found = [
         (f"{kind} {mix} {len(teachers)}", kind, mix, teachers) for kind, mix in DIVERGENCES for teachers in (ONE, TWO)
     ]
-    return [*found, ("several", "reverse_kl", 0.1, TWO)]
+    found += [(f"top {kind} {mix} 1", kind, mix, ONE) for kind, mix in DIVERGENCES[:3]]
+    return [*found, ("several", "reverse_kl", 0.1, TWO), ("top several", "jsd", 0.3, TWO)]
+
+
+class Served:
+    """What an engine says of sequences, from transformers in float64."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def score(self, sequences: list[tuple[list[int], int]], top_k: int) -> list[ScoredTokens]:
+        return [self._score(torch.tensor(ids), first, top_k) for ids, first in sequences]
+
+    @torch.no_grad()
+    def _score(self, ids: torch.Tensor, first: int, top_k: int) -> ScoredTokens:
+        log_p = (in_float64(self._path)(ids[None]).logits[0, first - 1 : -1] / TEMPERATURE).log_softmax(-1)
+        top, own = log_p.topk(top_k, -1), log_p.gather(1, ids[first:, None])[:, 0]
+        return ScoredTokens(own.float().numpy(), top.indices.numpy(), top.values.float().numpy())
+
+
+def add_teachers(run: Any, folder: Path, learners: dict[str, Learner], case: str, names: tuple[str, ...]) -> None:
+    sections = dict(zip(run.cfg.teachers(), names, strict=True))
+    run.teachers = {key: learners[name] for key, name in sections.items() if not is_served(case, name)}
+    run.teacher_engines = {key: Served(folder / name) for key, name in sections.items() if is_served(case, name)}
+    note = SimpleNamespace(note=lambda: None)
+    run.world = SimpleNamespace(from_main=lambda what, make: make(), activity=note)
 
 
 def of_mrl(
     folder: Path, learners: dict[str, Learner], case: str, kind: str, mix: float, names: tuple[str, ...]
 ) -> Result:
     actor = learners["student"]
-    run = bare_run(config(folder, kind, mix, names, actor.mesh.cfg), actor, None)
-    teachers = (learners[name] for name in names)
-    run.teachers = dict(zip(run.cfg.teachers(), teachers, strict=True))
+    run = bare_run(config(folder, case, kind, mix, names, actor.mesh.cfg), actor, None)
+    add_teachers(run, folder, learners, case, names)
     rollout = samples(case, names)
     exp = make_experience(run.cfg.algorithm, rollout, Passes(), 0.0)
     assert run.cfg.teacher is not None
@@ -111,7 +146,7 @@ def in_float64(path: Path) -> Any:
 def of_transformers(folder: Path, case: str, kind: str, mix: float, names: tuple[str, ...]) -> Result:
     student, rollout = in_float64(folder / "student"), samples(case, names)
     student.zero_grad()
-    cfg = config(folder, kind, mix, names, ParallelConfig())
+    cfg = config(folder, case, kind, mix, names, ParallelConfig())
     advantages = make_experience(cfg.algorithm, rollout, Passes(), 0.0).advantages.double()
     total, at = torch.zeros((), dtype=torch.float64), 0
     cut = rollout.split_sequences(range(rollout.num_samples))[0]
@@ -125,25 +160,37 @@ def of_transformers(folder: Path, case: str, kind: str, mix: float, names: tuple
     lengths = cut.seq_lens.tolist()
     for sample, ids, mask in zip(of_sample, rollout.tokens.split(lengths), drawn.split(lengths), strict=True):
         assert rollout.sources is not None
-        teacher = in_float64(folder / names[int(rollout.sources[sample])])
+        name = names[int(rollout.sources[sample])]
+        teacher, known = in_float64(folder / name), None if is_served(case, name) else VOCAB
         log_q = (student(ids[None]).logits[0, :, :VOCAB] / TEMPERATURE).log_softmax(-1)
         with torch.no_grad():
-            p = (teacher(ids[None]).logits[0, :, :VOCAB] / TEMPERATURE).softmax(-1)
+            p = (teacher(ids[None]).logits[0, :, :known] / TEMPERATURE).softmax(-1)
         for place in mask.nonzero().flatten().tolist():
             log_prob = log_q[place - 1, ids[place]]
             total = total - POLICY_COEF * advantages[at] * (log_prob - log_prob.detach()).exp()
-            total = total + COEF * by_the_papers(kind, mix, p[place - 1], log_q[place - 1].exp())
+            both = p[place - 1], log_q[place - 1].exp()
+            if is_served(case, name):
+                both = of_top(*both)
+            total = total + COEF * by_the_papers(kind, mix, *both)
             at += 1
     assert at == rollout.num_response_tokens
     (total / at).backward()
     return float(total / at), {name: x.grad.clone() for name, x in student.named_parameters() if x.grad is not None}
 
 
-def sampled(folder: Path, learners: dict[str, Learner]) -> list[object]:
+def of_top(p: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outcomes of a teacher with ids that the student lacks: those are "any other token", or get no weight."""
+    q = torch.nn.functional.pad(q, (0, p.numel() - q.numel()))
+    ids = p.topk(TOP_K).indices
+    ids = ids[ids < VOCAB]
+    return tuple(torch.cat([x[ids], 1 - x[ids].sum()[None]]) for x in (p, q))  # type: ignore[return-value]
+
+
+def sampled(folder: Path, learners: dict[str, Learner], case: str) -> list[object]:
     """Advantages with the teachers' log-probs of the sampled tokens, against those of transformers."""
     actor = learners["student"]
-    run = bare_run(config(folder, "sampled", 0.1, TWO, actor.mesh.cfg), actor, None)
-    run.teachers = dict(zip(run.cfg.teachers(), (learners[name] for name in TWO), strict=True))
+    run = bare_run(config(folder, case, "sampled", 0.1, TWO, actor.mesh.cfg), actor, None)
+    add_teachers(run, folder, learners, case, TWO)
     rollout = samples("", TWO)
     exp = make_experience(run.cfg.algorithm, rollout, Passes(), 0.0)
     assert run.cfg.teacher is not None and rollout.sources is not None
@@ -182,7 +229,8 @@ def main() -> None:
             case: compare(of_mrl(models, learners, case, *how), wanted[case])  # type: ignore[arg-type]
             for case, *how in cases()
         }
-        results[layout]["sampled"] = sampled(models, learners)
+        for case in ("sampled", "top sampled"):
+            results[layout][case] = sampled(models, learners, case)
     if rank() == 0:
         Path(result).write_text(json.dumps(results))
     torch.distributed.barrier()

@@ -42,7 +42,7 @@ def _other(
     arch = _arch(key, use.path, problems)
     if arch is None:
         return None
-    if not shapes_only:
+    if not (shapes_only or use.is_served):
         problems.extend(_weights(key, use.path, model.allow_pickle))
     if use.is_teacher:
         difference = None if shapes_only else tokenizer_files.difference(use.path, model.path)

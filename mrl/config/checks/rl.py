@@ -27,7 +27,8 @@ from mrl.config.trainers.rl import RLConfig
 
 def check_files(cfg: RLConfig) -> Iterator[Problem]:
     """Checks the key file and the functions that the configuration names."""
-    yield from rollout.check_key_file(cfg.rollout)
+    yield from rollout.check_key_file("rollout.api_key_file", cfg.rollout.urls, cfg.rollout.api_key_file)
+    yield from teacher.check_files(cfg)
     yield from reward.check_functions(cfg.reward)
     yield from algorithm.check_files(cfg)
     yield from policy.check_file(cfg)

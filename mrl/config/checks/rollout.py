@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from urllib.parse import urlsplit
 
 from mrl.config.checks import lora
@@ -33,12 +33,13 @@ def check(cfg: RLConfig, arch: ModelArch | None, machine: Machine) -> Iterator[P
     yield from _validation(cfg)
 
 
-def check_key_file(rollout: RolloutConfig) -> Iterator[Problem]:
-    if rollout.urls and rollout.api_key_file is not None:
+def check_key_file(key: str, urls: Sequence[str], file: str | None) -> Iterator[Problem]:
+    """Checks the key file of engines that run already."""
+    if urls and file is not None:
         try:
-            read_secret(rollout.api_key_file)
+            read_secret(file)
         except ValueError as error:
-            yield Problem(("rollout.api_key_file",), str(error))
+            yield Problem((key,), str(error))
 
 
 def _lengths(cfg: RLConfig, arch: ModelArch | None) -> Iterator[Problem]:
@@ -76,7 +77,9 @@ def _engine(cfg: RLConfig, arch: ModelArch | None, machine: Machine) -> Iterator
         names = ["servers", "tensor", "memory_fraction", "max_context_tokens"]
         names += ["max_running_requests", "max_restarts", "server_args", "gpus", "quantization", "threads"]
         yield from without_effect(rollout, "rollout", names, "mrl starts no engine when urls are given", "rollout.urls")
-        yield from _urls(rollout.urls)
+        yield from check_passwords("rollout.urls", "rollout.api_key_file", rollout.urls)
+        if len(set(rollout.urls)) < len(rollout.urls):
+            yield Problem(("rollout.urls",), "names an engine twice")
         return
     yield from without_effect(
         rollout, "rollout", ["api_key_file"], "engines that mrl starts get a key from the run", "rollout.urls"
@@ -202,14 +205,13 @@ def _fits(tensor: int, arch: ModelArch) -> bool:
     return arch.num_heads % tensor == 0 and (cut or copied)
 
 
-def _urls(urls: tuple[str, ...]) -> Iterator[Problem]:
+def check_passwords(key: str, key_file: str, urls: Sequence[str]) -> Iterator[Problem]:
+    """Checks that no address of an engine contains a password."""
     for url in urls:
         parts = urlsplit(url)
         if parts.username is not None or parts.password is not None:
             message = f"the URL of {parts.hostname} contains a password, which logs would show: use api_key_file"
-            yield Problem(("rollout.urls", "rollout.api_key_file"), message)
-    if len(set(urls)) < len(urls):
-        yield Problem(("rollout.urls",), "names an engine twice")
+            yield Problem((key, key_file), message)
 
 
 def _server_args(arguments: tuple[str, ...]) -> Iterator[Problem]:

@@ -47,18 +47,40 @@ def check_trackers(run: RunConfig) -> Iterator[Problem]:
 
 
 def check_profile(cfg: AnyConfig, machine: Machine) -> Iterator[Problem]:
-    """Checks for steps and ranks that do not exist."""
-    run = cfg.run
-    if run.profile is None:
+    """Checks for steps and ranks that do not exist, and for tools that this run or machine cannot use."""
+    profile, history = cfg.run.profile, cfg.run.memory_history
+    if profile is not None:
+        if not profile.steps:
+            yield Problem(("run.profile.steps", "run.steps"), "names no step")
+        yield from _steps_and_ranks(cfg, machine, "run.profile", profile.steps, profile.ranks)
+        if profile.tool == "nsys" and cfg.run.launcher != "mrl":
+            message = f"{cfg.run.launcher} starts the ranks itself, without nsys: use launcher: mrl, or tool: torch"
+            yield Problem(("run.launcher", "run.profile.tool"), message)
+        if profile.tool == "nsys" and machine.world_size > machine.local_world_size:
+            yield Problem(("run.profile.tool", "run.nodes"), "nsys profiles the ranks of one machine: use tool: torch")
+    if history is None:
         return
-    late = [step for step in run.profile.steps if step > run.steps and not cfg.steps_follow_data()]
-    if late or not run.profile.steps:
-        message = f"step {', '.join(map(str, late))} is after the last step, {run.steps}" if late else "names no step"
-        yield Problem(("run.profile.steps", "run.steps"), message)
-    none = [rank for rank in run.profile.ranks if rank >= machine.world_size]
-    if none or not run.profile.ranks:
+    if not (history.steps or history.on_out_of_memory):
+        yield Problem(("run.memory_history",), "writes no snapshot: name steps, or set on_out_of_memory: true")
+    yield from _steps_and_ranks(cfg, machine, "run.memory_history", history.steps, history.ranks)
+    if machine.gpus == 0:
+        message = (
+            "records the allocator of CUDA, and this machine has no GPUs: leave it out (metrics memory/resident_gib/*)"
+        )
+        yield Problem(("run.memory_history",), message)
+
+
+def _steps_and_ranks(
+    cfg: AnyConfig, machine: Machine, key: str, steps: tuple[int, ...], ranks: tuple[int, ...]
+) -> Iterator[Problem]:
+    late = [step for step in steps if step > cfg.run.steps and not cfg.steps_follow_data()]
+    if late:
+        message = f"step {', '.join(map(str, late))} is after the last step, {cfg.run.steps}"
+        yield Problem((f"{key}.steps", "run.steps"), message)
+    none = [rank for rank in ranks if rank >= machine.world_size]
+    if none or not ranks:
         message = f"rank {', '.join(map(str, none))} does not exist: ranks are 0 to {machine.world_size - 1}"
-        yield Problem(("run.profile.ranks",), message if none else "names no rank")
+        yield Problem((f"{key}.ranks",), message if none else "names no rank")
 
 
 def check_checkpoint(cfg: AnyConfig) -> Iterator[Problem]:

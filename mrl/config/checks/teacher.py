@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mrl.config.checks.base import Archs, without_effect
+from mrl.config.checks.rollout import check_key_file, check_passwords
 from mrl.config.problems import Problem
 from mrl.config.sections.models import ParallelConfig
-from mrl.config.sections.teacher import SOURCES
+from mrl.config.sections.teacher import SOURCES, TeacherModelConfig
 from mrl.config.trainers.rl import RLConfig
 
 AXES = ("tensor", "pipeline", "context", "virtual_pipeline")
+
+
+def check_files(cfg: RLConfig) -> Iterator[Problem]:
+    """Checks the key files of the engines that serve teachers."""
+    for name, model in cfg.teachers().items():
+        yield from check_key_file(f"{name}.api_key_file", [model.url] if model.url else [], model.api_key_file)
 
 
 def check(cfg: RLConfig, archs: Archs) -> Iterator[Problem]:
@@ -24,16 +31,38 @@ def check(cfg: RLConfig, archs: Archs) -> Iterator[Problem]:
         yield Problem((SOURCES, "teacher.path"), "has no effect: path is the teacher of all data sources: choose one")
     if teacher.teachers:
         because = "each of the teachers has its own"
-        yield from without_effect(teacher, "teacher", ["parallel", "offload"], because, SOURCES)
+        yield from without_effect(teacher, "teacher", ["parallel", "offload", "url", "api_key_file"], because, SOURCES)
     because = f"the divergence is {teacher.divergence}"
     if teacher.divergence != "jsd":
         yield from without_effect(teacher, "teacher", ["beta"], because, key)
     if not teacher.divergence.startswith("skewed"):
         yield from without_effect(teacher, "teacher", ["skew"], because, key)
+    if all(model.url is None for model in teacher.models.values()):
+        names, because = ["top_k", "concurrent_requests", "timeout_s"], "the trainer computes every teacher"
+        yield from without_effect(teacher, "teacher", names, because, "teacher.url")
+    elif teacher.divergence == "sampled":
+        yield from without_effect(teacher, "teacher", ["top_k"], because, key)
     for name, model in teacher.models.items():
+        if model.url is not None:
+            yield from _served(name, model, model.url, cfg.rollout.sampling.temperature)
+            continue
+        yield from without_effect(model, name, ["api_key_file"], "the trainer computes this teacher", f"{name}.url")
         if model.parallel is not None and teacher.divergence != "sampled":
             yield from _layout(f"{name}.parallel", model.parallel, cfg.actor.parallel)
     yield from _unsupported(cfg, archs)
+
+
+def _served(name: str, model: TeacherModelConfig, url: str, temperature: float) -> Iterator[Problem]:
+    """Checks a teacher that an engine serves."""
+    key, key_file = f"{name}.url", f"{name}.api_key_file"
+    yield from without_effect(model, name, ["parallel", "offload"], f"the engine at {url} computes this teacher", key)
+    yield from check_passwords(key, key_file, (url,))
+    if temperature != 1:
+        message = (
+            f"{temperature:g}: an engine reports the log-probs of a prompt at temperature 1 only. Use 1.0, or leave "
+            f"{key} out, so that the trainer computes the teacher"
+        )
+        yield Problem(("rollout.sampling.temperature", key), message)
 
 
 def _layout(key: str, own: ParallelConfig, actor: ParallelConfig) -> Iterator[Problem]:

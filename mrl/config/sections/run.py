@@ -34,12 +34,28 @@ class MlflowConfig(Section):
 
 
 class ProfileConfig(Section):
-    """Steps to run under torch's profiler, which slows them down. For each step and rank, RUN_DIR/profile gets a trace
-    (for chrome://tracing or Perfetto) and a table of the ten largest operations."""
+    """Steps to run under a profiler, which slows them down. Ranges name the phases of a step.
+
+    - torch: for each step and rank, RUN_DIR/profile gets a trace (for chrome://tracing or Perfetto) and a table of the
+      ten largest operations
+    - nsys: the ranks run under NVIDIA Nsight Systems; RUN_DIR/logs gets a report of each step and rank
+    """
+
+    tool: Literal["torch", "nsys"] = "torch"  # the profiler; nsys needs launcher mrl, on one machine
 
     steps: tuple[PositiveInt, ...]  # steps to profile, counted from 1; the first steps are slower than the others
     ranks: tuple[NonNegativeInt, ...] = (0,)  # ranks to profile
     alone: bool = False  # end the run after the last of these steps, and write neither checkpoints nor weights
+
+
+class MemoryHistoryConfig(Section):
+    """Record of the GPU's allocations with their stacks, written as snapshots for https://pytorch.org/memory_viz to
+    RUN_DIR/profile. Slows allocations down a little."""
+
+    steps: tuple[PositiveInt, ...] = ()  # steps after which a snapshot is written, counted from 1
+    on_out_of_memory: bool = True  # also write a snapshot where the memory of the GPU does not suffice
+    ranks: tuple[NonNegativeInt, ...] = (0,)  # ranks that record
+    max_entries: PositiveInt = 100000  # newest allocations and releases that are kept
 
 
 class RunConfig(Section):
@@ -63,6 +79,7 @@ class RunConfig(Section):
     wandb: WandbConfig = WandbConfig()
     mlflow: MlflowConfig = MlflowConfig()
     profile: ProfileConfig | None = None
+    memory_history: MemoryHistoryConfig | None = None
     timeout_s: PositiveFloat = 600.0  # timeout of collectives, in seconds
     # launcher of the processes of this machine; ft also restarts all ranks after a failure
     launcher: Literal["mrl", "torchrun", "ft"] = "mrl"

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from mrl.config.sections.base import FilePath, NonNegativeFloat, PositiveFloat, Section
+from mrl.config.sections.base import FilePath, NonNegativeFloat, PositiveFloat, PositiveInt, Section, Url
 from mrl.config.sections.models import ParallelConfig
 
 Mix = Annotated[float, Field(gt=0, lt=1)]
@@ -15,7 +15,9 @@ Mix = Annotated[float, Field(gt=0, lt=1)]
 class TeacherModelConfig(Section):
     """A frozen model that teaches the prompts of one data source. It must have the actor's tokenizer."""
 
-    path: FilePath  # Hugging Face directory
+    path: FilePath  # Hugging Face directory; with url its config.json and tokenizer files suffice
+    url: Url | None = None  # running engine that serves the teacher; null: the trainer computes it
+    api_key_file: FilePath | None = None  # file with the API key of the engine at url, readable by its owner only
     parallel: ParallelConfig | None = None  # layout; null: the actor's
     offload: Literal["none", "all"] = "none"  # all: keep parameters in host memory while they are not needed
 
@@ -25,7 +27,7 @@ class TeacherConfig(Section):
     q and that of a larger, frozen model p, in addition to the policy loss.
 
     Adds to the actor's loss: coef * the divergence, over the whole vocabulary at the temperature of the samples,
-    aggregated like the policy loss.
+    aggregated like the policy loss. With url, the outcomes are the teacher's top_k tokens and "any other token".
 
     - reverse_kl: KL(q || p); forward_kl: KL(p || q)
     - jsd: beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q (GKD, arXiv 2306.13649)
@@ -34,7 +36,11 @@ class TeacherConfig(Section):
     - sampled: adds nothing to the loss, but coef * (log p - log q) of the sampled token to its advantage
     """
 
-    path: FilePath | None = None  # Hugging Face directory of the only teacher; it must have the actor's tokenizer
+    # Hugging Face directory of the only teacher; it must have the actor's tokenizer. With url its config.json and
+    # tokenizer files suffice
+    path: FilePath | None = None
+    url: Url | None = None  # running engine that serves the only teacher; null: the trainer computes it
+    api_key_file: FilePath | None = None  # file with the API key of the engine at url, readable by its owner only
     parallel: ParallelConfig | None = None  # layout of the only teacher; null: the actor's
     # all: keep the only teacher's parameters in host memory while they are not needed
     offload: Literal["none", "all"] = "none"
@@ -45,6 +51,9 @@ class TeacherConfig(Section):
     skew: Mix = 0.1  # how far the second distribution moves towards the first; skewed_kl and skewed_reverse_kl only
     coef: PositiveFloat = 1.0  # weight of the divergence
     policy_coef: NonNegativeFloat = 1.0  # weight of the policy loss; 0: learn from the teacher alone
+    top_k: PositiveInt = 32  # most likely tokens that engines at url report for each token; not with sampled
+    concurrent_requests: PositiveInt = 64  # sequences in flight at once to each engine at url
+    timeout_s: PositiveFloat = 300.0  # maximum seconds until an engine at url has scored one sequence
 
     @property
     def mix(self) -> float:
@@ -55,8 +64,8 @@ class TeacherConfig(Section):
     def models(self) -> dict[str, TeacherModelConfig]:
         """The teachers, by the section of each one's keys."""
         if self.path is not None:
-            own = TeacherModelConfig(path=self.path, parallel=self.parallel, offload=self.offload)
-            return {"teacher": own}
+            own = {name: value for name, value in self if name in TeacherModelConfig.model_fields}
+            return {"teacher": TeacherModelConfig(**own)}
         return {f"{SOURCES}.{source}": model for source, model in self.teachers.items()}
 
 

@@ -31,6 +31,7 @@ class ModelUse:
         scores: the model needs a score head
         has_head: the model has a score or value head, which may be newly initialized
         is_teacher: its tokenizer must be the actor's, but its vocabulary may have more or fewer unused ids
+        is_served: an engine computes it, so its directory needs no weights
     """
 
     path: str | None = None
@@ -39,6 +40,7 @@ class ModelUse:
     scores: bool = False
     has_head: bool = False
     is_teacher: bool = False
+    is_served: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,9 @@ class StepSize:
         passes: names of the models that compute log-probs or values of all samples before the updates
         image_tokens: maximum image tokens of a prompt, with vision models
         replays: source of the actor's expert routing (actor.routing_replay)
+        taught: how often the teachers' hidden states of a step's response tokens are kept; 0: the actor's loss has no
+            divergence to teachers
+        served_tokens: tokens that engines report for each response token as their teachers' most likely ones
     """
 
     learnt: int
@@ -127,6 +132,8 @@ class StepSize:
     passes: tuple[str, ...] = ()
     image_tokens: int = 0
     replays: Literal["off", "trainer", "engine"] = "off"
+    taught: int = 0
+    served_tokens: int = 0
 
 
 class AnyConfig(Section):
@@ -204,6 +211,10 @@ class AnyConfig(Section):
         rewards = self.rewards()
         servers = rewards.servers if rewards is not None else {}
         return {f"reward.servers.{name}": server for name, server in servers.items()}
+
+    def teacher_urls(self) -> dict[str, str]:
+        """Returns the addresses of engines that serve teachers, by their keys."""
+        return {}
 
     def algorithm_used(self) -> AlgorithmConfig | None:
         """Returns the settings of advantages and losses; None for trainers without advantages."""

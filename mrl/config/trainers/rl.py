@@ -58,7 +58,8 @@ class RLConfig(Config):
         if (judge := self.reward.model) is not None:
             found["reward.model"] = ModelUse(judge.path, judge.parallel or self.actor.parallel, scores=True)
         for name, teacher in self.teachers().items():
-            found[name] = ModelUse(teacher.path, teacher.parallel or self.actor.parallel, is_teacher=True)
+            layout = (teacher.parallel or self.actor.parallel) if teacher.url is None else None
+            found[name] = ModelUse(teacher.path, layout, is_teacher=True, is_served=teacher.url is not None)
         return found
 
     def built(self) -> dict[str, ModelSpec]:
@@ -69,13 +70,17 @@ class RLConfig(Config):
             found["ref"] = ModelSpec(self.ref.path, self.like_actor(self.ref))
         if (judge := self.reward.model) is not None:
             found["reward"] = ModelSpec(judge.path, self.like_actor(judge), scores=True)
-        for name, teacher in self.teachers().items():
+        for name, teacher in self.computed_teachers().items():
             found[name] = ModelSpec(teacher.path, self.like_actor(teacher))
         return found
 
     def teachers(self) -> dict[str, TeacherModelConfig]:
         """Returns the teachers by the section of each one's keys; none without distillation."""
         return self.teacher.models if self.teacher is not None else {}
+
+    def computed_teachers(self) -> dict[str, TeacherModelConfig]:
+        """Returns those of `teachers` that the trainer computes itself."""
+        return {name: teacher for name, teacher in self.teachers().items() if teacher.url is None}
 
     @property
     def ref_is_actor(self) -> bool:
@@ -105,7 +110,7 @@ class RLConfig(Config):
     def step_size(self) -> StepSize:
         single = updates_per_step(self) == 1 and self.replay is None
         needed = {"actor": needs_forward_pass(self.algorithm, single), "ref": needs_ref(self), "critic": self.critic}
-        needed |= dict.fromkeys(self.teachers(), True)
+        needed |= dict.fromkeys(self.computed_teachers(), True)
         return StepSize(
             learnt=samples_per_step(self) + reused_samples_per_step(self),
             minibatch=self.batch.samples_per_minibatch or samples_per_step(self) + reused_samples_per_step(self),
@@ -120,7 +125,13 @@ class RLConfig(Config):
             ),
             image_tokens=min(self.data.max_prompt_tokens, self.data.max_images * self.data.max_image_tokens),
             replays=self.actor.routing_replay,
+            taught=self._kept_states() if self.teacher is not None and self.teacher.divergence != "sampled" else 0,
+            served_tokens=self.teacher.top_k if self.teacher is not None and self.teacher_urls() else 0,
         )
+
+    def _kept_states(self) -> int:
+        """Returns the number of epochs with mini-batches of their own, for each of which teachers compute."""
+        return self.batch.epochs_per_step if self.batch.shuffle_minibatches else 1
 
     def min_updates(self, name: str) -> int:
         waits = self.critic.warmup_steps if self.critic is not None and name == "actor" else 0
@@ -155,6 +166,9 @@ class RLConfig(Config):
 
     def given_urls(self) -> tuple[str, ...]:
         return self.rollout.urls
+
+    def teacher_urls(self) -> dict[str, str]:
+        return {f"{name}.url": teacher.url for name, teacher in self.teachers().items() if teacher.url is not None}
 
     def offloads_memory(self) -> bool:
         return True

@@ -66,6 +66,8 @@ class Endpoints:
         return info | {"skip_tokenizer_init": False, "enable_return_routed_experts": self._worker.routed is not None}
 
     def generate(self, body: dict[str, Any]) -> Any:
+        if "logprob_start_len" in body:
+            return self.score(body)
         ids, urls = body["input_ids"], body.get("image_data") or []
         asks, start = bool(body.get("return_routed_experts")), body.get("routed_experts_start_len") or 0
         if asks and self._worker.routed is None:
@@ -83,6 +85,30 @@ class Endpoints:
         if "rid" in body:
             answer["meta_info"]["id"] = body["rid"]
         return answer
+
+    def score(self, body: dict[str, Any]) -> Any:
+        """Answers a request for the log-probs of a prompt's own tokens, which generates nothing."""
+        ids, start, top_k = body["input_ids"], body["logprob_start_len"], body.get("top_logprobs_num") or 0
+        if (body.get("sampling_params") or {}).get("max_new_tokens") != 0 or body.get("image_data"):
+            raise BadRequest("logprob_start_len: only with max_new_tokens 0 and without pictures")
+        if type(start) is not int or not 0 <= start < len(ids):
+            raise BadRequest(f"logprob_start_len: {start!r} is not the index of one of the {len(ids)} tokens")
+        if len(ids) > self._context:
+            raise BadRequest(f"{len(ids)} tokens exceed the context of {self._context}")
+        version = self._worker.weight_version
+        values, top = self._worker.score(ids, start, top_k)
+        meta: MetaInfo = {
+            "finish_reason": {"type": "length", "length": 0},
+            "prompt_tokens": len(ids),
+            "completion_tokens": 0,
+            "weight_version": version,
+            "output_token_logprobs": [],
+            "input_token_logprobs": [[value, token, None] for value, token in zip([None, *values], ids[start:])],
+        }
+        if top_k:
+            rows = [[[value, token, None] for value, token in zip(*row)] for row in top]
+            meta["input_top_logprobs"] = [None, *rows]
+        return {"output_ids": [], "meta_info": meta}
 
     def abort(self, body: dict[str, Any]) -> Any:
         if not body.get("abort_all"):

@@ -86,6 +86,11 @@ class Worker:
         finally:
             self._generations.discard(generation)
 
+    def score(self, ids: list[int], start: int, top_k: int) -> tuple[list[float], list[tuple[list[float], list[int]]]]:
+        """Returns the log-probs of the tokens after `start`, and those and the ids of the top_k most likely tokens at
+        each of their positions."""
+        return self._do(lambda: self._score(ids, start, top_k))
+
     def abort(self) -> None:
         """Ends all responses at their next token; they are answered with the tokens that they have."""
         for generation in self._generations.copy():
@@ -161,6 +166,16 @@ class Worker:
             seen = {name: tensor.to(self.device) for name, tensor in inputs.items()}
         tap = self._tap if any(job.asks for job in jobs) else None
         return responses(self.model, jobs, self._tokenizer_for(jobs), seen, tap)
+
+    @torch.inference_mode()
+    def _score(self, ids: list[int], start: int, top_k: int) -> tuple[list[float], list[tuple[list[float], list[int]]]]:
+        self._check_held(*MEMORY_PARTS)
+        tokens = torch.tensor(ids, device=self.model.device)
+        logits = self.model(input_ids=tokens[None]).logits[0, start:-1]
+        log_probs = torch.log_softmax(logits.float(), -1)
+        own = log_probs.gather(-1, tokens[start + 1 :, None])[:, 0].tolist()
+        values, top = (each.tolist() for each in log_probs.topk(min(top_k, log_probs.size(-1)), -1))
+        return own, list(zip(values, top))
 
     def _tokenizer_for(self, jobs: list[Job]) -> Any:
         if self._tokenizer is None and any(job.stop for job in jobs):

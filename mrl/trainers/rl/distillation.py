@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -13,39 +13,61 @@ from mrl.config.sections.teacher import SOURCES
 from mrl.core import Rollout
 from mrl.kernels.linear_divergence import Divergence
 from mrl.learner import Loss, losses
-from mrl.learner.loss_terms import Distillation, TeacherStates
+from mrl.learner.loss_terms import Distillation, TeacherStates, TeacherTokens
 from mrl.trainers.rl.experience import Experience, token_weights
 from mrl.trainers.rl.run import RLRun
+from mrl.trainers.rl.teacher_engines import ServedTokens, ask
 from mrl.units import RESPONSE_TOKEN
 
-States = Mapping[tuple[int, ...], list[TeacherStates]]  # by the samples of an update
+Teachers = list[TeacherStates | TeacherTokens]
+States = Mapping[tuple[int, ...], Teachers]  # by the samples of an update
 
 
 def states_of_teachers(run: RLRun, exp: Experience) -> States | None:
-    """Hidden states of each teacher for its samples in every update of the step, one teacher after the other; None
-    where there are no teachers, or the advantages have their part already. Collective."""
+    """What each teacher says of its samples in every update of the step; None where there are no teachers, or the
+    advantages have their part already. Collective."""
     cfg = run.cfg.teacher
     if cfg is None or cfg.divergence == "sampled":
         return None
-    found: dict[tuple[int, ...], list[TeacherStates]] = {}
-    for epoch in range(run.cfg.batch.epochs_per_step):
-        found |= {tuple(sample_ids): [] for sample_ids in run.minibatches(exp.rollout, epoch)}
+    epochs = range(run.cfg.batch.epochs_per_step)
+    return states_in(run, cfg, exp.rollout, (each for n in epochs for each in run.minibatches(exp.rollout, n)))
+
+
+def states_in(run: RLRun, cfg: TeacherConfig, rollout: Rollout, updates: Iterable[Sequence[int]]) -> States:
+    """What each teacher says of its samples in updates of the rollout: hidden states, one teacher after the other, and
+    top tokens of those that engines serve. Collective."""
+    found: dict[tuple[int, ...], Teachers] = {tuple(sample_ids): [] for sample_ids in updates}
     for name, teacher in run.teachers.items():
         run.memory.begin(name)
         weight = teacher.head_for(run.actor)
         vocab_size = min(teacher.arch.vocab_size, run.actor.arch.vocab_size)
         for sample_ids, states in found.items():
-            rollout = exp.part(sample_ids).rollout
-            own = _taught(cfg, name, rollout)
-            packed = run.actor.planner.micro_batches(rollout, range(rollout.num_samples), only=own)
+            part = rollout.pick(torch.tensor(sample_ids))
+            own = _taught(cfg, name, part)
+            packed = run.actor.planner.micro_batches(part, range(part.num_samples), only=own)
             samples = own.nonzero().flatten().tolist()
-            made = teacher.hidden_states(rollout, samples, packed)
+            made = teacher.hidden_states(part, samples, packed)
             states += [TeacherStates(made, weight, vocab_size)] if weight is not None else []
+    if (served := _served_tokens(run, cfg, rollout, cfg.top_k)) is not None:
+        for sample_ids, states in found.items():
+            states.append(served.part(rollout, torch.tensor(sample_ids), run.actor.arch.vocab_size))
     return found
 
 
+def _served_tokens(run: RLRun, cfg: TeacherConfig, rollout: Rollout, top_k: int) -> ServedTokens | None:
+    """What the engines of teachers say of a step's tokens, on every rank; None without such teachers. Collective."""
+    served = [name for name, model in cfg.models.items() if model.url is not None]
+    if not served:
+        return None
+    samples = {name: _taught(cfg, name, rollout).nonzero().flatten() for name in served}
+    return run.world.from_main(
+        "asking the teachers' engines",
+        lambda: ask(run.teacher_engines, samples, rollout, top_k, run.world.activity.note),
+    )
+
+
 def distilled(
-    cfg: TeacherConfig, loss: Loss, rollout: Rollout, targets: losses.PolicyTargets, states: list[TeacherStates]
+    cfg: TeacherConfig, loss: Loss, rollout: Rollout, targets: losses.PolicyTargets, states: Teachers
 ) -> Loss:
     """The loss of an update with the divergences to its teachers. rollout: of the mini-batch."""
     distillation = Distillation(states, Divergence(cfg.divergence, cfg.mix), cfg.coef * targets.weights)
@@ -55,24 +77,31 @@ def distilled(
 def with_sampled_divergence(run: RLRun, cfg: TeacherConfig, exp: Experience) -> tuple[Experience, dict[str, float]]:
     """The experience whose advantages count the teachers' log-probs of the sampled tokens, and metrics. The student's
     log-probs are those of the engine, which has drawn the tokens. Collective."""
-    rollout, log_probs = exp.rollout, exp.rollout.rollout_log_probs.clone()
+    rollout = exp.rollout
+    ratios = log_probs_of_teachers(run, cfg, rollout) - rollout.rollout_log_probs
+    advantages = cfg.policy_coef * exp.advantages + cfg.coef * ratios
+    means = _means(rollout, token_weights(rollout, "token-mean"))
+    return replace(exp, advantages=advantages), {name: -float((some * ratios).sum()) for name, some in means}
+
+
+def log_probs_of_teachers(run: RLRun, cfg: TeacherConfig, rollout: Rollout) -> Tensor:
+    """The log-probs [R] that each sample's teacher gives its response tokens. Collective."""
+    log_probs = torch.zeros(rollout.num_response_tokens)
     for name, teacher in run.teachers.items():
         samples = _taught(cfg, name, rollout).nonzero().flatten()
         if samples.numel():
             with run.memory.during(name):
                 made, _ = teacher.log_probs(rollout.pick(samples), run.cfg.rollout.sampling.temperature)
             log_probs[RESPONSE_TOKEN.places(rollout, samples)] = made
-    ratios = log_probs - rollout.rollout_log_probs
-    advantages = cfg.policy_coef * exp.advantages + cfg.coef * ratios
-    means = _means(rollout, token_weights(rollout, "token-mean"))
-    return replace(exp, advantages=advantages), {name: -float((some * ratios).sum()) for name, some in means}
+    served = _served_tokens(run, cfg, rollout, top_k=0)
+    return log_probs if served is None else torch.where(served.taught, served.log_probs, log_probs)
 
 
 def _taught(cfg: TeacherConfig, name: str, rollout: Rollout) -> Tensor:
     """Which samples [B] bool the teacher of section `name` teaches."""
-    assert rollout.sources is not None
     if not cfg.teachers:
         return torch.ones(rollout.num_samples, dtype=torch.bool)
+    assert rollout.sources is not None
     return torch.tensor([f"{SOURCES}.{source}" == name for source in rollout.source_names])[rollout.sources]
 
 

@@ -14,6 +14,8 @@ def longest_wait(cfg: RLConfig) -> float:
     them, and run.timeout_s on top. However many there are, each one that comes starts the clock anew."""
     rollout, agent = cfg.rollout, cfg.agent
     limits = [rollout.request_timeout_s, rollout.startup_timeout_s, longest_call_s(cfg.reward), cfg.sync.timeout_s]
+    if cfg.teacher is not None:
+        limits.append(cfg.teacher.timeout_s)
     if agent is not None:  # one that fails is begun anew
         limits.append((agent.retries + 1) * agent.step_timeout_s)
     if cfg.placement.is_apart:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mrl import platform
@@ -17,6 +17,7 @@ from mrl.data.open_data import open_prompts
 from mrl.families import engine_arch
 from mrl.inference import Access, Engine, Others, join_engines, start_engine
 from mrl.inference.launch import cpu_threads, started_with
+from mrl.inference.teacher_engine import TeacherEngine
 from mrl.observe import Recorder, SilentRecorder
 from mrl.reward.check import row_check
 from mrl.reward.manager import RewardManager
@@ -24,6 +25,7 @@ from mrl.trainers.rl.generate import Generator
 from mrl.trainers.rl.longest_wait import longest_turn
 from mrl.trainers.rl.models import notes as model_notes
 from mrl.trainers.rl.nodes import NodeEngines, start_engines_elsewhere
+from mrl.trainers.rl.teacher_engines import check_teacher_engines, open_teacher_engines
 from mrl.trainers.shared.run import RunSetup
 from mrl.weights.sync.transports import begin_early
 
@@ -49,6 +51,7 @@ class MainParts:
     rewards: RewardManager | None = None
     generator: Generator | None = None
     nodes: NodeEngines | None = None  # every rank's
+    teacher_engines: dict[str, TeacherEngine] = field(default_factory=dict)
 
     def start_elsewhere(self) -> None:
         """Starts the engines of the other nodes, before rank 0 starts its own. Collective."""
@@ -97,6 +100,10 @@ class MainParts:
         many = f"{own.nodes} engine nodes (mrl serve)" if own.is_apart else f"{len(engine.urls)} engines"
         recorder.note(f"waiting for {'the engine' if len(engine.urls) == 1 else many}")
         begin_early(self.cfg.sync.transport)
+        self.teacher_engines = open_teacher_engines(self.cfg)
+        for teacher in self.teacher_engines.values():
+            self.setup.stack.enter_context(contextlib.closing(teacher))
+        check_teacher_engines(self.cfg, self.teacher_engines)
         engine.wait_ready()
         engine.check_room(most_tokens(self.cfg))
         if self.cfg.actor.routing_replay == "engine":

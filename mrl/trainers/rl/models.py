@@ -71,7 +71,7 @@ def build_models(cfg: RLConfig, world: World) -> Models:
     ema = MovingAverage(actor, cfg.ema) if cfg.ema is not None else None
     ref = _reference(cfg, world, actor, ema) if needs_ref(cfg) else None
     teachers = {}
-    for name, model in cfg.teachers().items():
+    for name, model in cfg.computed_teachers().items():
         train = cfg.like_actor(model)
         teachers[name] = build_learner(cfg, world, "policy", model.path, train, trainable=False)
         offload_new_model(name, teachers[name])

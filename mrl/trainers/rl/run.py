@@ -17,6 +17,7 @@ from mrl.config.schema import RLConfig
 from mrl.config.trainers.rl import samples_per_step
 from mrl.core import Rollout, Sample
 from mrl.inference import RELEASED_PARTS, sample_seed
+from mrl.inference.teacher_engine import TeacherEngine
 from mrl.learner import Learner
 from mrl.learner.policy_copy import PolicyCopy
 from mrl.trainers.rl.demonstrations import Demonstrations
@@ -50,6 +51,7 @@ class RLRun(Run):
     reward_model: Learner | None
     ema: MovingAverage | None
     teachers: Mapping[str, Learner]
+    teacher_engines: Mapping[str, TeacherEngine]  # rank 0 only
     kl_controller: kl.Controller
     scores: ScoreControl
     generator: Generator | None  # rank 0 only
@@ -297,6 +299,7 @@ def build_run(
         reward_model=models.reward,
         ema=models.ema,
         teachers=models.teachers,
+        teacher_engines=main.teacher_engines,
         kl_controller=controller,
         scores=scores,
         generator=main.generator,

@@ -13,6 +13,7 @@ from mrl.observe import STRAGGLERS, Recorder, SilentRecorder, append_jsonl
 from mrl.resilience import preemption, sections
 from mrl.resilience.stragglers import StragglerDetector
 from mrl.trainers.shared.memory import PhaseMemoryManager
+from mrl.trainers.shared.profile import StepProfiler
 from mrl.trainers.shared.world import World
 
 SECTION_OF = {
@@ -35,6 +36,7 @@ class Phases:
     recorder: Recorder | SilentRecorder
     stragglers: StragglerDetector
     save_deadline_s: float
+    profiler: StepProfiler
     memory: PhaseMemoryManager = field(default_factory=PhaseMemoryManager)
 
     @classmethod
@@ -45,16 +47,22 @@ class Phases:
         run_dir: Path,
         recorder: Recorder | SilentRecorder,
         peers: int,
+        profiler: StepProfiler,
         memory: PhaseMemoryManager,
     ) -> Phases:
         """Builds the phases of a run. peers: equal on ranks that have the same work"""
         stragglers = StragglerDetector(world.gather, peers, cfg.straggler_every_steps, cfg.straggler_ratio)
-        return cls(world, run_dir, recorder, stragglers, cfg.save_deadline_s, memory)
+        return cls(world, run_dir, recorder, stragglers, cfg.save_deadline_s, profiler, memory)
 
     @contextmanager
     def __call__(self, name: str, stats: StepStats) -> Iterator[None]:
         section = SECTION_OF[name]
-        with self.stragglers.timed(section), sections.section(section), self.recorder.phase(name, stats):
+        with (
+            self.stragglers.timed(section),
+            sections.section(section),
+            self.recorder.phase(name, stats),
+            self.profiler.phase(name),
+        ):
             self.memory.begin(name)
             yield
 

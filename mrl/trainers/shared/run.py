@@ -21,7 +21,7 @@ from mrl.trainers.shared.callbacks import Callbacks
 from mrl.trainers.shared.checkpoints import Checkpointer, Stateful, open_run_dir
 from mrl.trainers.shared.memory import PhaseMemoryManager
 from mrl.trainers.shared.phases import Phases
-from mrl.trainers.shared.profile import profiled
+from mrl.trainers.shared.profile import StepProfiler
 from mrl.trainers.shared.run_plan import plan_run
 from mrl.trainers.shared.speed import Speed
 from mrl.trainers.shared.updates import Updates
@@ -62,7 +62,7 @@ class TrainingLoop:
                 return
             self.exit_if_preempted(step)
             began = time.monotonic()
-            with profiled(self.cfg.run, step + 1, self.run_dir, self.recorder):
+            with self.phase.profiler.step(step + 1):
                 yield step
             self.checkpointer.after_step(step + 1)
             self._compare_with_deadline(step + 1, time.monotonic() - began)
@@ -124,6 +124,7 @@ class RunSetup:
     stack: contextlib.ExitStack
     is_set_up: Callable[[], None]
     recorder: Recorder | SilentRecorder = field(default_factory=SilentRecorder)
+    profiler: StepProfiler = field(init=False)
 
     def begin(
         self,
@@ -162,7 +163,8 @@ class RunSetup:
         peers: equal on ranks that have the same work
         """
         cfg, run_dir, recorder = self.cfg, self.run_dir, self.recorder
-        phase = Phases.of(cfg.resilience, self.world, run_dir, recorder, peers, memory or PhaseMemoryManager())
+        memory = memory or PhaseMemoryManager()
+        phase = Phases.of(cfg.resilience, self.world, run_dir, recorder, peers, self.profiler, memory)
         return phase, Updates(run_dir, cfg.run.max_nonfinite_steps, recorder, writes=self.world.is_main)
 
 
@@ -193,4 +195,5 @@ def set_up_run(cfg: AnyConfig, longest_wait_s: float | None = None) -> Iterator[
             start.recorder = open_run_dir(cfg, run_dir, stack)
 
         world.from_main("starting the run", own_directory)
+        start.profiler = StepProfiler(cfg.run, run_dir, start.recorder)
         yield start

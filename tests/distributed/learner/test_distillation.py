@@ -16,6 +16,7 @@ pytestmark = pytest.mark.longest
 
 WORLDS = {1: ("one",), 2: ("tp2", "pp2", "cp2", "dp2"), 4: ("tp2.pp2", *slow_cases("tp2.cp2", "pp2.vpp2"))}
 CASES = {*(f"{kind} {mix} {teachers}" for kind, mix in DIVERGENCES for teachers in (1, 2)), "several", "sampled"}
+CASES |= {*(f"top {kind} {mix} 1" for kind, mix in DIVERGENCES[:3]), "top several", "top sampled"}
 
 
 @pytest.fixture(scope="module")

@@ -225,6 +225,41 @@ def test_a_session_s_critic_and_reference_and_what_it_keeps(tiny_models: TinyMod
     assert read_metrics(tmp_path / "runs/session")[-1]["mine"] == 2.5
 
 
+TAUGHT = """
+import sys
+from mrl.api import Session
+
+teacher = {"path": sys.argv[3], "divergence": "forward_kl", "coef": 2.0, "policy_coef": 0.0}
+sections = {"teacher": teacher, "run": {"name": "taught", "root": sys.argv[2], "trackers": []}}
+settings = dict(lr=3e-3, dtype="float32", max_new_tokens=8, engine="transformers", root=sys.argv[2], sections=sections)
+
+with Session.from_model(sys.argv[1], **settings) as s:
+    samples = s.engine.generate(["1 + 1 =", "2 + 2 =", "3 + 3 ="], n=4)
+    for sample in samples:
+        sample.score = 0.0
+    rollout = s.batch(samples)
+    kl = []
+    for _ in range(12):
+        found = s.policy.update(rollout, lambda log_probs, entropy, batch: (log_probs.sum(), log_probs.numel()))
+        assert abs(found["loss"] - 2.0 * found["distill/kl"]) < 1e-4, found
+        s.policy.optim_step()
+        kl.append(found["distill/kl"])
+    assert kl[-1] < 0.6 * kl[0], kl
+    of_teacher = s.teacher.log_probs(rollout)
+    far = (of_teacher - rollout.rollout_log_probs).abs().mean()
+    assert (of_teacher - s.policy.log_probs(rollout)).abs().mean() < far
+print("taught")
+"""
+
+
+def test_a_session_with_a_teacher_learns_from_it(tiny_models: TinyModels, tmp_path: Path) -> None:
+    teacher = tiny_models("llama", seed=4, hidden_size=96, initializer_range=0.01)
+    student = tiny_models("qwen2", tied=True)
+    done = python(tmp_path, script(tmp_path, TAUGHT), student, tmp_path / "runs", teacher)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    assert done.stdout.splitlines()[-1] == "taught"
+
+
 def assert_callbacks_see_the_run(shown: str, runs: Path) -> None:
     assert [line.partition(":")[0] for line in shown.splitlines() if " samples, best score" in line] == [
         f"step {n}" for n in range(1, 5)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from mrl.config.schema import RolloutConfig
+from mrl.inference import start_engine
+from mrl.ports import free_port
 from tests.conftest import TinyModels
 from tests.helpers.runs import Runs, assert_the_same, results, train
 from tests.helpers.train_tools import Train, write_config
@@ -47,6 +51,19 @@ def runs(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> R
     return Runs(folder, with_sources(folder, config), before=("actor.offload=all", "rollout.release=all"))
 
 
+@pytest.fixture(scope="module")
+def served_teacher(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Keys of a nearly uniform teacher on an engine."""
+    folder = tmp_path_factory.mktemp("served_teacher")
+    path = str(tiny_models("llama", seed=4, hidden_size=96, initializer_range=0.01))
+    with start_engine(RolloutConfig(engine="transformers"), path, "float32", folder) as engine:
+        engine.wait_ready()
+        key = folder / "key"
+        key.write_text(str(engine.access.api_key))
+        key.chmod(0o600)
+        yield {"path": path, "url": engine.urls[0], "api_key_file": str(key)}
+
+
 def test_a_killed_and_resumed_run_is_the_same(runs: Runs) -> None:
     rows = results(runs.whole)
     assert all({"distill/kl", "distill/even", "distill/odd"} <= row.keys() for step, row in rows.items() if step)
@@ -66,6 +83,30 @@ def test_a_student_approaches_its_teacher(tiny_models: TinyModels, tmp_path: Pat
     kl = [row["distill/kl"] for step, row in sorted(results(tmp_path / "runs/run").items()) if step]
     assert len(kl) == 20
     assert sum(kl[-3:]) < 0.6 * sum(kl[:3]), kl
+
+
+@pytest.mark.parametrize("divergence", ["forward_kl", "sampled"])
+def test_a_student_approaches_a_teacher_behind_an_engine(
+    served_teacher: dict[str, str], tiny_models: TinyModels, tmp_path: Path, divergence: str
+) -> None:
+    teacher = {**served_teacher, "divergence": divergence, "policy_coef": 0.0}
+    batch = {"prompts_per_step": 16, "samples_per_prompt": 2, "samples_per_minibatch": 16}
+    settings = SETTINGS | {"actor": {"optimizer": {"lr": 3e-3}}, "batch": batch, "checkpoint": {}}
+    config = write_config(tmp_path, tiny_models("qwen2", tied=True), teacher=teacher, **settings)
+    train(tmp_path, config, "run.steps=20")
+    kl = [row["distill/kl"] for step, row in sorted(results(tmp_path / "runs/run").items()) if step]
+    assert len(kl) == 20 and all(value > -1 for value in kl)
+    assert sum(kl[-3:]) < 0.6 * sum(kl[:3]), kl
+
+
+def test_a_teacher_that_does_not_answer_ends_the_run_with_its_address(
+    served_teacher: dict[str, str], tiny_models: TinyModels, tmp_path: Path
+) -> None:
+    teacher = {**served_teacher, "url": f"http://127.0.0.1:{free_port()}", "timeout_s": 2.0}
+    config = write_config(tmp_path, tiny_models("qwen2", tied=True), teacher=teacher, **SETTINGS)
+    with Train(tmp_path, config) as run:
+        assert run.wait(120) != 0
+    assert teacher["url"].removeprefix("http://127.0.0.1:") in run.terminal and "Traceback" not in run.terminal
 
 
 def test_a_row_without_a_teacher_ends_the_run_before_it_starts(tiny_models: TinyModels, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import yaml
 
 import mrl
 from mrl import GRPOTrainer, PPOTrainer, RLTrainer, SFTTrainer, TrainerCallback, TrainerState
+from mrl.api import Session
 from mrl.config.loader import ConfigError
 from mrl.observe.lock import Owner
 from mrl.trainers.shared.callbacks import CallbackError, Callbacks
@@ -79,6 +80,13 @@ def test_a_class_refuses_the_configuration_of_another(sft: dict[str, Any], rl: d
     with pytest.raises(ConfigError, match="trainer: GRPOTrainer needs rl, got sft"):
         GRPOTrainer(sft)
     assert GRPOTrainer(rl).cfg == RLTrainer(rl).cfg
+
+
+def test_a_session_refuses_teachers_of_data_sources(rl: dict[str, Any]) -> None:
+    teachers = {"teachers": {"a": {"path": rl["model"]["path"]}}}
+    with pytest.raises(ConfigError, match="teacher.teachers: a session's samples have no data source"):
+        Session(rl | {"trainer": "rl", "teacher": teachers})
+    Session(rl | {"trainer": "rl", "teacher": teachers["teachers"]["a"]})
 
 
 def some_rows() -> Iterator[dict[str, Any]]:

@@ -73,6 +73,27 @@ BAD = {
     "another pipeline of a source": (
         teacher("teachers: {a: {path: wide, parallel: {tensor: 2, pipeline: 1}}}"), (),
         "teacher.teachers.a.parallel.pipeline", "1 differs from the actor's 2"),
+    "a temperature of which no engine reports log-probs": (
+        teacher("path: wide, url: 'http://t:1'"), ("rollout.sampling.temperature=0.7",),
+        "rollout.sampling.temperature", "at temperature 1 only"),
+    "another tokenizer behind an engine": (
+        teacher("path: foreign, url: 'http://t:1'"), (), "teacher.path", "token 3 is ['t4'], and the actor's is"),
+    "a layout of an engine": (
+        teacher("teachers: {a: {path: wide, url: 'http://t:1', offload: all}}"), (), "teacher.teachers.a.offload",
+        "the engine at http://t:1 computes this teacher"),
+    "an engine of several": (
+        teacher("teachers: {a: {path: wide}}, url: 'http://t:1'"), (), "teacher.url", "teachers has its own"),
+    "a key without an engine": (
+        teacher("path: wide, api_key_file: key"), (), "teacher.api_key_file", "the trainer computes this teacher"),
+    "a key file that is not there": (
+        teacher("path: wide, url: 'http://t:1', api_key_file: key"), (), "teacher.api_key_file", "cannot read key"),
+    "a password in the address": (
+        teacher("path: wide, url: 'http://me:secret@t:1'"), (), "teacher.url", "contains a password"),
+    "top tokens of a teacher that the trainer computes": (
+        teacher("path: wide, top_k: 8"), (), "teacher.top_k", "the trainer computes every teacher"),
+    "top tokens of sampled": (
+        teacher("path: wide, url: 'http://t:1', divergence: sampled, top_k: 8"), (), "teacher.top_k",
+        "the divergence is sampled"),
     "critic-only steps": (teacher("path: wide"), ("critic.warmup_steps=2",), "critic.warmup_steps", "in every step"),
     "early passes": (teacher("path: wide"), ("rollout.early_passes=2",), "rollout.early_passes", "all samples"),
     "replay": (
@@ -100,6 +121,15 @@ def test_a_teacher_of_another_size_with_unused_ids_is_built_like_the_actor() -> 
     assert made.train.parallel == cfg.actor.parallel and made.train.offload == "all"
     assert "teacher" in cfg.step_size().passes
     assert ("teacher.path", "wide") in list(cfg.reread_files())
+
+
+def test_a_teacher_behind_an_engine_is_not_built_and_needs_no_weights(folder: Path) -> None:
+    (folder / "wide" / "model.safetensors").unlink()
+    cfg = loaded(teacher("teachers: {a: {path: dense}, b: {path: wide, url: 'http://t:1'}}"))
+    assert {"teacher.teachers.a"} == {name for name in cfg.built() if name.startswith("teacher")}
+    assert "teacher.teachers.b" not in cfg.step_size().passes and cfg.models()["teacher.teachers.b"].parallel is None
+    assert cfg.teacher_urls() == {"teacher.teachers.b.url": "http://t:1"}
+    assert all(map(may_change, ("teacher.url", "teacher.timeout_s"))) and not may_change("teacher.top_k")
 
 
 def test_a_teacher_of_each_data_source() -> None:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from mrl.kernels import linear_divergence as kernel
-from mrl.kernels.linear_divergence import Divergence, linear_divergence
-from tests.helpers.divergences import DIVERGENCES, by_the_papers
+from mrl.kernels.linear_divergence import Divergence, TopTokens, linear_divergence
+from tests.helpers.divergences import DIVERGENCES, by_the_papers, top_outcomes
 
 pytestmark = pytest.mark.usefixtures("each_form")
 
@@ -59,6 +59,54 @@ def test_probabilities_that_vanish_give_finite_numbers(kind: str, mix: float) ->
     assert found.isfinite().all()
     for got in torch.autograd.grad(3 * (weights * found).sum(), (h, w)):
         assert got.isfinite().all()
+
+
+def top_tokens(top_k: int, scale: float = 1.0) -> TopTokens:
+    """The teacher's, from float64."""
+    _, _, g, v, _ = numbers(torch.float64, scale)
+    found = ((g @ v[:VOCAB].T) / T).log_softmax(-1).topk(top_k, -1)
+    return TopTokens(found.indices, found.values.float())
+
+
+@pytest.mark.parametrize("chunk", [2, None])
+@pytest.mark.parametrize(("kind", "mix"), DIVERGENCES)
+def test_top_tokens_equal_the_formula_of_their_outcomes(
+    kind: str, mix: float, chunk: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel, "BLOCK", 3 * (VOCAB + 3))
+    h, w, g, v, weights = numbers(torch.float64)
+    q, p = (((x @ y[:VOCAB].T) / T).softmax(-1) for x, y in ((h, w), (g, v)))
+    wanted = by_the_papers(kind, mix, *top_outcomes(p, q, 4))
+    gradients = torch.autograd.grad(3 * (weights * wanted).sum(), (h, w))
+    whole, _ = reference(kind, mix)
+    assert (wanted < whole).all() and (whole - wanted).max() > 0.01, "merging outcomes loses information"
+    h, w, _, _, weights = numbers(torch.float32)
+    found = linear_divergence(h, w, top_tokens(4), Divergence(kind, mix), weights, T, 0, VOCAB, chunk=chunk)
+    torch.testing.assert_close(found.detach().double(), wanted.detach(), rtol=1e-5, atol=1e-7)
+    for got, want in zip(torch.autograd.grad(3 * (weights * found).sum(), (h, w)), gradients, strict=True):
+        assert float((got.double() - want).norm() / want.norm()) < 1e-5
+
+
+@pytest.mark.parametrize(("kind", "mix"), DIVERGENCES)
+def test_top_tokens_of_the_whole_vocabulary_are_the_divergence_itself(kind: str, mix: float) -> None:
+    """Up to the probability that the remainder has at least. Missing tokens of a row and ids that the student lacks
+    count for nothing."""
+    wanted, _ = reference(kind, mix)
+    h, w, _, _, weights = numbers(torch.float32)
+    top = top_tokens(VOCAB)
+    lacks = torch.full((N, 1), -1), torch.full((N, 1), VOCAB + 1)
+    top = TopTokens(torch.cat([top.ids, *lacks], 1), torch.cat([top.log_probs, torch.full((N, 2), -3.0)], 1))
+    found = linear_divergence(h, w, top, Divergence(kind, mix), weights, T, 0, VOCAB)
+    torch.testing.assert_close(found.detach().double(), wanted, rtol=1e-3, atol=1e-4)
+    assert all(each.isfinite().all() for each in torch.autograd.grad((weights * found).sum(), (h, w)))
+
+
+@pytest.mark.parametrize(("kind", "mix"), DIVERGENCES)
+def test_top_tokens_whose_probabilities_vanish_give_finite_numbers(kind: str, mix: float) -> None:
+    h, w, _, _, weights = numbers(torch.float32, scale=16.0)
+    found = linear_divergence(h, w, top_tokens(4, 16.0), Divergence(kind, mix), weights, T, 0, VOCAB)
+    assert found.isfinite().all()
+    assert all(each.isfinite().all() for each in torch.autograd.grad((weights * found).sum(), (h, w)))
 
 
 def test_a_frozen_weight_gets_no_gradient_and_equal_models_have_no_divergence() -> None:

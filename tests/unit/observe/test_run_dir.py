@@ -119,7 +119,7 @@ class TestNothingIsWrittenOver:
         before = (run_dir / "metrics.jsonl").read_bytes()
         told, on_rank_0 = SimpleNamespace(any=lambda warned: True), SimpleNamespace(note=notes.append)
         with pytest.raises(SystemExit, match="75"):
-            Phases(told, run_dir, on_rank_0, None, 60.0).exit_if_preempted(0, lambda deadline_s: 0)
+            Phases(told, run_dir, on_rank_0, None, 60.0, None).exit_if_preempted(0, lambda deadline_s: 0)
         assert notes == ["stopping after step 0 on a signal: no step is saved"]
         assert json.loads((run_dir / "preempted").read_text())["step"] is None
         refuse_existing(cfg)

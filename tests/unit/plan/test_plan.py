@@ -213,6 +213,63 @@ def test_the_plan_and_the_trainer_move_memory_alike() -> None:
             assert ("weights" in needs.engine, "kv_cache" in needs.engine) == (weights, cache), phase
 
 
+def test_a_teacher_has_a_phase_and_a_head_beside_the_actor_s() -> None:
+    """Qwen3-32B teaches a copy of itself: its weights are away in all other phases, the divergence is in the update."""
+
+    def items(*overrides: str) -> dict[str, dict[str, float]]:
+        plan = plan_of("grpo_qwen32b_16gpu", *overrides)
+        assert plan.problems or plan.seconds
+        of_phase = {name: phase.items for name, (_, phase) in plan.worst.items()}
+        last = {f"host {i.owner} {i.what}": i.nbytes for rank in plan.ranks for i in plan.host(rank)}
+        found = {name: {f"{i.owner} {i.what}": i.nbytes for i in some} for name, some in of_phase.items()}
+        return found | {"host": last, "seconds": {part.what: part.seconds for part in plan.parts}}
+
+    path = "yaml_configs/models/Qwen3-32B"
+    without = items()
+    whole, sampled = (
+        items(f"teacher={{path: {path}, offload: all, divergence: {kind}}}") for kind in ("jsd", "sampled")
+    )
+    served = items(f"teacher={{path: {path}, url: 'http://t:1', top_k: 16}}", "rollout.sampling.temperature=1.0")
+    for found in (whole, sampled):
+        assert found["teacher"]["teacher weights"] > 1e9 and "actor optimizer" not in found["teacher"]
+        assert "teacher weights" not in found["actor_update"] | found["experience"]
+        assert "host teacher offloaded weights" in found["host"]
+    update, width = whole["actor_update"], 5120
+    columns = 151936 / 8
+    assert update["teacher head beside the actor's"] > columns * width * 2, "its lm_head stays for the updates"
+    assert update["actor head of the divergence"] > columns * width * 2, "gradients of a second pass"
+    work = plan_of("grpo_qwen32b_16gpu").work
+    tokens = work.size.learnt * work.lengths.response
+    assert whole["host"]["host teacher hidden states"] == tokens / work.models["actor"].grid.dp * width * 2
+    assert whole["seconds"]["divergence to the teachers"] > 0
+    assert sampled["actor_update"] == without["actor_update"] and "divergence to the teachers" not in sampled["seconds"]
+    assert "host teacher hidden states" not in sampled["host"] and "teacher" not in served and "teacher" not in without
+    assert served["host"]["host samples teachers' top tokens"] == tokens * 16 * 8
+    assert served["actor_update"]["actor head of the divergence"] == update["actor head of the divergence"]
+
+
+def test_deltas_pay_below_a_share_of_changed_elements(capsys: pytest.CaptureFixture[str]) -> None:
+    """bfloat16: a changed element takes 3 bytes instead of 2, and 255 unchanged ones take 1."""
+    keys = ("sync.transport=distributed", "sync.delta={}")
+    plans = [plan_of("grpo_qwen32b_disaggregated", *keys, gpu=gpu) for gpu in ("h100-80g", "a100-80g")]
+    assert plan_of("grpo_qwen32b_disaggregated").delta_break_even is None
+    for plan in plans:
+        found = plan.delta_break_even
+        assert found is not None and found.smaller_below == pytest.approx((2 - 1 / 255) / 3)
+        engines = plan.engine.engines if plan.engine is not None else 0
+        share = 0.5 * found.faster_below if found.faster_below else 0.01
+        for changed, is_faster in ((share, found.faster_below), (1.1 * share + 0.5, 0)):
+            nbytes, chip = 1e9, plan.cluster.chip
+            wait = 2 * nbytes / (chip.pcie * 0.75)
+            delta = wait + engines * nbytes * (changed * 1.5 + 1 / 510) / found.speed
+            assert (delta < engines * nbytes / found.speed) == bool(is_faster)
+    assert main(["plan", "yaml_configs/grpo_qwen32b_disaggregated.yaml", *keys]) == 0
+    printed = capsys.readouterr().out
+    assert "Delta weight sync" in printed and "if less than 67% of the elements change" in printed
+    assert main(["plan", "yaml_configs/grpo_qwen32b_disaggregated.yaml", *keys, "--gpu", "none"]) == 0
+    assert "if less than 67% of the elements change" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "layout",
     [

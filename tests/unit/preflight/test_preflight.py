@@ -26,6 +26,7 @@ from mrl.families import load_arch
 from mrl.inference.launch import ServerSpec
 from mrl.packages import pip_install, pip_install_extra
 from mrl.plan.plan import machine_of
+from mrl.ports import free_port
 from mrl.preflight import checks, disk_space, machine, memory, versions
 from tests.conftest import TinyModels
 from tests.helpers.bad_runs import MISTAKES, Mistake, full, in_config_json, left_by_a_run, written
@@ -236,6 +237,14 @@ def test_an_engine_over_nodes_is_looked_at_as_this_node_s_part(
     )
     assert [finding.verdict for finding in machine.check_packages(spanning)] == ["ok"]
     assert specs[0].environment()["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,4,5,6,7"
+
+
+def test_a_teacher_s_engine_must_listen(tiny_models: TinyModels, tmp_path: Path) -> None:
+    path, url = str(tiny_models("llama")), f"http://127.0.0.1:{free_port()}"
+    cfg = load(write_config(tmp_path, tiny_models("llama"), teacher={"path": path, "url": url}))
+    (found,) = machine.check_services(cfg)
+    assert found.verdict == "problem"
+    assert str(found).startswith(f"teacher.url: nothing answers at 127.0.0.1 port {url.rpartition(':')[2]}")
 
 
 def test_engines_of_other_nodes_need_nothing_here(
