@@ -27,7 +27,9 @@ from mrl.families.qwen2 import Qwen2
 from mrl.families.qwen2_5_vl import Qwen25VL
 from mrl.families.qwen2_moe import Qwen2Moe
 from mrl.families.qwen3 import Qwen3
+from mrl.families.qwen3_5 import Qwen35MoeText, Qwen35Text
 from mrl.families.qwen3_moe import Qwen3Moe
+from mrl.families.qwen3_next import Qwen3Next
 from mrl.families.qwen3_vl import Qwen3VL
 from mrl.families.smollm3 import SmolLM3
 from mrl.foreign import check_links, read_json
@@ -72,21 +74,21 @@ FAMILIES: dict[str, Decoder] = {
         Qwen2Moe(),
         Qwen3(),
         Qwen3Moe(),
+        Qwen3Next(),
         Qwen3VL(),
+        Qwen35MoeText(),
+        Qwen35Text(),
         SmolLM3(),
     )
 }
 _CHUNKED = "its chunked attention is not supported: train a Llama 3 or Qwen3-MoE model instead"
-_LINEAR = "its linear attention has no packed form in megatron-core 0.16: train a Qwen3 or Qwen3-MoE model instead"
+_PICTURES = "its text model is: save transformers' AutoModelForCausalLM of this directory, and train that directory"
 UNSUPPORTED = {  # frequently requested architectures: the reason, and the alternative
     "Gemma3ForConditionalGeneration": "supported of Gemma 3: the text models (gemma3_text: 270M, 1B)",
     "Llama4ForCausalLM": _CHUNKED,
     "Llama4ForConditionalGeneration": _CHUNKED,
-    "Qwen3NextForCausalLM": _LINEAR,
-    "Qwen3_5ForCausalLM": _LINEAR,
-    "Qwen3_5ForConditionalGeneration": _LINEAR,
-    "Qwen3_5MoeForCausalLM": _LINEAR,
-    "Qwen3_5MoeForConditionalGeneration": _LINEAR,
+    "Qwen3_5ForConditionalGeneration": _PICTURES,
+    "Qwen3_5MoeForConditionalGeneration": _PICTURES,
 }
 VALUE_HEAD_SUFFIX = "ForSequenceClassification"  # the same decoder with a score head: a critic or reward model
 STEP_HEAD_SUFFIX = "ForTokenClassification"  # with one for every token: a model of process rewards
@@ -98,8 +100,9 @@ def load_arch(path: str | Path) -> ModelArch:
     """Returns the ModelArch of a Hugging Face directory.
 
     Raises UnsupportedModel for an architecture without a family, for any key that would make mrl's forward differ from
-    transformers' (sliding windows, attention dropout, projection biases, other activations), and for values of a wrong
-    kind, zero or absurd; FileNotFoundError without config.json.
+    transformers' (sliding windows, attention dropout, projection biases, other activations), for values of a wrong
+    kind, zero or absurd, and for a family that the installed megatron-core lacks; FileNotFoundError without
+    config.json.
     """
     config, where = read_hf_config(path), f"{path}/config.json"
     name, family = architecture_of(config, where), _family(config, where)
@@ -107,6 +110,8 @@ def load_arch(path: str | Path) -> ModelArch:
         supported = ", ".join(sorted(family.architecture for family in FAMILIES.values()))
         instead = UNSUPPORTED.get(name, f"supported: {supported}")
         raise UnsupportedModel(f"{where}: architecture {name[:80]} is not supported; {instead}")
+    if (problem := family.unavailable()) is not None:
+        raise UnsupportedModel(f"{where}: {problem}")
     keys = family.keys(config, where)
     family.refuse(keys)
     return replace(family.read(keys), score_heads=_score_heads(config), scores_steps=name.endswith(STEP_HEAD_SUFFIX))

@@ -64,9 +64,11 @@ def unused_tensors(
 
 
 def _drafts(arch: ModelArch, name: str) -> bool:
-    """Returns True for a tensor of a layer behind the last one, in a family with such draft layers (multi-token
-    prediction).
+    """Returns True for a tensor of the family's draft layers (multi-token prediction): with a prefix of their own, or
+    behind the last layer.
     """
+    if (body := FAMILIES[arch.family].draft_body) is not None:
+        return name.startswith(body)
     found = re.match(r"model\.layers\.(\d+)\.", name) if FAMILIES[arch.family].draft_keys else None
     return found is not None and int(found[1]) >= arch.num_layers
 
