@@ -82,7 +82,7 @@ FAMILIES: dict[str, Decoder] = {
     )
 }
 _CHUNKED = "its chunked attention is not supported: train a Llama 3 or Qwen3-MoE model instead"
-_PICTURES = "its text model is: save transformers' AutoModelForCausalLM of this directory, and train that directory"
+_PICTURES = "its text model is: save transformers' AutoModelForCausalLM of it, with save_original_format=False"
 UNSUPPORTED = {  # frequently requested architectures: the reason, and the alternative
     "Gemma3ForConditionalGeneration": "supported of Gemma 3: the text models (gemma3_text: 270M, 1B)",
     "Llama4ForCausalLM": _CHUNKED,
