@@ -26,6 +26,7 @@ from mrl.parallel import Mesh
 from mrl.weights.parameter_layout import to_hf, to_megatron
 from tests.conftest import TinyModels
 from tests.distributed.weights.test_weights_worlds import EP2PP2, TP2PP2, World, check_parity, key, write_reference
+from tests.helpers.slow import slow_cases
 from tests.helpers.tiny import DELTA_FAMILIES, make_tiny
 from tests.helpers.world import run_world
 
@@ -36,8 +37,12 @@ pytestmark = [
 DENSE = "qwen3_5_text"
 LENGTHS = (70, 3, 130, 64, 9)
 TP1: dict[str, int] = {}
-LAYOUTS = {"qwen3_next": EP2PP2, DENSE: TP2PP2, "qwen3_5_moe_text": EP2PP2}
-ADAPTERS = {"moe": ("qwen3_next", "tp2.ep2"), "dense": (DENSE, "tp2.pp2"), "delta": (DENSE, "tp2.cp2")}
+LAYOUTS = {"qwen3_next": EP2PP2, DENSE: TP2PP2, **dict(slow_cases(("qwen3_5_moe_text", EP2PP2)))}
+ADAPTERS = {
+    "moe": ("qwen3_next", "tp2.ep2"),
+    "delta": (DENSE, "tp2.cp2"),
+    **dict(slow_cases(("dense", (DENSE, "tp2.pp2")))),
+}
 SHAPE: dict[str, Any] = {"num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 64}
 
 
@@ -95,7 +100,7 @@ def test_adapters_of_joined_projections_are_the_hub_s(tiny_models: TinyModels, f
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
-    made = {name: make_tiny(root / name, name, num_hidden_layers=4, vocab_size=323) for name in DELTA_FAMILIES}
+    made = {name: make_tiny(root / name, name, num_hidden_layers=4, vocab_size=323) for name in LAYOUTS}
     for path in made.values():
         write_reference(path, fused=False)
     return made
@@ -124,7 +129,7 @@ def world(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     return World({key(*job): result for job, result in zip(jobs, results, strict=True)}, out)
 
 
-@pytest.mark.parametrize("model", DELTA_FAMILIES)
+@pytest.mark.parametrize("model", LAYOUTS)
 def test_a_converted_model_is_the_same_bits(world: World, model: str) -> None:
     """Loaded under another layout, by mrl and by Megatron itself; and converted back."""
     loaded, back = world("load", model, LAYOUTS[model]), world("back", model, TP1)
@@ -132,7 +137,7 @@ def test_a_converted_model_is_the_same_bits(world: World, model: str) -> None:
     check_parity(world("logits", model, LAYOUTS[model]))
 
 
-@pytest.mark.parametrize("model", DELTA_FAMILIES)
+@pytest.mark.parametrize("model", LAYOUTS)
 def test_critics(world: World, model: str) -> None:
     result = world("critic", model, LAYOUTS[model])
     assert result["role"] == "critic" and result["from_policy"] == result["converted"] == result["returned"] == []
