@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import metadata
@@ -36,7 +35,7 @@ class DeltaNetDecoder(Decoder):
             installed = metadata.version("megatron-core")
         except metadata.PackageNotFoundError:
             return None
-        if tuple(map(int, re.findall(r"\d+", installed)[:2])) >= RELEASE:
+        if tuple(map(int, installed.split(".")[:2])) >= RELEASE:
             return None
         return (
             f"its linear attention has no packed form in megatron-core {installed}: use Python 3.12, for which pip "

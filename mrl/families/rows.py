@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal
@@ -71,9 +70,9 @@ class ParameterMapping:
 
     def pieces_of(self, index: int) -> tuple[int, ...]:
         """Returns the pieces in tensor number `index`; the pieces fill the tensors one after the other."""
-        ends = list(accumulate(shape[0] for shape in self.shapes))
-        tensors = zip(self.pieces, (bisect_left(ends, end) for end in accumulate(self.pieces)), strict=True)
-        return tuple(rows for rows, tensor in tensors if tensor == index)
+        stop = sum(shape[0] for shape in self.shapes[: index + 1])
+        start, ends = stop - self.shapes[index][0], accumulate(self.pieces)
+        return tuple(rows for rows, end in zip(self.pieces, ends, strict=True) if start < end <= stop)
 
     def below(self, body: str) -> ParameterMapping:
         """Returns the row of a decoder whose hub tensors have the prefix `body`."""
