@@ -27,7 +27,9 @@ from mrl.families.qwen2 import Qwen2
 from mrl.families.qwen2_5_vl import Qwen25VL
 from mrl.families.qwen2_moe import Qwen2Moe
 from mrl.families.qwen3 import Qwen3
+from mrl.families.qwen3_5 import Qwen35MoeText, Qwen35Text
 from mrl.families.qwen3_moe import Qwen3Moe
+from mrl.families.qwen3_next import Qwen3Next
 from mrl.families.qwen3_vl import Qwen3VL
 from mrl.families.smollm3 import SmolLM3
 from mrl.foreign import check_links, read_json
@@ -73,28 +75,29 @@ FAMILIES: dict[str, Decoder] = {
         Qwen2Moe(),
         Qwen3(),
         Qwen3Moe(),
+        Qwen3Next(),
         Qwen3VL(),
+        Qwen35MoeText(),
+        Qwen35Text(),
         SmolLM3(),
     )
 }
 _CHUNKED = "its chunked attention is not supported: train a Llama 3 or Qwen3-MoE model instead"
-_LINEAR = "its linear attention has no packed form in megatron-core 0.16: train a Qwen3 or Qwen3-MoE model instead"
 _SPARSE = (
     "its sparse attention (DSA) is not supported: mrl has neither weights nor loss of the indexer that selects tokens, "
     "and trainer and engine could select different ones: train a DeepSeek-V3 or GLM-4.5 model instead"
 )
+_PICTURES = "its text model is: save transformers' AutoModelForCausalLM of it, with save_original_format=False"
 UNSUPPORTED = {  # frequently requested architectures: the reason, and the alternative
     "Gemma3ForConditionalGeneration": "supported of Gemma 3: the text models (gemma3_text: 270M, 1B)",
     "DeepseekV32ForCausalLM": _SPARSE,
     "GlmMoeDsaForCausalLM": _SPARSE,
     "Llama4ForCausalLM": _CHUNKED,
     "Llama4ForConditionalGeneration": _CHUNKED,
-    "Qwen3NextForCausalLM": _LINEAR,
-    "Qwen3_5ForCausalLM": _LINEAR,
-    "Qwen3_5ForConditionalGeneration": _LINEAR,
-    "Qwen3_5MoeForCausalLM": _LINEAR,
-    "Qwen3_5MoeForConditionalGeneration": _LINEAR,
+    "Qwen3_5ForConditionalGeneration": _PICTURES,
+    "Qwen3_5MoeForConditionalGeneration": _PICTURES,
 }
+CONVERTED_DRAFTS = "mtp"  # folder of a converted model with the tensors of these layers
 VALUE_HEAD_SUFFIX = "ForSequenceClassification"  # the same decoder with a score head: a critic or reward model
 STEP_HEAD_SUFFIX = "ForTokenClassification"  # with one for every token: a model of process rewards
 GENERATES_SUFFIXES = ("ForCausalLM", "ForConditionalGeneration")  # with an output layer: a policy
@@ -105,8 +108,9 @@ def load_arch(path: str | Path) -> ModelArch:
     """Returns the ModelArch of a Hugging Face directory.
 
     Raises UnsupportedModel for an architecture without a family, for any key that would make mrl's forward differ from
-    transformers' (sliding windows, attention dropout, projection biases, other activations), and for values of a wrong
-    kind, zero or absurd; FileNotFoundError without config.json.
+    transformers' (sliding windows, attention dropout, projection biases, other activations), for values of a wrong
+    kind, zero or absurd, and for a family that the installed megatron-core lacks; FileNotFoundError without
+    config.json.
     """
     config, where = read_hf_config(path), f"{path}/config.json"
     name, family = architecture_of(config, where), _family(config, where)
@@ -114,6 +118,8 @@ def load_arch(path: str | Path) -> ModelArch:
         supported = ", ".join(sorted(family.architecture for family in FAMILIES.values()))
         instead = UNSUPPORTED.get(name, f"supported: {supported}")
         raise UnsupportedModel(f"{where}: architecture {name[:80]} is not supported; {instead}")
+    if (problem := family.unavailable()) is not None:
+        raise UnsupportedModel(f"{where}: {problem}")
     keys = family.keys(config, where)
     family.refuse(keys)
     return replace(family.read(keys), score_heads=_score_heads(config), scores_steps=name.endswith(STEP_HEAD_SUFFIX))
@@ -162,9 +168,17 @@ def is_reward_model(path: str | Path) -> bool:
 
 
 def has_draft_layers(path: str | Path) -> bool:
-    """Returns True if a model directory has a config.json that counts multi-token prediction layers."""
+    """Returns True if a model directory has multi-token prediction layers: config.json counts them, or, in a family
+    without such a key, the list of its weights names them."""
     config = read_hf_config(path) if (Path(path) / "config.json").is_file() else {}
-    return any(config.get(key) for family in FAMILIES.values() for key in family.draft_keys)
+    if any(config.get(key) for family in FAMILIES.values() for key in family.draft_keys):
+        return True
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is None or family.draft_keys or family.draft_body is None:
+        return False
+    index = Path(path) / "model.safetensors.index.json"
+    named = read_json(index).get("weight_map", {}) if index.is_file() else {}
+    return (Path(path) / CONVERTED_DRAFTS).is_dir() or any(name.startswith(family.draft_body) for name in named)
 
 
 def body_of(architecture: str) -> str:

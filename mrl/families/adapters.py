@@ -86,15 +86,21 @@ def adapter_table(arch: ModelArch, role: Role, lora: LoRA) -> Mapping[str, Param
     found: dict[str, ParameterMapping] = {}
     for name, row in adapted_rows(arch):
         owner, cut = name.removesuffix(".weight"), row.tp_dim
-        for hf, (rows, columns) in zip(row.hf, row.shapes, strict=True):
+        for index, (hf, (rows, columns)) in enumerate(zip(row.hf, row.shapes, strict=True)):
             if not lora.adapts(layer_of(hf)):
                 continue
             own, theirs = f"{owner}{ADAPTER_INFIX}{part_of(hf)}.", layer_of(hf)
             by_row, by_column = (0 if cut == 0 else None), (1 if cut == 1 else None)
             found[own + "A"] = _row(theirs + ".lora_A.weight", (lora.rank, columns), by_column, row)
-            found[own + "B"] = _row(theirs + ".lora_B.weight", (rows, lora.rank), by_row, row)
+            of_rows = {own + "B": _row(theirs + ".lora_B.weight", (rows, lora.rank), by_row, row)}
             if lora.dora:
-                found[own + "magnitude"] = _row(theirs + ".lora_magnitude_vector", (rows,), by_row, row)
+                of_rows[own + "magnitude"] = _row(theirs + ".lora_magnitude_vector", (rows,), by_row, row)
+            if row.groups:  # the layer has its rows by head
+                pieces, groups = row.pieces_of(index), row.groups
+                of_rows = {
+                    name: replace(each, kind="qkv", pieces=pieces, groups=groups) for name, each in of_rows.items()
+                }
+            found |= of_rows
     if role == "critic":
         found[VALUE_HEAD] = replace(weight_table(arch, role)[VALUE_HEAD], zeros=())  # a bias is for whole models
     return MappingProxyType(found)
@@ -109,7 +115,7 @@ def joined_layers(arch: ModelArch, lora: LoRA) -> list[str]:
 
     Their single adapter would have rows that Megatron keeps in another order.
     """
-    rows = [row for _, row in adapted_rows(arch) if row.pieces and lora.adapts(layer_of(row.hf[0]))]
+    rows = [row for _, row in adapted_rows(arch) if row.pieces and not row.groups and lora.adapts(layer_of(row.hf[0]))]
     return list(dict.fromkeys(part_of(row.hf[0]) for row in rows))
 
 

@@ -19,17 +19,19 @@ class LayerArch:
 
     window: attention window in tokens, including the token itself; None: unlimited
     rope: the table of rotary angles in config.json; "": the only one; None: no rotation
+    delta: a gated delta net in place of attention
     """
 
     ffn_size: int
     experts: bool = False
     window: int | None = None
     rope: str | None = ""
+    delta: bool = False
 
     @property
-    def shape(self) -> tuple[int, bool]:
+    def shape(self) -> tuple[int, bool, bool]:
         """Key that determines the names and shapes of the layer's weights."""
-        return self.ffn_size, self.experts
+        return self.ffn_size, self.experts, self.delta
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,27 @@ class LatentAttentionArch:
     plain: int
     turned: int
     value: int
+
+
+@dataclass(frozen=True)
+class DeltaNetArch:
+    """Gated delta nets (arXiv 2412.06464): linear attention whose state forgets, and corrects what it holds of a key.
+
+    key_heads, value_heads: several value heads may share a key head; key, value: channels of such a head
+    kernel: tokens that the convolution before it sees
+    """
+
+    key_heads: int
+    value_heads: int
+    key: int
+    value: int
+    kernel: int
+
+    @property
+    def rows(self) -> tuple[int, int, int, int, int, int]:
+        """Rows of the input projection: queries, keys, values, output gates, write strengths and decays."""
+        keys, values = self.key_heads * self.key, self.value_heads * self.value
+        return keys, keys, values, values, self.value_heads, self.value_heads
 
 
 @dataclass(frozen=True)
@@ -155,14 +178,15 @@ class ModelArch:
     scores_steps: bool = False  # the head scores the ends of steps, not the whole text
     latent: LatentAttentionArch | None = None  # of models with latent attention
     vision: VisionArch | None = None  # of models with image inputs
+    delta: DeltaNetArch | None = None  # of models with gated delta nets
     rotary_dim: int | None = None  # number of rotated channels, a head's first; None: all
     attention_scale: float | None = None  # scale of the attention scores; None: head_dim ** -0.5
 
     def __post_init__(self) -> None:
         if any(layer.experts for layer in self.layers) != (self.experts is not None):
             raise UnsupportedModel(f"{self.family}: either expert layers or the number of experts is missing")
-        shapes = {layer.shape for layer in self.layers}
-        if len(shapes) > len({experts for _, experts in shapes}):
+        widths = {(layer.ffn_size, layer.experts) for layer in self.layers}
+        if len(widths) > len({experts for _, experts in widths}):
             raise UnsupportedModel(f"{self.family}: layers of one kind have different widths, which is not supported")
 
     def with_head_of(self, record: Mapping[str, Any]) -> ModelArch:
@@ -173,12 +197,13 @@ class ModelArch:
         """Returns the checkpoint's record of its model, as JSON values: the fields, with layers as two numbers (one by
         one where they differ).
         """
-        apart = ("layers", "experts", "vision", "latent", *_USUAL)
+        apart = ("layers", "experts", "vision", "latent", "delta", *_USUAL)
         fields = {name: value for name, value in vars(self).items() if name not in apart}
         fields |= {name: vars(self)[name] for name, usual in _USUAL.items() if vars(self)[name] != usual}
         experts = self.experts
         unusual = experts.record() if experts else {}
         unturned = [index for index, layer in enumerate(self.layers) if layer.rope is None]
+        deltas = [index for index, layer in enumerate(self.layers) if layer.delta]
         return fields | {
             "num_layers": self.num_layers,
             "ffn_size": self.layers[0].ffn_size,
@@ -187,8 +212,9 @@ class ModelArch:
             "normalize_topk": experts.normalize_topk if experts else True,
             **({"latent": vars(self.latent)} if self.latent else {}),
             **({"vision": self.vision.record()} if self.vision else {}),
+            **({"delta": {**vars(self.delta), "layers": deltas}} if self.delta else {}),
             **({"experts": unusual} if unusual else {}),
-            **({"layers": [list(layer.shape) for layer in self.layers]} if self.layers_differ else {}),
+            **({"layers": [[layer.ffn_size, layer.experts] for layer in self.layers]} if self.layers_differ else {}),
             **({"windows": [layer.window for layer in self.layers]} if self.windows else {}),
             **({"unturned": unturned} if unturned else {}),
         }

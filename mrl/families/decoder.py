@@ -40,18 +40,24 @@ class Decoder:
     biases = False  # the attention output projection, the router and the experts have biases
     gate: str | None = None  # the gating function, if it is not activation(gate) * up
     norms_behind = False  # the results of attention and MLP are normed before they are added
+    gated_attention = False  # each channel of the attention's result has a gate, behind its head's query
     scaled_embedding = False  # embeddings are multiplied by sqrt(hidden_size)
     local_only: str | None = None  # features that transformer-engine's layers lack, in words
     rotary_share: float | None = None  # default share of rotated channels; None: all, and no other share
     ignores_attention_bias = False  # transformers' code of the family does not read the key
     unpacks: tuple[str | None, ...] = ()  # readable quantisation formats, by the hub's names
     ignores_auto_map = False  # code in the model's directory, which is never run, is not needed
+    draft_body: str | None = None  # the hub's prefix of their tensors, where these are not layers behind the last one
     draft_keys: tuple[str, ...] = ()  # keys that count multi-token prediction layers, which are copied, not trained
     # SGLang (0.5.23) gives its score head a bias, random unless the checkpoint has one; transformers' has none
     engine_score_bias = False
     engine_cuts_vocab = True  # SGLang cuts its embedding over its ranks, and rounds its rows up
     engine_needs_gpu: str | None = None  # why SGLang serves the family on GPUs only, in words
     body = BODY  # the hub's prefix of the decoder's tensors
+
+    def unavailable(self) -> str | None:
+        """Returns why no model of the family can be built with the installed packages, and the remedy."""
+        return None
 
     def keys(self, config: dict[str, Any], where: str) -> Keys:
         """Returns the keys of a config.json, completed with the family's defaults as in transformers."""

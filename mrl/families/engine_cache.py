@@ -15,7 +15,7 @@ def cache_bytes_a_token(arch: ModelArch, tensor: int, dtype: int) -> int:
         dtype: bytes of a number.
     """
     (shared, a_head), heads = arch.cached_width, max(1, arch.num_kv_heads // tensor)
-    return arch.num_layers * (shared + heads * a_head) * dtype
+    return sum(not layer.delta for layer in arch.layers) * (shared + heads * a_head) * dtype
 
 
 def cpu_requests(arch: ModelArch, dtype: int, context: int, wanted: int) -> int:

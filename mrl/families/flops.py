@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from mrl.families.arch import ModelArch, VisionArch
-from mrl.families.table import EMBEDDING, OUTPUT, VALUE_HEAD, Role, padded_vocab_size, weight_table
+from mrl.families.table import DELTA_CHUNK, EMBEDDING, OUTPUT, VALUE_HEAD, Role, padded_vocab_size, weight_table
 from mrl.families.vision import TOWER
 
 BACKWARD = 2  # times a forward pass: gradients of the inputs, gradients of the weights
@@ -30,7 +30,7 @@ def num_parameters(arch: ModelArch, role: Role = "policy", tp: int | None = None
 class ForwardFlops:
     """Operations of a forward pass; a multiplication with its addition counts as two.
 
-    per_token: in the layers' matrices, with the experts that a token is routed to
+    per_token: in the layers' matrices, with the experts that a token is routed to, and in gated delta nets
     per_pair: in attention, for a token and each token it attends to
     per_output: in the head, for a token whose log-prob or value is computed
     """
@@ -56,8 +56,9 @@ class ForwardFlops:
         if arch.experts is not None:
             inner += experts * arch.experts.per_token // arch.experts.count
         outputs = arch.score_heads if role == "critic" else arch.vocab_size
-        a_pair = 2 * arch.num_heads * (arch.head_dim + arch.value_dim) * arch.num_layers
-        return cls(2 * inner, a_pair, 2 * outputs * arch.hidden_size)
+        deltas = sum(layer.delta for layer in arch.layers)
+        a_pair = 2 * arch.num_heads * (arch.head_dim + arch.value_dim) * (arch.num_layers - deltas)
+        return cls(2 * inner + deltas * _delta_rule(arch), a_pair, 2 * outputs * arch.hidden_size)
 
     def total(self, tokens: int, pairs: int, outputs: int) -> int:
         """Returns the operations of one forward pass.
@@ -66,6 +67,14 @@ class ForwardFlops:
         computed.
         """
         return self.per_token * tokens + self.per_pair * pairs + self.per_output * outputs
+
+
+def _delta_rule(arch: ModelArch) -> int:
+    """Operations a token of a gated delta net's products inside of full chunks, and with the state."""
+    if arch.delta is None:
+        return 0
+    key, value = arch.delta.key, arch.delta.value
+    return arch.delta.value_heads * (2 * DELTA_CHUNK * (2 * key + value) + 6 * key * value)
 
 
 @dataclass(frozen=True)

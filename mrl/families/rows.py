@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Literal
 
 from mrl.families.arch import ModelArch
 
 # mapping between the two sides: see mrl.weights.parameter_layout
 MappingKind = Literal["copy", "vocab", "qkv", "gate_up", "interleaved", "transposed"]
-InitialValues = Literal["normal", "ones", "zeros"]
+InitialValues = Literal["normal", "norm", "ones", "zeros", "decays"]
 BODY = "model."  # the hub's prefix of a decoder's tensors
 
 
@@ -34,10 +35,11 @@ class ParameterMapping:
     """One Megatron parameter (unsharded) and the Hugging Face tensors that form it.
 
     hf: their names, `NAME[INDEX]` for a slice of one (mrl.families.stacks); shapes: in that order
-    pieces: numbers of rows of the parts of kind `qkv` or `gate_up`, if the hub concatenates them in one tensor
+    pieces: numbers of rows of the parts of kind `qkv` or `gate_up`, if the hub concatenates them in one tensor, or some
+    groups: of kind `qkv`, into which the rows of each part fall; 0: the model's key-value heads
     tp_dim: the dimension that tensor parallelism cuts; None: replicated
     expert: the parameter belongs to one expert (expert parallel, cut by expert tensor parallelism)
-    start: initial values when training from scratch
+    start: initial values when training from scratch; `norm`: those of a norm that changes no scale
     frozen: never trained, and float32 whatever the model's dtype, in every file and engine
     copy_of: a second copy of another parameter: written on load, never exported
     optional: the checkpoint may lack it; the parameter then stays as built
@@ -50,6 +52,7 @@ class ParameterMapping:
     hf: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     pieces: tuple[int, ...] = ()
+    groups: int = 0
     tp_dim: int | None = None
     expert: bool = False
     start: InitialValues = "normal"
@@ -64,6 +67,12 @@ class ParameterMapping:
         """Returns the row of a hub that concatenates these tensors in one, called `name`."""
         rows = tuple(shape[0] for shape in self.shapes)
         return replace(self, hf=(name,), shapes=((sum(rows), *self.shapes[0][1:]),), pieces=rows)
+
+    def pieces_of(self, index: int) -> tuple[int, ...]:
+        """Returns the pieces in tensor number `index`; the pieces fill the tensors one after the other."""
+        stop = sum(shape[0] for shape in self.shapes[: index + 1])
+        start, ends = stop - self.shapes[index][0], accumulate(self.pieces)
+        return tuple(rows for rows, end in zip(self.pieces, ends, strict=True) if start < end <= stop)
 
     def below(self, body: str) -> ParameterMapping:
         """Returns the row of a decoder whose hub tensors have the prefix `body`."""
@@ -81,7 +90,7 @@ def prefixes(layer: int) -> tuple[str, str]:
 
 def norm(name: str, size: int) -> ParameterMapping:
     """Returns the row of an RMSNorm's weight [size] with the hub name `name`."""
-    return ParameterMapping("copy", (name,), ((size,),), start="ones")
+    return ParameterMapping("copy", (name,), ((size,),), start="norm")
 
 
 def attention(arch: ModelArch, m: str, h: str) -> MappingTable:
@@ -141,6 +150,51 @@ def latent_attention(arch: ModelArch, m: str, h: str) -> MappingTable:
     rows |= linear("linear_kv_up_proj", "kv_b_proj", up, latent.rank)
     rows |= linear("linear_proj", "o_proj", hidden, heads * latent.value, tp_dim=1)
     return rows | {m + "pre_mlp_layernorm.weight": norm(h + "post_attention_layernorm.weight", hidden)}
+
+
+def delta_net(
+    arch: ModelArch, m: str, h: str, projections: tuple[tuple[str, int], ...], *, by_head: bool
+) -> MappingTable:
+    """Returns the rows of a layer with a gated delta net, and of both its norms.
+
+    projections: the hub's names of the input projections, and the number of parts of `DeltaNetArch.rows` in each
+    by_head: each of them has its parts key head by key head, as Megatron's joined one; otherwise part by part
+    """
+    assert arch.delta is not None
+    delta, hidden, own, theirs = arch.delta, arch.hidden_size, m + "self_attention.", h + "linear_attn."
+    parts, ends = delta.rows, list(accumulate(count for _, count in projections))
+    sizes = [sum(parts[end - count : end]) for end, (_, count) in zip(ends, projections, strict=True)]
+    groups, width, values = delta.key_heads, sum(parts[:3]), delta.value_heads
+
+    def by_value_head(name: str, start: InitialValues) -> ParameterMapping:
+        return ParameterMapping("copy", (theirs + name,), ((values,),), tp_dim=0, start=start)
+
+    return {
+        m + "input_layernorm.weight": norm(h + "input_layernorm.weight", hidden),
+        own + "dt_bias": by_value_head("dt_bias", "ones"),
+        own + "A_log": by_value_head("A_log", "decays"),
+        own + "in_proj.weight": ParameterMapping(
+            "qkv",
+            tuple(f"{theirs}{name}.weight" for name, _ in projections),
+            tuple((size, hidden) for size in sizes),
+            pieces=() if by_head else parts,
+            groups=groups,
+            tp_dim=0,
+        ),
+        own + "conv1d.weight": ParameterMapping(
+            "qkv",
+            (theirs + "conv1d.weight",),
+            ((width, 1, delta.kernel),),
+            pieces=parts[:3],
+            groups=groups,
+            tp_dim=0,
+        ),
+        own + "out_norm.weight": ParameterMapping("copy", (theirs + "norm.weight",), ((delta.value,),), start="ones"),
+        own + "out_proj.weight": ParameterMapping(
+            "copy", (theirs + "out_proj.weight",), ((hidden, values * delta.value),), tp_dim=1
+        ),
+        m + "pre_mlp_layernorm.weight": norm(h + "post_attention_layernorm.weight", hidden),
+    }
 
 
 def dense_mlp(hidden: int, ffn: int, m: str, h: str, names: tuple[str, str] = ("mlp", "mlp")) -> MappingTable:

@@ -28,6 +28,7 @@ HF_VALUE_HEAD = "score.weight"
 HF_VALUE_BIAS = "score.bias"  # always zero: written for programs that would otherwise initialise one randomly
 
 SINK_CHANNELS = 8  # extra channels of attention with sinks: one would suffice, but kernels need a multiple of 8
+DELTA_CHUNK = 64  # tokens of a sequence that gated delta nets take at once
 VOCAB_ALIGN = 8
 VOCAB_ALIGN_GPU = 128  # whole tensor-core tiles; checkpoints leave the padding out
 
@@ -59,7 +60,7 @@ def weight_table(arch: ModelArch, role: Role = "policy") -> Mapping[str, Paramet
     else:
         rows[OUTPUT] = ParameterMapping("vocab", (HF_OUTPUT,), wide, tp_dim=0)
     if family.shifted_norms:
-        rows = {name: replace(row, start="zeros") if row.start == "ones" else row for name, row in rows.items()}
+        rows = {name: replace(row, start="zeros") if row.start == "norm" else row for name, row in rows.items()}
     if family.body != BODY:
         rows = {name: row.below(family.body) for name, row in rows.items()}
     return MappingProxyType({**family.tower_rows(arch.vision), **rows} if arch.vision is not None else rows)

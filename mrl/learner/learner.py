@@ -84,10 +84,10 @@ class Learner:
         replays: bool = False,
     ) -> None:
         self.role, self.arch, self.train, self.mesh, self.trainable = role, arch, train, mesh, trainable
-        # with CP, images or replayed routing a token depends on more than its prefix, so prefixes cannot be shared
-        self.planner = MicroBatchPlanner(
-            mesh, train, arch, role, shares=mesh.cp == 1 and arch.vision is None and not replays
-        )
+        # with CP, images or replayed routing a token depends on more than its prefix, so prefixes cannot be shared;
+        # gated delta nets take whole sequences
+        shares = mesh.cp == 1 and arch.vision is None and arch.delta is None and not replays
+        self.planner = MicroBatchPlanner(mesh, train, arch, role, shares=shares)
         self.pixels: PixelsOf | None = None
         with mesh.active():
             self.bare: list[MegatronModule] = build_model(

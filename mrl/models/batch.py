@@ -12,6 +12,8 @@ from torch import Tensor
 
 from mrl import platform
 from mrl.core import PackedBatch
+from mrl.families.table import DELTA_CHUNK
+from mrl.kernels.gated_delta import Chunks
 from mrl.kernels.linear_divergence import Divergence, TopTokens
 from mrl.kernels.linear_logprob import LossGradients
 from mrl.models.attention_plan import AttentionPlan
@@ -188,6 +190,11 @@ class ModelBatch(PackedSeqParams):
     def plan(self) -> AttentionPlan:
         """Plan of mrl's own attention; built once for all layers."""
         return AttentionPlan.make(self.starts, *self.cp, platform.device(), self.shared_index)
+
+    @cached_property
+    def chunks(self) -> Chunks:
+        """Chunks of gated delta nets; built once for all layers."""
+        return Chunks.make(self.starts, DELTA_CHUNK, platform.device())
 
     @property
     def can_drop_tokens(self) -> bool:

@@ -15,12 +15,14 @@ from mrl.models.fp8_params import is_quantized, write
 from mrl.models.naming import global_name
 from mrl.parallel import Mesh
 
+DECAYS = (1.0, 16.0)  # of gated delta nets' heads, from the first to the last
 BLOCK_ROWS = 128  # part of the definition of the weights: every block has its own random stream
 
 
 @torch.no_grad()
 def initialise(chunk: nn.Module, arch: ModelArch, mesh: Mesh, role: Role, seed: int) -> None:
-    """Fills matrices ~ normal(0, initializer_range); norms 1; biases, the value head and the vocabulary's padding 0.
+    """Fills matrices ~ normal(0, initializer_range); norms and decays as neutral ones; biases, the value head and the
+    vocabulary's padding 0.
 
     Each rank generates the row blocks that it holds a part of and keeps its part: at most one block beyond its own
     weights is in memory. A tied output layer gets the embedding's values. Raises ValueError for a parameter that is not
@@ -38,8 +40,11 @@ def initialise(chunk: nn.Module, arch: ModelArch, mesh: Mesh, role: Role, seed: 
             _draw(values, row.copy_of or name, row, arch, mesh, seed)
             if values is drawn:
                 write(parameter, drawn)
+        elif row.start == "decays":
+            parts, part = mesh.tensor_cut(row.expert)
+            parameter.copy_(torch.linspace(*DECAYS, row.shapes[0][0]).log().chunk(parts)[part])
         else:
-            parameter.fill_(1.0 if row.start == "ones" else 0.0)
+            parameter.fill_(0.0 if row.start == "zeros" else 1.0)
 
 
 def _draw(parameter: Tensor, name: str, row: ParameterMapping, arch: ModelArch, mesh: Mesh, seed: int) -> None:

@@ -119,7 +119,7 @@ def _layer(
         tp=tp,
         group=mesh.expert_tp_group if row.expert else mesh.tp_group,
         is_sequence=is_sequence,
-        groups=arch.num_kv_heads // tp if row.kind == "qkv" else 1,
+        groups=(row.groups or arch.num_kv_heads) // tp if row.kind == "qkv" else 1,
     )
     parts: dict[str, Adapter | None] = {}
     sizes: dict[str, int] = {}

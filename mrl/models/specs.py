@@ -65,10 +65,12 @@ def block_spec(
 def _can_leave_tokens(arch: ModelArch, config: TransformerConfig, *, rounded: bool) -> bool:
     """Returns True if unneeded tokens can be dropped in the last layer, after its keys.
 
-    Not with sequence parallelism, with experts or scales over all tokens, or with deep image features added after it.
+    Not with sequence parallelism, with experts or scales over all tokens, with gates of all tokens, or with deep image
+    features added after it.
     """
-    deep = 0 if arch.vision is None else len(arch.vision.deep)
-    return not (config.sequence_parallel or rounded or arch.layers[-1].experts or deep == arch.num_layers)
+    deep, last = 0 if arch.vision is None else len(arch.vision.deep), arch.layers[-1]
+    gated = last.delta or config.attention_output_gate
+    return not (config.sequence_parallel or rounded or last.experts or gated or deep == arch.num_layers)
 
 
 def _leaving(layer: ModuleSpec) -> ModuleSpec:
@@ -139,6 +141,22 @@ class AllHeadsAttention(SelfAttention):
         self.k_layernorm = norm(heads=config.num_query_groups)
 
 
+class GatedAttention(SelfAttention):
+    """Self-attention with a gate for each channel of its result. Each head's gate is behind its query, as on the hub;
+    Megatron has the gates of a group behind all of its queries.
+    """
+
+    def get_query_key_value_tensors(
+        self, hidden_states: Tensor, *unused: Any, **more: Any
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Returns query [t, 1, heads, d], key and value [t, 1, groups, d], gate [t, 1, heads, d]."""
+        joined, _ = self.linear_qkv(hidden_states)
+        width, groups = self.hidden_size_per_attention_head, self.num_query_groups_per_partition
+        both, key, value = joined.unflatten(-1, (groups, -1)).tensor_split([-2 * width, -width], -1)
+        query, gate = both.unflatten(-1, (-1, 2 * width)).flatten(2, 3).chunk(2, -1)
+        return self.q_layernorm(query), self.k_layernorm(key), value, gate
+
+
 class SwiGLU(MegatronModule):
     """Fused gated activation; Megatron's option for it is use_te_activation_func."""
 
@@ -184,6 +202,11 @@ def _local_layer(family: Decoder, config: TransformerConfig, kind: LayerArch) ->
         own.activation_func = ACTIVATIONS[family.gate or family.activation]
         if family.biases:
             own.linear_fc2 = BiasedExpertRow
+    if kind.delta:
+        from mrl.models.gated_delta_net import delta_net_spec  # megatron-core 0.16 has another module in that place
+
+        parts.self_attention = delta_net_spec()
+        return layer
     attention = parts.self_attention.submodules
     core = {"window": kind.window, "rope": kind.rope, "sinks": family.sinks}
     attention.core_attention = ModuleSpec(module=PackedAttention, params=core)
@@ -194,6 +217,8 @@ def _local_layer(family: Decoder, config: TransformerConfig, kind: LayerArch) ->
     elif family.norms_all_heads:
         parts.self_attention.module = AllHeadsAttention
     elif config.qk_layernorm:
+        if family.gated_attention:
+            parts.self_attention.module = GatedAttention
         attention.q_layernorm = attention.k_layernorm = norm
     if family.norms_behind:
         parts.self_attn_bda = parts.mlp_bda = ModuleSpec(module=NormThenAdd, params={"norm": norm, "config": config})

@@ -38,6 +38,7 @@ def transformer_config(arch: ModelArch, train: TrainConfig, mesh: Mesh, dtype: t
         activation_func=F.silu,
         add_bias_linear=FAMILIES[arch.family].biases,
         add_qkv_bias=arch.qkv_bias,
+        attention_output_gate=FAMILIES[arch.family].gated_attention,
         qk_layernorm=arch.qk_norm and not FAMILIES[arch.family].norms_all_heads,  # else its gradient is summed over TP
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -55,6 +56,7 @@ def transformer_config(arch: ModelArch, train: TrainConfig, mesh: Mesh, dtype: t
         **_experts(arch, fused),
         **transformer_engine_fields(fp8, kind),
         **latent,
+        **_delta(arch),
     )
 
 
@@ -68,6 +70,21 @@ def _latent(latent: LatentAttentionArch) -> dict[str, Any]:
         "v_head_dim": latent.value,
         "rope_type": "rope",
         "rotary_scaling_factor": 1.0,
+    }
+
+
+def _delta(arch: ModelArch) -> dict[str, Any]:
+    """Fields of gated delta nets; the list of layers turns off layer stacking on disk."""
+    if arch.delta is None:
+        return {}
+    return {
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": [int(layer.delta) for layer in arch.layers],
+        "linear_conv_kernel_dim": arch.delta.kernel,
+        "linear_key_head_dim": arch.delta.key,
+        "linear_value_head_dim": arch.delta.value,
+        "linear_num_key_heads": arch.delta.key_heads,
+        "linear_num_value_heads": arch.delta.value_heads,
     }
 
 

@@ -129,7 +129,10 @@ def _rows(s: Shapes, layer: LayerArch) -> float:
 
 
 def _attention(s: Shapes, layer: LayerArch, again: bool) -> float:
-    """again: the core is recomputed in the backward pass, from its inputs."""
+    """again: the core is recomputed in the backward pass, from its inputs; gated delta nets always are."""
+    if layer.delta and s.arch.delta is not None:
+        rows = s.arch.delta.rows
+        return s.local * (sum(rows) * s.dtype + rows[3] * s.input) / s.layout.tensor
     d, b = s.arch.head_dim, s.dtype
     q, kv = s.local * s.heads * d * b, s.local * s.kv_heads * d * b
     keys = kv
@@ -137,9 +140,13 @@ def _attention(s: Shapes, layer: LayerArch, again: bool) -> float:
         keys = kv * s.layout.context * (1 + 1 / (2 * s.layout.context))
     joined = q + 2 * kv  # the product's result, which key and value are parts of, and the query where it is as wide
     query = 0.0 if s.heads == s.kv_heads else q
+    if FAMILIES[s.arch.family].gated_attention:  # behind each query its gate; then the gates' sigmoids, and the product
+        joined, query = joined + q, 2 * q
     normed = (query + joined + s.local * (s.heads + s.kv_heads) * FLOAT32) if s.arch.qk_norm else 0.0
     if FAMILIES[s.arch.family].norms_all_heads:  # in float32, before and after the scale
         normed += s.local * (s.heads + s.kv_heads) * d * FLOAT32 * (1 if b == FLOAT32 else 2)
+    if FAMILIES[s.arch.family].gated_attention:
+        normed += s.local * s.heads * d * FLOAT32 + q
     normed += _compressed(s)
     if again:
         return normed + (q + kv if s.arch.qk_norm else query + joined) + q

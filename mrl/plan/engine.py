@@ -77,7 +77,7 @@ def weights_per_gpu(arch: ModelArch, tensor: int, dtype: int, *, quantized: bool
             total += -(-rows // tensor) * arch.hidden_size * dtype
         elif row.kind == "vocab":
             total += prod(row.shapes[0]) * dtype
-        elif row.kind == "qkv":
+        elif row.kind == "qkv" and not row.groups:
             parts = (tensor, min(tensor, arch.num_kv_heads), min(tensor, arch.num_kv_heads))
             sizes = [rows * prod(row.shapes[0][1:]) for rows in row.pieces] or [prod(shape) for shape in row.shapes]
             whole = sum(size // part for size, part in zip(sizes, parts, strict=True))

@@ -32,6 +32,12 @@ MODULES = (  # of a layer, in the order of its parameters
     "self_attention.linear_q_proj",
     "self_attention.linear_kv_down_proj",
     "self_attention.linear_kv_up_proj",
+    "self_attention.dt_bias",  # of gated delta nets, as the next five
+    "self_attention.A_log",
+    "self_attention.in_proj",
+    "self_attention.conv1d",
+    "self_attention.out_norm",
+    "self_attention.out_proj",
     "self_attention.q_layernorm",
     "self_attention.k_layernorm",
     "self_attention.kv_layernorm",

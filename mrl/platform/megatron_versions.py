@@ -1,7 +1,8 @@
 """Differences between the releases of Megatron-Core that mrl runs on: 0.16 (Python 3.11) and 0.19 (Python 3.12).
 
 Each names the release at which it ends or begins. No other module may ask which release is installed: it calls a
-function here, or Megatron behaves as 0.16 after the adaptations below. 0.17 and 0.18 are not supported.
+function here, or Megatron behaves as 0.16 after the adaptations below. 0.17 and 0.18 are not supported. Families with
+gated delta nets need 0.19: `mrl.families.delta_nets` refuses them before anything large is imported.
 """
 
 from __future__ import annotations
@@ -50,6 +51,22 @@ def latent_norms() -> None:
     """Builds the norms and projections that the layer spec names, as up to 0.16."""
     names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
     _latent_attention()._resolve_qk_norm_config = lambda self, spec: {name: getattr(spec, name) for name in names}
+
+
+def _delta_nets() -> Any:
+    import megatron.core.ssm.gated_delta_net as delta_nets
+
+    return delta_nets
+
+
+@adaptation(
+    "delta_nets_without_fla",
+    why="Megatron builds gated delta nets only with flash-linear-attention; mrl's layer computes the rule in torch",
+    stage=Stage.AFTER_IMPORT,
+    needed=lambda: hasattr(_delta_nets(), "common") and not _delta_nets().HAVE_FLA,
+)
+def delta_nets_without_fla() -> None:
+    _delta_nets().common.HAVE_FLA = True
 
 
 @adaptation(

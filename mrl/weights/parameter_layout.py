@@ -7,7 +7,8 @@ Face tensors, bit for bit.
 kind         Hugging Face                  Megatron
 copy         one tensor                    the same, sharded along `tp_dim` (not at all if None)
 vocab        [vocab, h]                    rows sharded, zero rows appended up to the padded vocabulary
-qkv          q, k, v projections           one query group after the other: query heads, key and value head of each
+qkv          q, k, v projections           one query group after the other: query heads, key and value head of each; so
+                                           are the projections of a gated delta net, by key head
 gate_up      gate, up projections          a rank holds its part of gate, then its part of up
 interleaved  columns alternate gate, up    rows of gate, then those of up, not sharded (a vector: its numbers)
 transposed   columns                       rows, not sharded
@@ -54,9 +55,9 @@ def to_megatron(
     if row.kind == "vocab":
         return _vocab_shard(sources[0], max(padded_vocab, arch.vocab_size), tp, tp_rank)
     if row.pieces:
-        sources = _pieces(row, sources[0])
+        sources = [_Range(sources[piece.source], piece.start, piece.rows) for piece in _pieces(row)]
     if row.kind == "qkv":
-        return _qkv_shard(sources, arch, tp, tp_rank)
+        return _qkv_shard(sources, row.groups or arch.num_kv_heads, tp, tp_rank)
     if row.kind == "gate_up":
         return torch.cat([source[_part(source.shape[0], tp, tp_rank)] for source in sources])
     source = sources[0]
@@ -76,7 +77,13 @@ def to_hf(row: ParameterMapping, shards: Sequence[Tensor], arch: ModelArch) -> t
     not write to it.
     """
     if row.pieces:
-        return (torch.cat(to_hf(replace(row, pieces=()), shards, arch)),)
+        places = list(_pieces(row))
+        inner = row.shapes[0][1:]
+        apart = replace(row, pieces=(), shapes=tuple((piece.rows, *inner) for piece in places))
+        parts = list(zip(places, to_hf(apart, shards, arch), strict=True))
+        return tuple(
+            torch.cat([part for piece, part in parts if piece.source == index]) for index in range(len(row.hf))
+        )
     if row.kind == "gate_up":
         halves = [shard.chunk(2) for shard in shards]
         return tuple(_join([half[i] for half in halves], 0) for i in range(2))
@@ -89,7 +96,7 @@ def to_hf(row: ParameterMapping, shards: Sequence[Tensor], arch: ModelArch) -> t
     if row.kind == "vocab":
         return (full[: arch.vocab_size],)
     if row.kind == "qkv":
-        return _split_qkv(full, arch)
+        return _split_qkv(full, row, arch)
     return (full,)
 
 
@@ -120,13 +127,12 @@ def segments(row: ParameterMapping, arch: ModelArch) -> Iterator[Segment]:
     if row.kind != "qkv":
         yield from (Segment(i, 0, shape[0]) for i, shape in enumerate(row.shapes))
         return
-    sizes = [rows // arch.num_kv_heads for rows in row.pieces or (shape[0] for shape in row.shapes)]
-    starts = [(i, 0) for i in range(len(sizes))]
-    if row.pieces:
-        starts = [(0, start) for start in accumulate(row.pieces[:-1], initial=0)]
-    for group in range(arch.num_kv_heads):
-        for (source, start), size in zip(starts, sizes, strict=True):
-            yield Segment(source, start + group * size, size)
+    groups = row.groups or arch.num_kv_heads
+    parts = list(_pieces(row) if row.pieces else (Segment(i, 0, shape[0]) for i, shape in enumerate(row.shapes)))
+    for group in range(groups):
+        for part in parts:
+            size = part.rows // groups
+            yield Segment(part.source, part.start + group * size, size)
 
 
 @dataclass(frozen=True)
@@ -145,9 +151,11 @@ class _Range:
         return self.whole[self.start + index.start : self.start + index.stop]
 
 
-def _pieces(row: ParameterMapping, whole: Sliceable) -> list[Sliceable]:
-    starts = accumulate(row.pieces[:-1], initial=0)
-    return [_Range(whole, start, rows) for start, rows in zip(starts, row.pieces, strict=True)]
+def _pieces(row: ParameterMapping) -> Iterator[Segment]:
+    """Yields the place of each piece in the Hugging Face tensors."""
+    for source in range(len(row.hf)):
+        pieces = row.pieces_of(source)
+        yield from (Segment(source, end - rows, rows) for rows, end in zip(pieces, accumulate(pieces), strict=True))
 
 
 def _part(size: int, tp: int, tp_rank: int) -> slice:
@@ -169,20 +177,19 @@ def _vocab_shard(source: Sliceable, padded: int, tp: int, tp_rank: int) -> Tenso
     return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]) if missing else rows
 
 
-def _qkv_shard(sources: Sequence[Sliceable], arch: ModelArch, tp: int, tp_rank: int) -> Tensor:
+def _qkv_shard(sources: Sequence[Sliceable], groups: int, tp: int, tp_rank: int) -> Tensor:
     """Maps q [heads * d, ...], k and v [groups * d, ...] to [local groups * (heads a group + 2) * d, ...]."""
-    groups = _part(arch.num_kv_heads, tp, tp_rank)
-    num = groups.stop - groups.start
+    here = _part(groups, tp, tp_rank)
+    num = here.stop - here.start
     blocks = []
     for source in sources:
-        rows = source.shape[0] // arch.num_kv_heads
-        block = source[groups.start * rows : groups.stop * rows]
+        rows = source.shape[0] // groups
+        block = source[here.start * rows : here.stop * rows]
         blocks.append(block.reshape(num, rows, *block.shape[1:]))
     return torch.cat(blocks, 1).flatten(0, 1)
 
 
-def _split_qkv(full: Tensor, arch: ModelArch) -> tuple[Tensor, ...]:
-    query_rows = arch.num_heads // arch.num_kv_heads * arch.head_dim
-    grouped = full.reshape(arch.num_kv_heads, query_rows + 2 * arch.head_dim, *full.shape[1:])
-    parts = grouped.split([query_rows, arch.head_dim, arch.head_dim], dim=1)
+def _split_qkv(full: Tensor, row: ParameterMapping, arch: ModelArch) -> tuple[Tensor, ...]:
+    groups = row.groups or arch.num_kv_heads
+    parts = full.unflatten(0, (groups, -1)).split([shape[0] // groups for shape in row.shapes], dim=1)
     return tuple(part.flatten(0, 1).contiguous() for part in parts)

@@ -30,6 +30,7 @@ from mrl.parallel import Mesh  # noqa: E402
 from mrl.plan.activations import Tokens, saved_bytes  # noqa: E402
 from mrl.plan.grid import Grid, chunk_layers  # noqa: E402
 from mrl.plan.parameters import model_elements  # noqa: E402
+from tests.helpers.tiny import HAS_DELTA_NETS  # noqa: E402
 
 TinyModels = Callable[..., Path]
 Bytes = tuple[int, int, int]  # of weights, gradients, main weights with Adam's moments
@@ -69,6 +70,11 @@ LAYOUTS = [
     Case("phi3", 2, {"tensor": 2}),
     Case("gpt_oss", 4, {"tensor": 2, "pipeline": 2, "expert": 2}),
 ]
+if HAS_DELTA_NETS:
+    LAYOUTS += [
+        Case("qwen3_next", 4, {"tensor": 2, "pipeline": 2, "expert": 2}),
+        Case("qwen3_5_text", 4, {"tensor": 2, "context": 2}),
+    ]
 
 
 # critics where they differ: with what is tied otherwise, cut into stages, with experts
@@ -97,6 +103,12 @@ ACTIVATIONS = [
     (Case("gpt_oss", 2, {"tensor": 2, "expert": 2}), "none", torch.float32),
     (Case("gpt_oss", 2, {"context": 2, "expert": 2}), "selective", torch.bfloat16),
 ]
+if HAS_DELTA_NETS:
+    ACTIVATIONS += [
+        (Case("qwen3_5_text", 2, {"tensor": 2}), "none", torch.float32),
+        (Case("qwen3_5_text", 2, {"context": 2}), "selective", torch.bfloat16),
+        (Case("qwen3_next", 2, {"tensor": 2, "expert": 2}), "none", torch.float32),
+    ]
 
 
 HEADED = [(*row, "policy") for row in ACTIVATIONS] + [(*row, "critic") for row in ACTIVATIONS[::4]]

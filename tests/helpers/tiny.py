@@ -9,9 +9,14 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-MOE_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3")
+from mrl.families.qwen3_next import Qwen3Next
+
+HAS_DELTA_NETS = Qwen3Next().unavailable() is None  # with the newer megatron-core
+DELTA_FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text") if HAS_DELTA_NETS else ()
+MOE_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3", *DELTA_FAMILIES[::2])
 STACKED_FAMILIES = ("gpt_oss",)  # with all experts of a layer in a tensor, whose they are in no file alone
 DENSE_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "olmo2", "olmo3", "smollm3", "phi3")
+DENSE_FAMILIES += DELTA_FAMILIES[1:2]
 FAMILIES = DENSE_FAMILIES + MOE_FAMILIES + STACKED_FAMILIES
 MOONLIGHT: dict[str, Any] = {  # DeepSeek-V3's form, without yarn, groups and a latent vector of queries
     "q_lora_rank": None,
@@ -35,7 +40,24 @@ _BASE: dict[str, Any] = {
     "eos_token_id": EOS,
     "initializer_range": 0.2,  # large, so that a random model has opinions and temperature matters
 }
+_DELTA: dict[str, Any] = {
+    "head_dim": 32,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
+_SHARED: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 96,
+}
 _FAMILY: dict[str, dict[str, Any]] = {
+    "qwen3_next": _DELTA | _SHARED,
+    "qwen3_5_text": _DELTA,
+    "qwen3_5_moe_text": _DELTA | _SHARED,
     "llama": {},
     "mistral": {"sliding_window": None},
     "qwen2": {},
@@ -180,6 +202,8 @@ def _randomise_vectors(model: torch.nn.Module) -> None:
             parameter.data.add_(0.1 * torch.randn_like(parameter))
         if name.endswith("self_attn.sinks"):
             parameter.data.copy_(torch.randn_like(parameter))
+        if name.endswith("A_log"):  # of transformers' own a state forgets all within a few tokens
+            parameter.data.copy_(torch.randn_like(parameter) - 3)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(0.3 * torch.randn_like(buffer))

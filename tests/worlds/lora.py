@@ -1,7 +1,7 @@
 """Run under torchrun: adapters under many layouts. Prints one JSON object a case: {"case": ..., ...}.
 
 Usage: lora.py WORK_DIR DENSE_MODEL MOE_MODEL CASE [CASE ...]. A case is `KIND LAYOUT` or `KIND=MODEL LAYOUT`, where
-KIND is dense, moe, experts, heads, dora, dropout, critic or last (adapters in the last of four layers alone) and
+KIND is dense, moe, experts, heads, dora, delta, dropout, critic or last (adapters in the last of four layers alone) and
 LAYOUT is like tp2.pp2 or tp2.pp2/full (with activation recomputation): gradients, log-probs and what three updates make
 of the adapters. With LAYOUT `one` they are written, else compared with those. Or `together`, in a world of 4: merged
 weights, the model without its adapters, memory, files.
@@ -41,6 +41,7 @@ SPECS = {
     "heads": LoRAConfig(rank=4, alpha=8, targets=("q_proj", "k_proj", "v_proj", "o_proj")),
     "dropout": LoRAConfig(rank=4, alpha=8, dropout=0.3),
     "dora": LoRAConfig(rank=3, alpha=4, targets=SOME, rslora=True, dora=True),
+    "delta": LoRAConfig(rank=3, alpha=4, targets=("in_proj_qkv", "in_proj_b", "q_proj", "out_proj"), dora=True),
     "critic": LoRAConfig(rank=4, alpha=8),
     "last": LoRAConfig(rank=4, alpha=8, targets=("layers.3.self_attn.q_proj", "layers.3.mlp.down_proj")),
 }

@@ -38,6 +38,11 @@ CLOSE = 1e-4  # relative difference of the losses of two stacks
 TESTS = {
     "models at several layouts": ["tests/distributed/models/test_models.py"],
     "families against transformers": ["tests/distributed/models/test_families.py"],
+    "gated delta nets": [
+        "tests/distributed/models/test_gated_delta_nets.py",
+        "tests/unit/kernels/test_gated_delta.py",
+        "tests/unit/families/test_families_refused.py",
+    ],
     "gradients at several layouts": ["tests/distributed/learner/test_gradients.py"],
     "checkpoints": ["tests/distributed/checkpoint/test_checkpoint.py"],
     "convert": ["tests/system/commands/test_convert.py"],
@@ -117,6 +122,17 @@ def grpo(stacks: Stacks) -> dict[str, Any]:
     return {"steps": len(stacks.train(stacks.here, "grpo", "quickstart_grpo", *keys))}
 
 
+def delta_nets(stacks: Stacks) -> dict[str, Any]:
+    """SFT and GRPO of a tiny Qwen3-Next, with the transformers engine."""
+    sizes = "yaml_configs/models/sort-qwen3-next/config.json"
+    stacks.run(stacks.here, "tools/make_sort_task.py", stacks.work / "delta_task", "--sizes", sizes)
+    start, layout = stacks.work / "delta_task" / "model_init", "actor.parallel={tensor: 2, expert: 2}"
+    stacks.train(stacks.here, "delta_sft", "quickstart_sft", f"model.path={start}", layout, "run.steps=20")
+    keys = (f"model.path={stacks.work}/delta_sft/hf", "rollout.engine=transformers", "reward.function=sorted_digits")
+    keys += ("batch.prompts_per_step=16", "validation.prompts=8", "run.steps=3")
+    return {"steps": len(stacks.train(stacks.here, "delta_grpo", "quickstart_grpo", *keys))}
+
+
 def resume(stacks: Stacks) -> dict[str, Any]:
     """Checkpoints of weights and optimizer, saved by one stack and continued by the other, both ways."""
     keys = (f"model.path={stacks.work}/task/model_init", f"checkpoint.every_steps={SHORT}")
@@ -165,6 +181,7 @@ def compared(found: list[float], wanted: list[float]) -> dict[str, float]:
 CHECKS: dict[str, Callable[[Stacks], dict[str, Any]]] = {
     "SFT of the quickstart, the losses of both stacks": sft,
     "GRPO of the quickstart": grpo,
+    "SFT and GRPO of a tiny Qwen3-Next": delta_nets,
     "checkpoints of one stack continued by the other": resume,
     "conversion by one stack and back by the other": convert,
     **{name: lambda stacks, arguments=arguments: tests(stacks, *arguments) for name, arguments in TESTS.items()},

@@ -24,6 +24,7 @@ def check(cfg: AnyConfig, archs: Archs, machine: Machine) -> Iterator[Problem]:
         yield from _virtual(key, layout)
         if arch is not None:
             yield from _tensor(key, layout, arch, path_key)
+            yield from _context(key, layout, arch, path_key)
             yield from _pipeline(key, layout, arch, path_key)
             yield from _experts(key, layout, arch, path_key)
     yield from _machine(cfg, machine)
@@ -87,7 +88,20 @@ def _widths(arch: ModelArch) -> dict[str, int]:
     if arch.latent is not None:
         further["rows of its down projection"] = arch.latent.rank + arch.latent.turned
         further["rows of its queries' down projection"] = arch.latent.query_rank
+    if arch.delta is not None:
+        further["key heads of its gated delta nets"] = arch.delta.key_heads
     return widths | {name: width for name, width in further.items() if width is not None}
+
+
+def _context(key: str, p: ParallelConfig, arch: ModelArch, path_key: str) -> Iterator[Problem]:
+    """Checks gated delta nets, whose heads context parallelism divides too."""
+    if p.context == 1 or arch.delta is None or arch.delta.key_heads % p.tensor:
+        return
+    if arch.delta.key_heads // p.tensor % p.context == 0:
+        return
+    message = f"tensor {p.tensor} x context {p.context} does not divide the {arch.delta.key_heads} key heads of the "
+    message += f"model's gated delta nets: use a context that divides {arch.delta.key_heads // p.tensor}"
+    yield Problem((f"{key}.context", path_key), message)
 
 
 def _pipeline(key: str, p: ParallelConfig, arch: ModelArch, path_key: str) -> Iterator[Problem]:

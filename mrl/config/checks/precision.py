@@ -83,7 +83,7 @@ def _place(cfg: Config, section: str, key: str, fp8: FP8Config, machine: Machine
 
 def _family(key: str, fp8: FP8Config, arch: ModelArch) -> Iterator[Problem]:
     lacks = FAMILIES[arch.family].local_only
-    if arch.latent is not None and fp8.emulate:
+    if (arch.latent is not None or arch.delta is not None) and fp8.emulate:
         message = "emulated layers do not support this model's attention"
         yield Problem((f"{key}.emulate", "model.path"), f"{message} ({lacks}): set recipe: none")
     if FAMILIES[arch.family].biases and fp8.emulate:

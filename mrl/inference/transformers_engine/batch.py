@@ -1,6 +1,6 @@
 """A batch of jobs by transformers' generate. Rows whose responses have ended leave it while the others go on.
 
-On CPUs a row's bits do not depend on the other rows: see `attention` and `invariant`.
+On CPUs a row's bits do not depend on the other rows, except with gated delta nets: see `attention` and `invariant`.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def responses(
         places, index = [places[row] for row in on], torch.tensor(on, dtype=torch.int64, device=ids.device)
         ids, cache = made.sequences[index], made.past_key_values
         mask = torch.nn.functional.pad(mask[index], (0, ids.size(1) - mask.size(1)), value=1)
-        cache.batch_select_indices(index)
+        cache.reorder_cache(index)  # which layers with a recurrent state have too
 
 
 def padded(jobs: list[Job]) -> tuple[Tensor, Tensor]:

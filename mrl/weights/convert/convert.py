@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 
 from mrl.config.model_dirs import FORMAT, RELEASE, TRACKER, VERSION
 from mrl.directories import Staging, write_manifest
-from mrl.families import ModelArch, load_arch
+from mrl.families import CONVERTED_DRAFTS, ModelArch, load_arch
 from mrl.families.table import Role, weight_table
 from mrl.parallel import Meshes
 from mrl.weights.agreement import WeightAgreement, raise_together
@@ -33,7 +33,7 @@ from mrl.weights.convert.plan import (
 )
 from mrl.weights.convert.worker_pool import WorkerPool
 from mrl.weights.disk.digest import file_digests, weight_files
-from mrl.weights.disk.draft_layers import CONVERTED, draft_metas
+from mrl.weights.disk.draft_layers import draft_metas
 from mrl.weights.disk.hf_rows import parameter_rows
 from mrl.weights.disk.megatron_dirs import open_megatron
 from mrl.weights.disk.megatron_source import MegatronCheckpoint
@@ -115,7 +115,7 @@ def hf_to_megatron(path: Path, target: Path, options: ConvertOptions, meshes: Me
 
         def complete() -> None:
             if copied:
-                drafts, files = staging.directory / CONVERTED, plan_files(copied, options.max_file_bytes)
+                drafts, files = staging.directory / CONVERTED_DRAFTS, plan_files(copied, options.max_file_bytes)
                 drafts.mkdir()
                 copy_drafts(path, files, drafts, options.allow_pickle)
                 if len(files) > 1:

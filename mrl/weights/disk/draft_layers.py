@@ -9,24 +9,25 @@ from contextlib import closing
 from pathlib import Path
 
 from mrl.config.model_dirs import is_converted
-from mrl.families import FAMILIES, ModelArch, has_draft_layers
+from mrl.families import CONVERTED_DRAFTS, FAMILIES, ModelArch, has_draft_layers
 from mrl.families.table import Role
 from mrl.weights.disk.safetensors_io import HFCheckpoint
 from mrl.weights.errors import WeightError
 from mrl.weights.meta import COPIED, TensorMeta
 
-CONVERTED = "mtp"  # folder of a converted model that has these tensors, as a Hugging Face directory has weights
-
 
 def is_draft(arch: ModelArch, name: str) -> bool:
-    """Returns True for a tensor of a layer behind the last one, in a family with MTP layers."""
-    found = re.match(r"model\.layers\.(\d+)\.", name) if FAMILIES[arch.family].draft_keys else None
+    """Returns True for a tensor of the family's MTP layers: with a prefix of their own, or behind the last layer."""
+    family = FAMILIES[arch.family]
+    if family.draft_body is not None:
+        return name.startswith(family.draft_body)
+    found = re.match(r"model\.layers\.(\d+)\.", name) if family.draft_keys else None
     return found is not None and int(found[1]) >= arch.num_layers
 
 
 def open_drafts(model: Path, allow_pickle: bool = False) -> HFCheckpoint:
     """Opens the weights of a model directory, Hugging Face's or converted, that include its MTP layers."""
-    return HFCheckpoint(model / CONVERTED if is_converted(model) else model, allow_pickle)
+    return HFCheckpoint(model / CONVERTED_DRAFTS if is_converted(model) else model, allow_pickle)
 
 
 def draft_metas(model: Path | None, arch: ModelArch, role: Role, allow_pickle: bool = False) -> list[TensorMeta]:
@@ -44,10 +45,9 @@ def draft_metas(model: Path | None, arch: ModelArch, role: Role, allow_pickle: b
             return [TensorMeta(name, source.shape, source.dtype, COPIED) for name, source in found]
     except (WeightError, OSError) as error:
         keys = " or ".join(FAMILIES[arch.family].draft_keys)
-        raise WeightError(
-            f"{error}; {model}/config.json counts multi-token prediction layers ({keys}), which are copied from its "
-            "weights: restore them, or set the key to 0 there to write the model without these layers"
-        ) from error
+        has = f"{model}/config.json counts multi-token prediction layers ({keys})" if keys else f"{model} has such layers"
+        other = ", or set the key to 0 there to write the model without these layers" if keys else ""
+        raise WeightError(f"{error}; {has}, which are copied from its weights: restore them{other}") from error
 
 
 def draft_note(model: Path, export: Path) -> str:

@@ -14,6 +14,7 @@ import pytest
 
 from mrl.checkpoint import directory
 from tests.helpers.slow import slow_cases
+from tests.helpers.tiny import DELTA_FAMILIES
 from tests.helpers.world import run_world
 
 pytestmark = pytest.mark.long
@@ -32,6 +33,7 @@ FAMILIES: dict[str, tuple[str, ...]] = dict(  # an actor and a critic of each
         ("gpt_oss", ("tp2.ep2", "pp2.ep2")),
     )
 )
+FAMILIES |= dict.fromkeys(DELTA_FAMILIES[:1], ("tp2.ep2", "pp2.ep2"))
 # attention hardly feels a key's bias: what Adam makes of its gradient is round-off's
 OWN = {"qwen2_moe": {"qkv_bias": False}}
 LAYOUTS = {"pair": PAIR, "moe": MOE, "tied": TIED} | FAMILIES

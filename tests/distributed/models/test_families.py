@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.slow import slow_cases
-from tests.helpers.tiny import MOONLIGHT, make_tiny
+from tests.helpers.tiny import DELTA_FAMILIES, MOONLIGHT, make_tiny
 from tests.helpers.world import run_world
 from tests.worlds.families import reference
 
@@ -38,9 +38,11 @@ ALL_MODELS: dict[str, dict[str, Any]] = {
     "olmo3": {"layer_types": 2 * ["sliding_attention", "full_attention"]},
     "smollm3": {"no_rope_layers": [1, 1, 0, 1], "tied": True},
     "gpt_oss": {"initializer_range": 0.1},
+    **dict.fromkeys(DELTA_FAMILIES, {"initializer_range": 0.05}),
 }
 NAMES = ("glm4_moe", "gemma3_text", "deepseek_v3", "gpt_oss", *slow_cases("glm4_moe_air", "moonlight", "qwen2_moe"))
 NAMES += slow_cases("olmo2", "phi3", "olmo3", "smollm3")
+NAMES += DELTA_FAMILIES
 MODELS = {name: ALL_MODELS[name] for name in NAMES}
 UNCUT = (
     "tp2.cp2.ep2/selective",
@@ -49,8 +51,15 @@ UNCUT = (
 )  # of experts that no rank has a part of
 MOE = ("glm4_moe", "glm4_moe_air", "deepseek_v3", "moonlight", "qwen2_moe")
 FAMILY = {"glm4_moe_air": "glm4_moe", "moonlight": "deepseek_v3"}  # of the others their own names
-LAYOUTS = {name: EXPERTS if name in MOE else DENSE for name in MODELS} | {"gpt_oss": UNCUT}
-ALONE = dict.fromkeys(MODELS, ("one",)) | {"gpt_oss": ("one", "critic:one")}
+DELTA = {
+    "qwen3_next": ("tp2.ep2", "pp2.ep2", "cp2.ep2", "critic:tp2.cp2", *slow_cases("tp2.ep2.etp2", "pp2.vpp2/full")),
+    "qwen3_5_text": ("tp2.pp2/selective", "cp2", "tp2.sequence0", *slow_cases("cp4", "pp2.vpp2/full", "tp4")),
+    "qwen3_5_moe_text": ("tp2.ep2", *slow_cases("pp2.ep2", "cp2.ep2")),
+}
+DELTA = {name: DELTA[name] for name in DELTA_FAMILIES}
+LAYOUTS = {name: EXPERTS if name in MOE else DENSE for name in MODELS} | {"gpt_oss": UNCUT} | DELTA
+BOTH = dict.fromkeys(("gpt_oss", *DELTA_FAMILIES[:1]), ("one", "critic:one"))
+ALONE = dict.fromkeys(MODELS, ("one",)) | BOTH
 
 
 @pytest.fixture(scope="module")

@@ -26,13 +26,15 @@ from mrl.reward.server_api import BIASED_IN_SGLANG
 from mrl.trainers.rl.reward_scores import of_heads
 from mrl.weights.disk.model_files import copy_model_files
 from tests.helpers.slow import slow_cases
-from tests.helpers.tiny import make_tiny
+from tests.helpers.tiny import DELTA_FAMILIES, make_tiny
 from tests.helpers.world import run_world
 
 LAYOUTS = [{"tensor": 2}, {"pipeline": 2}, {"context": 2}, {}]
 
 
-@pytest.fixture(scope="module", params=["qwen2", "deepseek_v3", *slow_cases("gemma3_text", "qwen2_moe")])
+@pytest.fixture(
+    scope="module", params=["qwen2", "deepseek_v3", *slow_cases("gemma3_text", "qwen2_moe"), *DELTA_FAMILIES[1:2]]
+)
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

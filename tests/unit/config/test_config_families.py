@@ -12,6 +12,7 @@ from mrl.config.loader import load
 from mrl.config.problems import ConfigError
 from tests.conftest import TinyModels
 from tests.helpers.bad_configs import PPO
+from tests.helpers.tiny import HAS_DELTA_NETS
 
 EMULATED = "actor.precision.fp8={recipe: current, emulate: true}"
 ADAPTERS = ("actor.lora={rank: 4}", "sync.lora=adapter", "actor.optimizer.lr=1e-4")
@@ -75,6 +76,43 @@ REFUSED: list[tuple[str, dict[str, Any], tuple[str, ...], int, str, str]] = [
         "windows and rotary embeddings that differ by layer",
     ),
 ]
+if HAS_DELTA_NETS:
+    REFUSED += [
+        (
+            "qwen3_next",
+            ONE,
+            (),
+            0,
+            "rollout.engine",
+            "gated delta nets of qwen3_next: set rollout.engine: transformers",
+        ),
+        (
+            "qwen3_next",
+            ONE,
+            (),
+            4,
+            "rollout.engine",
+            "gated delta nets of qwen3_next: set rollout.engine: transformers",
+        ),
+        ("qwen3_5_text", ONE, (EMULATED,), 0, "actor.precision.fp8.emulate", "gated delta nets.*recipe: none"),
+        ("qwen3_5_text", ONE, ("actor.layers=transformer_engine",), 4, "actor.layers", "gated delta nets: use auto or"),
+        (
+            "qwen3_5_text",
+            {"linear_num_key_heads": 2},
+            ("actor.parallel={tensor: 2, context: 2}",),
+            0,
+            "actor.parallel.context",
+            "tensor 2 x context 2 does not divide the 2 key heads of .*: use a context that divides 1",
+        ),
+        (
+            "qwen3_5_text",
+            {"linear_num_key_heads": 1},
+            (),
+            0,
+            "actor.parallel.tensor",
+            "2 does not divide the model's 1 key heads of its gated delta nets",
+        ),
+    ]
 
 
 @pytest.mark.parametrize(("family", "model", "overrides", "gpus", "key", "says"), REFUSED)

@@ -12,13 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mrl.families import FAMILIES, Keys, UnsupportedModel, load_arch
+from mrl.families import FAMILIES, Keys, UnsupportedModel, delta_nets, load_arch
 from mrl.families.table import weight_table
 from mrl.models.rope import inverse_frequencies
 from mrl.weights.disk.model_files import copy_model_files
 from mrl.weights.disk.safetensors_io import HFCheckpoint
 from mrl.weights.disk.unused import unused_tensors
 from tests.conftest import TinyModels
+from tests.helpers.tiny import HAS_DELTA_NETS
 
 
 def test_layers_that_guess_further_tokens_are_left_out(tiny_models: TinyModels, tmp_path: Path) -> None:
@@ -55,6 +56,16 @@ def test_the_hub_s_form_of_olmo_3_s_angles_is_transformers_own(tiny_models: Tiny
 
 
 GEMMA = "gemma3_text"
+NEXT = "architectures say qwen3_next" if HAS_DELTA_NETS else "linear attention .* train a Qwen3"
+DELTA_NETS: list[tuple[str, dict[str, Any], str]] = [
+    ("qwen3_next", {"linear_num_value_heads": 6}, "linear_num_value_heads must be a multiple of .* .4."),
+    ("qwen3_next", {"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim must be an integer from 1"),
+    ("qwen3_next", {"num_experts_per_tok": 1}, "num_experts_per_tok must be 2 or more"),
+    ("qwen3_next", {"attention_bias": True}, "attention_bias=true"),
+    ("qwen3_5_text", {"layer_types": ["full_attention", "sliding_attention"]}, "linear_attention or full_attention"),
+    ("qwen3_5_text", {"layer_types": ["full_attention"]}, "for each of the 2 layers"),
+    ("qwen3_5_moe_text", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type=yarn"),
+]
 
 
 @pytest.mark.parametrize(
@@ -66,10 +77,14 @@ GEMMA = "gemma3_text"
         (GEMMA, {"layer_types": ["full_attention", "chunked"]}, "layer_types must be full_attention or sliding"),
         (GEMMA, {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "full_attention.rope_type=yarn"),
         (GEMMA, {"architectures": ["Gemma3ForConditionalGeneration"]}, "supported of Gemma 3: the text models"),
-        (GEMMA, {"architectures": ["Qwen3NextForCausalLM"]}, "linear attention .* train a Qwen3"),
-        (GEMMA, {"architectures": ["Qwen3_5MoeForConditionalGeneration"]}, "linear attention .* train a Qwen3"),
         (GEMMA, {"architectures": ["DeepseekV32ForCausalLM"]}, "sparse attention .DSA. is not .*train a DeepSeek-V3"),
         (GEMMA, {"architectures": ["GlmMoeDsaForCausalLM"]}, "sparse attention .DSA. is not .* or GLM-4.5 model"),
+        (GEMMA, {"architectures": ["Qwen3NextForCausalLM"]}, NEXT),
+        (
+            GEMMA,
+            {"architectures": ["Qwen3_5MoeForConditionalGeneration"]},
+            "its text model is: save transformers' Auto",
+        ),
         (GEMMA, {"architectures": ["Llama4ForCausalLM"]}, "chunked attention is not supported: train a Llama 3"),
         ("gpt_oss", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config .train from unquant"),
         ("gpt_oss", {"swiglu_limit": 6.0}, "swiglu_limit=6.0 .only 7.0"),
@@ -123,6 +138,7 @@ GEMMA = "gemma3_text"
         ("glm4_moe", {"rope_parameters": {"partial_rotary_factor": 0.3}}, "an even number of a head's 32 channels"),
         ("glm4_moe", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type=yarn"),
         ("glm4_moe", {"routed_scaling_factor": 0.0}, "routed_scaling_factor must be a number from"),
+        *(DELTA_NETS if HAS_DELTA_NETS else ()),
     ],
 )
 def test_what_would_be_computed_otherwise_is_refused(
@@ -130,5 +146,17 @@ def test_what_would_be_computed_otherwise_is_refused(
 ) -> None:
     config = json.loads((tiny_models(family, weights=False) / "config.json").read_text()) | changes
     (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match=says):
+        load_arch(tmp_path)
+
+
+@pytest.mark.parametrize(("installed", "has"), [("0.16.1", False), ("0.18.0", False), ("0.19.2", True), ("1.0", True)])
+def test_gated_delta_nets_need_a_newer_release(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: str, has: bool
+) -> None:
+    """The one thing that is said, and nothing else is looked at."""
+    monkeypatch.setattr(delta_nets.metadata, "version", lambda name: installed)
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen3_5MoeForCausalLM"]}))
+    says = "lacks 'num_experts'|model_type" if has else f"packed form in megatron-core {installed}: use Python 3.12"
     with pytest.raises(UnsupportedModel, match=says):
         load_arch(tmp_path)

@@ -13,7 +13,7 @@ from tests.conftest import TinyModels
 from tests.helpers.tiny import FAMILIES, MOE_FAMILIES, STACKED_FAMILIES
 
 DENSE = [family for family in FAMILIES if family not in MOE_FAMILIES + STACKED_FAMILIES]
-LENGTH = 32
+LENGTH = 64  # a whole chunk of gated delta nets
 
 
 @pytest.mark.parametrize("tied", [True, False])

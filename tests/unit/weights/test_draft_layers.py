@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +16,9 @@ from mrl.cards import merged_card
 from mrl.cards.base_model import export_kind
 from mrl.cards.text import STALE_DRAFTS
 from mrl.config.schema import SFTConfig
-from mrl.families import load_arch
+from mrl.families import has_draft_layers, load_arch
 from mrl.weights.disk.digest import file_digests, weight_files
-from mrl.weights.disk.draft_layers import draft_metas, draft_note
+from mrl.weights.disk.draft_layers import draft_metas, draft_note, is_draft
 from mrl.weights.disk.safetensors_io import HFCheckpoint
 from mrl.weights.errors import WeightError
 from mrl.weights.merge import merge
@@ -135,3 +136,16 @@ def test_a_resumed_run_compares_the_weights_that_its_exports_copy(model: Path) -
         section = {"path": str(model), "from_scratch": from_scratch}
         cfg = SFTConfig.model_validate({"trainer": "sft", "model": section, **rows})
         assert (("model.path", str(model)) in list(cfg.reread_files())) is is_read
+
+
+def test_layers_of_a_family_without_a_count_are_found_by_name(tmp_path: Path) -> None:
+    """Qwen3-Next's config.json has no count; Qwen3.5's has one."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_next"}))
+    assert not has_draft_layers(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    for name, found in (("model.norm.weight", False), ("mtp.fc.weight", True)):
+        index.write_text(json.dumps({"weight_map": {name: "a.safetensors"}}))
+        assert has_draft_layers(tmp_path) == found
+    arch = SimpleNamespace(family="qwen3_next", num_layers=2)
+    names = ["mtp.layers.0.mlp.gate.weight", "model.layers.2.mlp.gate.weight"]
+    assert [is_draft(arch, name) for name in names] == [True, False]  # type: ignore[arg-type]
