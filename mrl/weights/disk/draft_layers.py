@@ -45,7 +45,8 @@ def draft_metas(model: Path | None, arch: ModelArch, role: Role, allow_pickle: b
             return [TensorMeta(name, source.shape, source.dtype, COPIED) for name, source in found]
     except (WeightError, OSError) as error:
         keys = " or ".join(FAMILIES[arch.family].draft_keys)
-        has = f"{model}/config.json counts multi-token prediction layers ({keys})" if keys else f"{model} has such layers"
+        counts = f"{model}/config.json counts multi-token prediction layers ({keys})"
+        has = counts if keys else f"{model} has multi-token prediction layers"
         other = ", or set the key to 0 there to write the model without these layers" if keys else ""
         raise WeightError(f"{error}; {has}, which are copied from its weights: restore them{other}") from error
 
