@@ -19,7 +19,7 @@ from mrl import platform
 platform.install()
 
 from checkpoint_tools import Weights, error, save, train, weights_of  # noqa: E402
-from gradients import build, everywhere, make_rollout, parse  # noqa: E402
+from gradients import build, everywhere, make_rollout, overlap, parse  # noqa: E402
 
 from mrl import checkpoint  # noqa: E402
 from mrl.config.schema import MuonConfig, OptimizerConfig, TrainConfig  # noqa: E402
@@ -76,7 +76,9 @@ def by_singular_values(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def make(model: str, layout: str, meshes: Meshes) -> dict[str, Learner]:
-    mesh = meshes.get(parse(layout))
+    name, _, option = layout.partition("/")
+    overlap(option)
+    mesh = meshes.get(parse(name))
     settings = TrainConfig(parallel=mesh.cfg, optimizer=OPTIMIZER, max_tokens_per_microbatch=128)
     return {"actor": build("policy", model, mesh, settings), "critic": build("critic", model, mesh, settings)}
 
@@ -105,7 +107,7 @@ def check(case: str, model: str, layouts: list[str], work: Path, meshes: Meshes)
         wrong, tensor = against_float64(make(model, layout, meshes)["actor"])
         learners = make(model, layout, meshes)
         train(learners, range(UPDATES // 2))
-        saved = save(work / f"{case}_{layout}", 1, learners, {}, keep_last=1)
+        saved = save(work / f"{case}_{layout.partition('/')[0]}", 1, learners, {}, keep_last=1)
         train(learners, range(UPDATES // 2, UPDATES))
         ends.append(weights_of(learners))
         continued = []

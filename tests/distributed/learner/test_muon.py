@@ -16,7 +16,7 @@ pytestmark = pytest.mark.long
 
 SHAPE: dict[str, Any] = {"weights": False, "num_key_value_heads": 4, "vocab_size": 321}
 LAYOUTS: dict[str, tuple[str, ...]] = {
-    "llama": ("tp2", "pp2", *slow_cases("dp4", "tp4", "tp2.pp2", "cp2", "pp2.vpp2")),
+    "llama": ("tp2", "pp2", *slow_cases("dp4/overlap", "tp4", "tp2.pp2", "cp2", "pp2.vpp2")),
     "glm4_moe": ("ep2", *slow_cases("tp2.ep2.etp2", "pp2.ep2", "tp2.ep2")),
     **dict(slow_cases(("deepseek_v3", ("tp2", "ep2")), ("phi3", ("tp2", "dp4")), ("gpt_oss", ("ep2", "tp2.ep2")))),
 }
