@@ -8,7 +8,7 @@ from importlib import metadata
 
 from mrl.families.arch import DeltaNetArch, LayerArch, ModelArch
 from mrl.families.decoder import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, Decoder
-from mrl.families.keys import Keys
+from mrl.families.keys import Keys, UnsupportedModel
 from mrl.families.rope import FULL
 from mrl.families.rows import MappingTable, attention, delta_net, prefixes
 
@@ -64,6 +64,8 @@ class DeltaNetDecoder(Decoder):
             kinds = [LINEAR if (index + 1) % interval else FULL for index in range(count)]
         if not isinstance(kinds, list) or len(kinds) != count or any(kind not in (LINEAR, FULL) for kind in kinds):
             raise keys.wrong("layer_types", f"{LINEAR} or {FULL} for each of the {count} layers")
+        if FULL not in kinds:
+            raise UnsupportedModel(f"{keys.where}: not supported for {self.name}: a model without {FULL} layers")
         return tuple(replace(layer, delta=kind == LINEAR) for layer, kind in zip(layers, kinds, strict=True))
 
     def other_layers(self, keys: Keys) -> Iterator[str]:

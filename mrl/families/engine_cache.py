@@ -5,6 +5,7 @@ from __future__ import annotations
 from mrl.families.arch import ModelArch
 
 CPU_BYTES = 4 << 30  # of a server on CPUs, at most; it touches all of it when it starts
+STATE_BYTES = 4  # of a number of such a state, float32
 CPU_REQUESTS = 512  # in the batch of a server on CPUs, at most
 
 
@@ -16,6 +17,14 @@ def cache_bytes_a_token(arch: ModelArch, tensor: int, dtype: int) -> int:
     """
     (shared, a_head), heads = arch.cached_width, max(1, arch.num_kv_heads // tensor)
     return sum(not layer.delta for layer in arch.layers) * (shared + heads * a_head) * dtype
+
+
+def state_bytes(arch: ModelArch) -> int:
+    """Returns the bytes of one request's states of gated delta nets, which do not grow with its tokens."""
+    if arch.delta is None:
+        return 0
+    delta, layers = arch.delta, sum(layer.delta for layer in arch.layers)
+    return layers * STATE_BYTES * (delta.value_heads * delta.key * delta.value + delta.kernel * sum(delta.rows[:3]))
 
 
 def cpu_requests(arch: ModelArch, dtype: int, context: int, wanted: int) -> int:

@@ -11,7 +11,7 @@ from typing import Literal
 
 from mrl.config.sections.models import ParallelConfig, TrainConfig
 from mrl.families import FAMILIES, LayerArch, ModelArch
-from mrl.families.table import SINK_CHANNELS, Role
+from mrl.families.table import DELTA_CHUNK, SINK_CHANNELS, Role
 
 LayerKind = Literal["local", "transformer_engine"]
 FLOAT32, INT64 = 4, 8
@@ -120,6 +120,19 @@ def layer_bytes(shapes: Shapes, layer: LayerArch, recompute: str) -> float:
         + _attention(shapes, layer, again and shapes.kind == "local")
         + _feed_forward(shapes, layer, again)
     )
+
+
+def recomputed_bytes(s: Shapes, layer: LayerArch) -> float:
+    """Returns the bytes that one layer's gated delta net holds while its backward pass computes it again.
+
+    In float32 and full chunks: queries, keys and values in all their forms, products between the tokens of a chunk, and
+    a state a chunk; with some gradients.
+    """
+    if not layer.delta or s.arch.delta is None:
+        return 0.0
+    delta, chunks = s.arch.delta, -(-s.tokens.sequence // DELTA_CHUNK) * DELTA_CHUNK / s.tokens.sequence
+    numbers = 12 * delta.key + 10 * delta.value + 4 * DELTA_CHUNK + delta.key * delta.value / DELTA_CHUNK
+    return s.local * chunks * delta.value_heads / s.layout.tensor * numbers * FLOAT32
 
 
 def _rows(s: Shapes, layer: LayerArch) -> float:

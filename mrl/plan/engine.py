@@ -10,7 +10,7 @@ from mrl.config.engines import ENGINES
 from mrl.config.fp8_shapes import ENGINE_BLOCK, is_engine_fp8
 from mrl.config.sections.rollout import RolloutConfig
 from mrl.families import FAMILIES, ModelArch
-from mrl.families.engine_cache import cache_bytes_a_token, cpu_requests
+from mrl.families.engine_cache import cache_bytes_a_token, cpu_requests, state_bytes
 from mrl.families.engine_names import VOCAB_MULTIPLE
 from mrl.families.table import weight_table
 
@@ -116,7 +116,7 @@ def plan_engine(
     context_tokens = min(rollout.max_context_tokens or longest, longest)
     token_bytes = cache_bytes_a_token(arch, tensor, dtype)
     takes_a_share = "memory_fraction" not in ENGINES[rollout.engine].ignores
-    needed = running * context_tokens * token_bytes
+    needed = running * (context_tokens * token_bytes + state_bytes(arch))
     if free is None and takes_a_share:  # room for all requests in flight, from the start
         wanted = rollout.max_running_requests or -(-rollout.concurrent_requests // rollout.servers)
         cache = cpu_requests(arch, dtype, context_tokens, wanted) * context_tokens * token_bytes

@@ -154,7 +154,9 @@ def _width(model: PlannedModel) -> int:
 
 def _working_layer(shapes: Shapes) -> float:
     kinds = set(shapes.arch.layers)
-    return max(activations.layer_bytes(shapes, kind, "none") for kind in kinds)
+    return max(
+        activations.layer_bytes(shapes, kind, "none") + activations.recomputed_bytes(shapes, kind) for kind in kinds
+    )
 
 
 def _largest_gradient(model: PlannedModel) -> float:

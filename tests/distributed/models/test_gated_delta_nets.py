@@ -11,18 +11,22 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from mrl import platform
-from mrl.config.schema import TrainConfig
+from mrl.config.schema import ParallelConfig, TrainConfig
 from mrl.core import Rollout
 from mrl.data.packing import pack
 from mrl.families import load_arch
 from mrl.families.adapters import LoRA, adapter_table
-from mrl.families.table import weight_table
+from mrl.families.engine_cache import state_bytes
+from mrl.families.table import DELTA_CHUNK, weight_table
+from mrl.kernels.gated_delta import Chunks, gated_delta_rule
 from mrl.models.batch import ModelBatch
 from mrl.models.build import build_model
 from mrl.models.lora_layer import LayerSharding
 from mrl.parallel import Mesh
+from mrl.plan.activations import Shapes, Tokens, recomputed_bytes
 from mrl.weights.parameter_layout import to_hf, to_megatron
 from tests.conftest import TinyModels
 from tests.distributed.weights.test_weights_worlds import EP2PP2, TP2PP2, World, check_parity, key, write_reference
@@ -95,6 +99,34 @@ def test_adapters_of_joined_projections_are_the_hub_s(tiny_models: TinyModels, f
     for rank in range(tp):
         joined = place.join([part[rank] for part in parts], 0)
         assert torch.allclose(joined, to_megatron(row, added, arch, tp, rank), atol=1e-5)
+
+
+def test_the_plan_knows_a_request_s_states(tiny_models: TinyModels) -> None:
+    path = tiny_models(DENSE)
+    with torch.no_grad():
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        cache = model(torch.tensor([[5, 6, 7, 8, 9]]), use_cache=True).past_key_values
+    layers = [layer for layer in cache.layers if hasattr(layer, "recurrent_states")]
+    held = sum(layer.recurrent_states[0].nbytes + layer.conv_states[0].nbytes for layer in layers)
+    assert held == state_bytes(load_arch(path)) > 0
+
+
+def test_the_plan_knows_what_the_rule_holds(tiny_models: TinyModels) -> None:
+    arch, lengths = load_arch(tiny_models(DENSE, weights=False)), [120, 128]
+    assert arch.delta is not None
+    heads, tokens, kept = arch.delta.value_heads, sum(lengths), dict[int, int]()
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    given = [torch.rand(tokens, *shape) for shape in ((heads, arch.delta.key), (heads, arch.delta.value), (heads,))]
+    key, value, beta = (x.requires_grad_() for x in given)
+    chunks = Chunks.make(torch.tensor([0, *lengths]).cumsum(0), DELTA_CHUNK, torch.device("cpu"))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        gated_delta_rule(key * 2, key * 3, value, -beta, beta, chunks)
+    shapes = Shapes(arch, ParallelConfig(), 4, "local", Tokens(tokens, tokens, tokens // len(lengths)))
+    assert 1.0 < recomputed_bytes(shapes, arch.layers[0]) / sum(kept.values()) < 1.4
 
 
 @pytest.fixture(scope="module")

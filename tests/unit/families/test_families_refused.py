@@ -63,6 +63,7 @@ DELTA_NETS: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_next", {"num_experts_per_tok": 1}, "num_experts_per_tok must be 2 or more"),
     ("qwen3_next", {"attention_bias": True}, "attention_bias=true"),
     ("qwen3_5_text", {"layer_types": ["full_attention", "sliding_attention"]}, "linear_attention or full_attention"),
+    ("qwen3_5_text", {"layer_types": 2 * ["linear_attention"]}, "a model without full_attention layers"),
     ("qwen3_5_text", {"layer_types": ["full_attention"]}, "for each of the 2 layers"),
     ("qwen3_5_moe_text", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type=yarn"),
 ]
