@@ -93,12 +93,17 @@ class CheckpointConfig(Section):
     on_error: Literal["stop", "warn"] = "stop"
     # ranks that write at the same time: all, those of one node, or one; the others wait for their turn
     writers: Literal["every_rank", "one_node", "one_rank"] = "every_rank"
-    timeout_s: PositiveFloat = 1800.0  # maximum seconds to write a checkpoint; the next save waits as long for it
+    # maximum seconds to write a checkpoint, for which the next save waits as long, and of an upload to the hub
+    timeout_s: PositiveFloat = 1800.0
     # steps between exports of the actor, which are never removed: RUN_DIR/hf_step_N, or adapter_step_N with LoRA
     weights_every_steps: PositiveInt | None = None
     # write RUN_DIR/hf, a complete Hugging Face directory, at the end; with LoRA, the adapters are merged into it and
     # also written to RUN_DIR/adapter
     export_hf: bool = False
+    # repository of the Hugging Face hub (OWNER/NAME) to which RUN_DIR/hf is uploaded at the end, with its model card;
+    # created if it does not exist; null: no upload. The token is read from HF_TOKEN or `hf auth login`
+    push_to_hub: str | None = None
+    hub_private: bool = True  # create the repository as a private one; one that exists keeps its visibility
     accept_changes: tuple[str, ...] = ()  # keys that may differ from the checkpoint's configuration on resume
 
 
