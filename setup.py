@@ -67,6 +67,8 @@ EXTRAS = {
     "diffusion": ["diffusers>=0.36", "peft>=0.18", "pillow"],
     # a real model and real problems: make quickstart-real
     "tasks": ["accelerate>=1.1", "gguf>=0.17", "reasoning-gym>=0.1.25,<0.2"],
+    # agent.rollout: verifiers:NAME. Later versions need an older datasets, and have other clients.
+    "verifiers": ["verifiers>=0.1.10,<0.1.11"],
     # make docs
     "docs": ["mkdocs-material>=9.6,<10"],
     # run.trackers beside tensorboard. Of MLflow the client; the server is not needed here.

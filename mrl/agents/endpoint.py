@@ -31,6 +31,7 @@ IDLE_S = 60.0  # until a connection with a key sends its next request, the whole
 MAX_BODY_BYTES = 64 << 20
 ACCEPT_BATCH = 16
 BACKLOG = 1024  # connections that the kernel keeps until they are accepted
+OVER = "this model's maximum context length is exceeded"  # words by which harnesses recognise the error
 MODELS, MESSAGES, COUNT = "/v1/models", "/v1/messages", "/v1/messages/count_tokens"
 
 
@@ -137,7 +138,7 @@ class Session:
         self._refusals += not {"answer", "count"} & answer.keys()
         if "over" in answer:
             self.why_over = answer["over"]
-            raise BadChat(f"the model has no turns left: {answer['over']}", code="context_length_exceeded")
+            raise BadChat(f"the model has no turns left: {answer['over']} ({OVER})", code="context_length_exceeded")
         if "refused" in answer:
             raise BadChat(answer["refused"], "messages")
         return answer
