@@ -69,6 +69,8 @@ EXTRAS = {
     "tasks": ["accelerate>=1.1", "gguf>=0.17", "reasoning-gym>=0.1.25,<0.2"],
     # agent.rollout: verifiers:NAME. Later versions need an older datasets, and have other clients.
     "verifiers": ["verifiers>=0.1.10,<0.1.11"],
+    # mrl eval --lm-eval
+    "lm-eval": ["lm_eval[hf]>=0.4.13,<0.5"],
     # make docs
     "docs": ["mkdocs-material>=9.6,<10"],
     # run.trackers beside tensorboard. Of MLflow the client; the server is not needed here.
