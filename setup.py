@@ -75,6 +75,9 @@ EXTRAS = {
     "docs": ["mkdocs-material>=9.6,<10"],
     # run.trackers beside tensorboard. Of MLflow the client; the server is not needed here.
     "trackers": ["wandb>=0.20", "mlflow-skinny>=3.0"],
+    # each by itself: they bound versions of other packages from above
+    "trackio": ["trackio>=0.43,<1"],
+    "swanlab": ["swanlab>=0.10.3,<0.11"],
     # ft_launcher, for run.launcher: ft. Later versions need a newer C library than Debian 12 has.
     "resilience": ["nvidia-resiliency-ext>=0.4.1,<0.5"],
     "dev": [

@@ -43,7 +43,7 @@ def check_trackers(run: RunConfig) -> Iterator[Problem]:
     """Checks for trackers named twice, and for settings of trackers that are not used."""
     if len(set(run.trackers)) < len(run.trackers):
         yield Problem(("run.trackers",), "names a tracker twice")
-    for name in ("wandb", "mlflow"):
+    for name in ("wandb", "mlflow", "trackio", "swanlab"):
         if name not in run.trackers:
             yield from without_effect(run, "run", [name], f"{name} is not among the trackers", "run.trackers")
 

@@ -10,6 +10,8 @@ TrackerName = Literal[
     "tensorboard",
     "wandb",
     "mlflow",
+    "trackio",
+    "swanlab",
 ]
 
 
@@ -31,6 +33,26 @@ class MlflowConfig(Section):
     experiment: str = "mrl"  # experiment of the run, created if it does not exist
     name: str | None = None  # name of the run in MLflow; null: run.name
     tags: dict[str, str] = {}  # tags of the run: name -> value
+
+
+class TrackioConfig(Section):
+    """trackio: a local database (TRACKIO_DIR), or a Space of the Hugging Face hub, whose token is that of HF_TOKEN."""
+
+    project: str = "mrl"  # project of the run
+    name: str | None = None  # beginning of the run's name in trackio; null: run.name
+    group: str | None = None  # group of runs
+    space: str | None = None  # Space to send metrics to (OWNER/NAME), created as a private one; null: local files
+
+
+class SwanLabConfig(Section):
+    """SwanLab. The API key is read from SWANLAB_API_KEY or `swanlab login`."""
+
+    project: str = "mrl"  # project of the run
+    workspace: str | None = None  # team or user; null: that of the API key
+    name: str | None = None  # name of the run in SwanLab; null: run.name
+    group: str | None = None  # group of runs
+    tags: tuple[str, ...] = ()  # tags of the run
+    mode: Literal["online", "offline"] = "online"  # offline: files in RUN_DIR/swanlab, to upload with `swanlab sync`
 
 
 class ProfileConfig(Section):
@@ -62,6 +84,8 @@ class RunConfig(Section):
     trackers: tuple[TrackerName, ...] = ("tensorboard",)  # where metrics go besides RUN_DIR/metrics.jsonl
     wandb: WandbConfig = WandbConfig()
     mlflow: MlflowConfig = MlflowConfig()
+    trackio: TrackioConfig = TrackioConfig()
+    swanlab: SwanLabConfig = SwanLabConfig()
     profile: ProfileConfig | None = None
     timeout_s: PositiveFloat = 600.0  # timeout of collectives, in seconds
     # launcher of the processes of this machine; ft also restarts all ranks after a failure
