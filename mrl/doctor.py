@@ -65,7 +65,8 @@ def parts() -> Iterator[Feature]:
     yield Feature("bubblewrap", version, "code rewards: sandbox for programs that a model wrote", without, problem)
     bound = "code rewards: kernel limits on a program's memory and processes"
     yield Feature("control groups", "find_sandbox", bound, "limits per process, without the kernel's buffers", unbound)
-    for part, module in (("tensorboard", "tensorboard"), ("wandb", "wandb"), ("mlflow-skinny", "mlflow")):
+    names = {"mlflow-skinny": "mlflow"} | {name: name for name in ("tensorboard", "wandb", "trackio", "swanlab")}
+    for part, module in names.items():
         yield _tracker(part, module)
 
 
@@ -117,6 +118,8 @@ COMMANDS: dict[str, Callable[[bool], str | None]] = {
     "tensorboard": lambda on_gpu: pip_install("tensorboard"),
     "wandb": lambda on_gpu: pip_install_extra("trackers"),
     "mlflow-skinny": lambda on_gpu: pip_install_extra("trackers"),
+    "trackio": lambda on_gpu: pip_install_extra("trackio"),
+    "swanlab": lambda on_gpu: pip_install_extra("swanlab"),
 }
 
 

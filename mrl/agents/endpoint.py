@@ -16,6 +16,7 @@ from mrl.agents.chat import Answer, BadChat, Message
 
 MAX_REFUSALS = 32  # of one trajectory; later requests are not forwarded, and agent.step_timeout_s ends it
 MAX_COUNTS = 100  # requests of token counts for each answer of a trajectory, on average
+OVER = "this model's maximum context length is exceeded"  # words by which harnesses recognise the error
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class Session:
         self._refusals += not {"answer", "count"} & answer.keys()
         if "over" in answer:
             self.why_over = answer["over"]
-            raise BadChat(f"the model has no turns left: {answer['over']}", code="context_length_exceeded")
+            raise BadChat(f"the model has no turns left: {answer['over']} ({OVER})", code="context_length_exceeded")
         if "refused" in answer:
             raise BadChat(answer["refused"], "messages")
         return answer

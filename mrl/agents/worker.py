@@ -24,6 +24,8 @@ from mrl.agents.argument_types import Tool
 from mrl.agents.context import Context, NoTurnsLeft, Program, load_program, parse_calls, score_of
 from mrl.agents.endpoint import Session
 from mrl.agents.tool_call_parsers import Parser, load_parser
+from mrl.agents.verifiers_program import load_environment_program
+from mrl.config.verifiers_environments import is_environment
 from mrl.user_functions import FunctionError
 from mrl.workers.child import PoolConnection, describe
 
@@ -41,8 +43,10 @@ def main() -> None:
 
 
 def _load(setup: dict[str, Any]) -> tuple[dict[str, Any], Program, Parser | None]:
-    program = load_program(setup["rollout"], setup["endpoint"])
-    return setup, program, load_parser(setup["parser"]) if setup["parser"] is not None else None
+    parser = load_parser(setup["parser"]) if setup["parser"] is not None else None
+    if is_environment(setup["rollout"]):
+        return setup, load_environment_program(setup["rollout"], parser), parser
+    return setup, load_program(setup["rollout"], setup["endpoint"]), parser
 
 
 class _Trajectories:

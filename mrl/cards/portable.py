@@ -12,7 +12,9 @@ _PATH = re.compile(r"^(~|/|\.{1,2}/|[A-Za-z]:\\)")
 _SNAPSHOT = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{7,40})/?$")  # path in the hub's cache
 _ADDRESS = re.compile(r"^[a-zA-Z][\w+.-]*://")
 # keys of a run's place, not of its method
-OF_THE_MACHINE = ("root", "urls", "servers", "url", "uri", "api_key_file", "wandb", "mlflow")
+OF_THE_MACHINE = (
+    *("root", "urls", "servers", "url", "uri", "api_key_file", "wandb", "mlflow", "trackio", "swanlab", "push_to_hub"),
+)
 PATHS = ("path", "function", "train", "validation")  # keys of files and directories
 
 

@@ -30,7 +30,8 @@ def add(commands: Any) -> None:
     parser.description = (
         "CONFIG may be a run directory. An sft run is evaluated by its likelihood of data.validation, as in training, "
         "in one process; a reward model by its accuracy and margin on the pairs of data.validation; a run that "
-        "generates by its reward on responses of its engine to the prompts of data.validation. --precision-report "
+        "generates by its reward on responses of its engine to the prompts of data.validation. --lm-eval instead runs "
+        "tasks of lm-evaluation-harness, with its transformers model in one process. --precision-report "
         "instead compares every fp8 recipe with float32, on this machine and in one process: log-probs and policy "
         "gradient of the run's last samples, or of an sft run's data, with fp8 in the layers, in the loss head, and in "
         "both. The weights are those in RUN_DIR/hf if that directory exists, else those of model.path."

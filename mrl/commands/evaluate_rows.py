@@ -18,10 +18,12 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments for held-out rows."""
-    parser.add_argument("--rows", type=int, metavar="N", help="use the first N of data.validation (default: all)")
+    parser.add_argument("--rows", type=int, metavar="N", help="use the first N rows or documents (default: all)")
     parser.add_argument("--per-prompt", type=int, default=1, metavar="N", help="responses per prompt (default: 1)")
     parser.add_argument("--temperature", type=float, metavar="T", help="default: 0 for one response per prompt, else 1")
     parser.add_argument("--right-from", type=float, default=1.0, metavar="X", help="lowest correct score (default: 1)")
+    parser.add_argument("--lm-eval", metavar="TASK,TASK", help="tasks of lm-evaluation-harness, in place of rows")
+    parser.add_argument("--lm-eval-path", type=Path, metavar="DIR", help="task files of your own, for --lm-eval")
     parser.add_argument("--out", type=Path, metavar="DIR", help="directory for eval.json and eval.html (RUN_DIR)")
 
 
@@ -42,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         return CONFIG_ERROR
     if (cfg := require_language_model(loaded, "mrl eval")) is None:
         return CONFIG_ERROR
-    if cfg.data.validation is None:
+    if cfg.data.validation is None and not args.lm_eval:
         print("mrl: data.validation is not set: name the held-out rows to evaluate on", file=sys.stderr)
         return CONFIG_ERROR
     run_dir = Path(cfg.run.root) / cfg.run.name
@@ -51,8 +53,8 @@ def run(args: argparse.Namespace) -> int:
     if isinstance(found, str):
         print(f"mrl: {found}", file=sys.stderr)
         return 1
-    paths = ", ".join(source.path for source in cfg.data.validation)
-    return _written(args.out or run_dir, {"weights": str(weights), "data": paths, **found})
+    rows = args.lm_eval or ", ".join(source.path for source in cfg.data.validation or ())
+    return _written(args.out or run_dir, {"weights": str(weights), "data": rows, **found})
 
 
 def _wrong(args: argparse.Namespace) -> str | None:
@@ -60,6 +62,10 @@ def _wrong(args: argparse.Namespace) -> str | None:
         return f"WORLD_SIZE={os.environ['WORLD_SIZE']}: mrl eval runs in one process: start it without torchrun"
     if args.per_prompt < 1 or (args.rows is not None and args.rows < 1):
         return "--rows and --per-prompt must be at least 1"
+    if args.lm_eval and (args.per_prompt != 1 or args.temperature is not None):
+        return "--per-prompt and --temperature have no effect: with --lm-eval the tasks define how answers are sampled"
+    if args.lm_eval_path is not None and not (args.lm_eval and args.lm_eval_path.is_dir()):
+        return f"--lm-eval-path {args.lm_eval_path}: must be a directory, beside --lm-eval"
     if args.temperature is not None and args.temperature < 0:
         return f"--temperature {args.temperature:g}: must be at least 0"
     return None
@@ -69,7 +75,7 @@ def _found(args: argparse.Namespace, cfg: Config, weights: str, run_dir: Path) -
     """Returns the measurements, or the problem as text."""
     from mrl.config.schema import RewardModelTrainerConfig
     from mrl.data import DataError, TokenizerError
-    from mrl.evaluation import evaluate_answers, held_out, reward_model_agreement, why_unanswerable
+    from mrl.evaluation import evaluate_answers, held_out, lm_eval_scores, reward_model_agreement, why_unanswerable
     from mrl.inference import EngineError, EngineStartError, RolloutError
     from mrl.inference.errors import EngineUnavailable
     from mrl.reward.errors import RewardError
@@ -77,6 +83,8 @@ def _found(args: argparse.Namespace, cfg: Config, weights: str, run_dir: Path) -
 
     temperature = args.temperature if args.temperature is not None else float(args.per_prompt > 1)
     try:
+        if args.lm_eval:
+            return lm_eval_scores(cfg, weights, args.lm_eval.split(","), args.lm_eval_path, args.rows)
         if (of := cfg.imitated()) is not None:
             return {"metrics": held_out(cfg, of, weights, args.rows)}
         if isinstance(cfg, RewardModelTrainerConfig):

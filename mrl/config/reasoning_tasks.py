@@ -91,16 +91,21 @@ def _checksum(problem: Mapping[str, Any]) -> int:
 
 def _parsed(name: str) -> tuple[str, dict[str, Any]]:
     task, _, query = name.removeprefix(PREFIX).partition("?")
-    pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
-    settings = {"seed": 0} | {key: _value(text) for key, text in pairs}
-    if len({key for key, _ in pairs}) < len(pairs):
-        raise ValueError("a setting occurs twice")
+    settings = {"seed": 0} | parse_settings(query)
     size, seed = settings.get("size"), settings["seed"]
     if not isinstance(size, int) or isinstance(size, bool) or not 0 < size <= MAX_SIZE:
         raise ValueError(f"size must be 1 to {MAX_SIZE}: write {PREFIX}{task}?size=1000&seed=1")
     if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
         raise ValueError(f"seed is {seed!r}: it must be a number from 0 on")
     return task, settings
+
+
+def parse_settings(query: str) -> dict[str, Any]:
+    """Returns the settings of a query such as `size=9&kind=a`, whose values are JSON or text. Raises ValueError."""
+    pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
+    if len({key for key, _ in pairs}) < len(pairs):
+        raise ValueError("a setting occurs twice")
+    return {key: _value(text) for key, text in pairs}
 
 
 def _value(text: str) -> Any:

@@ -14,7 +14,7 @@ from typing import Any, get_args
 from pydantic import BaseModel
 
 from mrl.config.file_fingerprint import changed_files, fingerprint
-from mrl.config.reasoning_tasks import is_task, rows
+from mrl.config.named_rows import is_name, named_rows
 from mrl.config.sections.base import Section
 from mrl.config.sections.variants import Variants
 from mrl.config.trainers.base import AnyConfig
@@ -83,10 +83,13 @@ def snapshot(cfg: AnyConfig) -> Tree:
     Reads the training data, at about a second per GB, and samples of model files.
     """
     found = {
-        key: {source.path: contents(Path(source.path)) for source in sources} for key, sources in cfg.sources().items()
+        key: {source.path: contents(Path(source.path), source.split) for source in sources}
+        for key, sources in cfg.sources().items()
     }
     held_out = {
-        f"{key}.validation": {source.path: contents(Path(source.path)) for source in use.cfg.validation or ()}
+        f"{key}.validation": {
+            source.path: contents(Path(source.path), source.split) for source in use.cfg.validation or ()
+        }
         for key, use in cfg.data_uses().items()
     }
     outlines: Tree = {}
@@ -96,12 +99,12 @@ def snapshot(cfg: AnyConfig) -> Tree:
     return {"config": redact_tree(cfg.model_dump(mode="json")), **read}
 
 
-def contents(path: Path) -> Tree:
+def contents(path: Path, split: str | None = None) -> Tree:
     """Returns size and digest of a file, of all files of a directory except hidden and cache files, or of the rows of a
-    named task.
+    name, of which `split` chooses some.
     """
-    if is_task(str(path)):
-        made = json.dumps(rows(str(path))).encode()
+    if is_name(str(path)):
+        made = json.dumps(named_rows(str(path), split)).encode()
         return {"bytes": len(made), "digest": hashlib.blake2b(made, digest_size=16).hexdigest()}
     files = [path]
     if path.is_dir():

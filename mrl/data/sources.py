@@ -1,4 +1,4 @@
-"""Rows on disk: JSON lines, a JSON list, parquet, a directory of the `datasets` library; problems of reasoning-gym.
+"""Rows on disk: JSON lines, a JSON list, parquet, a directory of the `datasets` library; rows of a library, by name.
 
 JSON is read without that library: its tables give every row the keys and types of all rows, and its errors name no
 line. Here a row reaches the reward function as it was written. Parquet and directories are tables already; the library
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from mrl.config import reasoning_tasks
 from mrl.config.json_rows import BOM, as_row, parse, parse_row
+from mrl.config.named_rows import is_name, named_rows
 from mrl.config.schema import SourceConfig
 from mrl.data.errors import DataError
 
@@ -67,13 +67,13 @@ def open_rows(source: SourceConfig, most_bytes: int | None = None) -> Rows:
     Raises DataError for a path that holds no data of a known kind.
     """
     path = Path(source.path)
-    if reasoning_tasks.is_task(source.path):
+    name = source.path if source.split is None else f"{path}[{source.split}]"
+    if is_name(source.path):
         try:
-            return Table(source.path, reasoning_tasks.rows(source.path))
+            return Table(name, named_rows(source.path, source.split))
         except ValueError as error:
-            raise DataError(f"{path}: {error}") from error
+            raise DataError(f"{name}: {error}") from error
     if path.is_dir():
-        name = source.path if source.split is None else f"{path}[{source.split}]"
         return Table(name, _undecoded(_load_directory(source)))
     if not path.is_file():
         raise DataError(f"{path} {'is not a file' if path.exists() else 'does not exist'}")

@@ -11,7 +11,9 @@ from mrl.config.schema import AnyConfig, RunConfig
 from mrl.core import StepStats
 from mrl.observe.mlflow_tracker import Mlflow
 from mrl.observe.remote_tracker import Outcome, RemoteTracker, TrackerQueue
+from mrl.observe.swanlab_tracker import SwanLab
 from mrl.observe.tensorboard import TensorboardWriter
+from mrl.observe.trackio_tracker import Trackio
 from mrl.observe.wandb_tracker import Wandb
 from mrl.packages import pip_install, pip_install_extra
 
@@ -39,7 +41,11 @@ TRACKERS: dict[str, type[Tracker] | type[RemoteTracker]] = {
     "tensorboard": TensorboardWriter,
     "wandb": Wandb,
     "mlflow": Mlflow,
+    "trackio": Trackio,
+    "swanlab": SwanLab,
 }
+
+EXTRAS = {"wandb": "trackers", "mlflow": "trackers", "trackio": "trackio", "swanlab": "swanlab"}  # others: a package
 
 
 def missing(run: RunConfig) -> Iterator[str]:
@@ -47,7 +53,7 @@ def missing(run: RunConfig) -> Iterator[str]:
     for name in run.trackers:
         package = TRACKERS[name].package
         if find_spec(package) is None:
-            command = pip_install(package) if name == "tensorboard" else pip_install_extra("trackers")
+            command = pip_install(package) if name not in EXTRAS else pip_install_extra(EXTRAS[name])
             yield (
                 f"run.trackers: {name} needs the package {package}, which is not installed: {command}, or remove "
                 f"{name} from run.trackers"

@@ -11,6 +11,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import torch
+from huggingface_hub import constants, get_token
 
 from mrl import platform, ports
 from mrl.config.derived import Machine, asks_for_transformer_engine
@@ -181,7 +182,7 @@ def _no_router(cfg: AnyConfig) -> str | None:
 
 
 def check_services(cfg: AnyConfig) -> Iterator[Finding]:
-    """Checks that external engines and reward servers accept a connection."""
+    """Checks that external engines and reward servers accept a connection, and that a token of the hub is set."""
     rollout, _ = cfg.engines() or (None, None)
     for url in rollout.urls if rollout is not None else ():
         if (problem := _unreachable(url)) is not None:
@@ -197,6 +198,21 @@ def check_services(cfg: AnyConfig) -> Iterator[Finding]:
     for key, server in cfg.reward_servers().items():
         if (problem := _unreachable(server.url)) is not None:
             yield Finding("services", "problem", f"{key}.url: {problem}", "start the server, or correct the URL")
+    if cfg.checkpoint.push_to_hub is not None:
+        yield from _hub(cfg.checkpoint.push_to_hub)
+
+
+def _hub(repository: str) -> Iterator[Finding]:
+    """Checks for what makes the upload at the end fail."""
+    text = f"checkpoint.push_to_hub: {repository}"
+    if constants.HF_HUB_OFFLINE:
+        yield Finding("services", "problem", f"{text}: HF_HUB_OFFLINE is set, which forbids uploads", "unset it")
+    elif get_token() is None:
+        remedy = "set HF_TOKEN to a token that may write, or run: hf auth login"
+        yield Finding("services", "problem", f"{text}: there is no token of the Hugging Face hub", remedy)
+    elif (problem := _unreachable(constants.ENDPOINT)) is not None:
+        remedy = "the upload at the end fails unless it answers then; the export stays in RUN_DIR/hf"
+        yield Finding("services", "warning", f"{text}: {problem}", remedy)
 
 
 def _unreachable(url: str) -> str | None:

@@ -121,6 +121,23 @@ BAD_ROLLOUT = [
         "a program that cannot wait", "mine.py:Env", "mine.py:score", "agent.rollout", ("`async def score",), base=AGENT
     ),
     Bad(
+        "an environment of verifiers without an endpoint",
+        "mine.py:Env",
+        "verifiers:json",
+        "agent.rollout",
+        ("set agent.endpoint: true", "agent.endpoint (default)"),
+        base=AGENT,
+    ),
+    Bad(
+        "an environment of verifiers that is not installed",
+        "mine.py:Env\n",
+        "verifiers:me/no-where?size=3\n  endpoint: true\n",
+        "agent.rollout",
+        ("there is no module no_where: install the package of the environment 'me/no-where'",),
+        "  rollout: verifiers",
+        base=AGENT.replace("  max_prompt_tokens", "  chat_template: true\n  max_prompt_tokens"),
+    ),
+    Bad(
         "a parser that is none",
         "mine.py:Env\n",
         "mine.py:Env\n  parser: xml\n",

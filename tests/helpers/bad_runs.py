@@ -218,6 +218,24 @@ MISTAKES = [
         ("run.memory_history={on_out_of_memory: false}",),
         code=2,
     ),
+    Mistake(
+        "a repository that is none",
+        ("checkpoint.push_to_hub", "'mine' is not the name of a repository", "OWNER/NAME"),
+        ("checkpoint.push_to_hub=mine", "checkpoint.export_hf=true"),
+        code=2,
+    ),
+    Mistake(
+        "an upload without an export",
+        ("checkpoint.push_to_hub", "set export_hf: true"),
+        ("checkpoint.push_to_hub=me/mine", "checkpoint.export_hf=false"),
+        code=2,
+    ),
+    Mistake(
+        "the visibility of nothing",
+        ("checkpoint.hub_private", "nothing is uploaded"),
+        ("checkpoint.hub_private=false",),
+        code=2,
+    ),
     Mistake("a name that is a path", ("run.name", "one plain directory name"), ("run.name=a/b",), code=2),
     # model, vocabulary, tokenizer
     Mistake("no model there", ("model.path", "config.json does not exist"), ("model.path=nowhere",), code=2),
@@ -381,6 +399,12 @@ MISTAKES = [
         ("run.trackers: wandb", "pip install"),
         ("run.trackers=[wandb]",),
         edit=patched("mrl.observe.trackers.find_spec", lambda name: None),
+    ),
+    Mistake(
+        "no token of the hub",
+        ("checkpoint.push_to_hub: me/mine", "no token", "hf auth login"),
+        ("checkpoint.push_to_hub=me/mine", "checkpoint.export_hf=true"),
+        edit=patched("mrl.preflight.machine.get_token", lambda: None),
     ),
     Mistake(
         "no ft_launcher installed",

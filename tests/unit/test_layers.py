@@ -67,7 +67,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "kernels.head_chunks",
     ),
     "precision": (*BELOW, "learner", "observe"),
-    "evaluation": (*BELOW, "learner", "observe", "reward", "inference", "scoring"),
+    "evaluation": (*BELOW, "learner", "observe", "reward", "inference", "scoring", "packages"),
     "scoring": (*BELOW, "learner"),
     "trainers": (
         *(*BELOW, "inference", "sampling", "reward", "agents", "learner", "checkpoint", "observe", "cards", "plan"),

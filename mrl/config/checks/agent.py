@@ -6,6 +6,7 @@ import ast
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
+from mrl.config import verifiers_environments
 from mrl.config.checks.reward import definitions
 from mrl.config.problems import Problem, not_a_file, reason
 from mrl.config.schema import AgentConfig, RLConfig
@@ -49,7 +50,7 @@ def check(cfg: RLConfig) -> Iterator[Problem]:
 
 def check_file(agent: AgentConfig) -> Iterator[Problem]:
     """Checks that the files define the program and a custom parser; parses the files, without running them."""
-    found = yield from _defined(KEY, agent.rollout)
+    found = yield from _program(agent)
     if agent.endpoint and isinstance(found, ast.ClassDef):
         yield Problem(
             (KEY, "agent.endpoint"), f"{found.name} is a class; agent.endpoint needs a function (ctx, prompt)"
@@ -60,6 +61,17 @@ def check_file(agent: AgentConfig) -> Iterator[Problem]:
         own = yield from _defined(PARSER, agent.parser, f"none of {', '.join(PARSERS)}, and ")
         if isinstance(own, ast.AsyncFunctionDef):
             yield Problem((PARSER,), f"{own.name} is an async function, and mrl does not await it: use a plain def")
+
+
+def _program(agent: AgentConfig) -> Generator[Problem, None, ast.stmt | None]:
+    """Returns the definition of the program, None for an environment of verifiers; or yields why there is none."""
+    if not verifiers_environments.is_environment(agent.rollout):
+        return (yield from _defined(KEY, agent.rollout))
+    if problem := verifiers_environments.name_problem(agent.rollout):
+        yield Problem((KEY,), f"cannot use {agent.rollout}: {problem}")
+    if not agent.endpoint:
+        yield Problem((KEY, "agent.endpoint"), "verifiers requests turns at the endpoint: set agent.endpoint: true")
+    return None
 
 
 def _defined(key: str, spec: str, but: str = "") -> Generator[Problem, None, ast.stmt | None]:

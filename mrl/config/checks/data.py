@@ -11,7 +11,7 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
-from mrl.config import reasoning_tasks
+from mrl.config import reasoning_tasks, verifiers_environments
 from mrl.config.checks.base import Archs, changed
 from mrl.config.json_rows import BOM, as_row, parse_row
 from mrl.config.problems import Problem, not_a_file, reason
@@ -22,7 +22,7 @@ from mrl.foreign import read_json
 from mrl.strict_json import raw_decode
 
 HEAD_BYTES = 1 << 20
-KINDS = "expected FILE.jsonl, FILE.json, FILE.parquet, a directory or reasoning_gym:TASK"
+KINDS = "expected FILE.jsonl, FILE.json, FILE.parquet, a directory, reasoning_gym:TASK or verifiers:NAME"
 SUFFIXES = (".parquet", ".arrow", ".jsonl", ".json", ".csv", ".tsv", ".txt", ".gz", ".zst", ".zip", ".tar", ".xml")
 LOOKED_AT = 10_000  # maximum number of files of a directory that are listed
 Columns = dict[str, type | None]  # column -> type; None: other types, and types that the schema does not tell
@@ -141,6 +141,12 @@ def read_columns(source: SourceConfig) -> Columns | None:
         if source.split is not None:
             raise _Unreadable(f"split {source.split!r} has no effect: {path} has no splits")
         return dict(reasoning_tasks.columns(source.path))
+    if verifiers_environments.is_environment(source.path):
+        if source.split is not None and source.split not in (splits := verifiers_environments.SPLITS):
+            raise _Unreadable(f"{path} has no split {source.split!r}; it has {', '.join(splits)}")
+        if problem := verifiers_environments.name_problem(source.path):
+            raise _Unreadable(f"cannot use {path}: {problem}")
+        return None
     if path.is_dir():
         return _columns_of_directory(path, source.split)
     if problem := not_a_file(path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,10 +11,11 @@ from mrl.config import resume
 from mrl.config.checks.base import without_effect
 from mrl.config.derived import Machine
 from mrl.config.problems import Problem, printable, reason
-from mrl.config.sections.run import RunConfig
+from mrl.config.sections.run import CheckpointConfig, RunConfig
 from mrl.config.trainers.base import AnyConfig
 
 LONGEST_NAME, LONGEST_PATH = 200, 3000  # bytes; leaves room for the names of files below
+HUB_NAME = re.compile(r"\w[\w-]*/\w[\w.-]{,94}\w", re.ASCII)
 
 
 def check_directory(run: RunConfig) -> Iterator[Problem]:
@@ -41,7 +43,7 @@ def check_trackers(run: RunConfig) -> Iterator[Problem]:
     """Checks for trackers named twice, and for settings of trackers that are not used."""
     if len(set(run.trackers)) < len(run.trackers):
         yield Problem(("run.trackers",), "names a tracker twice")
-    for name in ("wandb", "mlflow"):
+    for name in ("wandb", "mlflow", "trackio", "swanlab"):
         if name not in run.trackers:
             yield from without_effect(run, "run", [name], f"{name} is not among the trackers", "run.trackers")
 
@@ -93,9 +95,22 @@ def check_checkpoint(cfg: AnyConfig) -> Iterator[Problem]:
     elif kept is not None and kept % checkpoint.every_steps:
         message = f"{kept} is not a multiple of {checkpoint.every_steps}, the steps at which checkpoints are written"
         yield Problem(("checkpoint.keep_every_steps", every), message)
+    yield from _check_hub(checkpoint)
     for key in checkpoint.accept_changes:
         if not resume.is_key(type(cfg), key):
             yield Problem(("checkpoint.accept_changes",), f"{key!r} is not a key of this configuration")
+
+
+def _check_hub(checkpoint: CheckpointConfig) -> Iterator[Problem]:
+    """Checks the name of the repository, and that there is an export to upload."""
+    repository, key = checkpoint.push_to_hub, "checkpoint.push_to_hub"
+    if repository is None:
+        yield from without_effect(checkpoint, "checkpoint", ["hub_private"], "nothing is uploaded", key)
+        return
+    if not HUB_NAME.fullmatch(repository) or "--" in repository or ".." in repository:
+        yield Problem((key,), f"{repository!r} is not the name of a repository: expected OWNER/NAME")
+    if not checkpoint.export_hf:
+        yield Problem((key, "checkpoint.export_hf"), "uploads RUN_DIR/hf, which is not written: set export_hf: true")
 
 
 def check_resilience(cfg: AnyConfig) -> Iterator[Problem]:

@@ -14,7 +14,8 @@ class AgentConfig(Section):
     """Multi-turn rollouts. Between turns your environment adds text, which the model reads and is never trained on.
     `reward.function: environment` uses the environment's score."""
 
-    # path/to/file.py:name of an `async def rollout(ctx, prompt)`, or of a class with reset(row, rng) and step(turn)
+    # path/to/file.py:name of an `async def rollout(ctx, prompt)`, or of a class with reset(row, rng) and step(turn); or
+    # verifiers:NAME?key=value, an installed environment of the package verifiers, which needs `endpoint: true`
     rollout: FilePath
     # parser of tool calls in a turn: hermes (Qwen 2.5 and 3), qwen3_coder, glm45 (GLM 4.5 to 4.7), deepseek_v3,
     # deepseek_v31, kimi_k2, gpt_oss (harmony), fenced (blocks of code), or path/to/file.py:name of a function of the

@@ -12,11 +12,14 @@ from mrl.config.sections.base import FilePath, PositiveFloat, PositiveInt, Secti
 
 class SourceConfig(Section):
     """A source of rows: FILE.jsonl, FILE.json (a list of objects), FILE.parquet, a directory that the `datasets`
-    library has saved (`save_to_disk`) or can load (data files as on the Hugging Face hub), or problems of
-    reasoning-gym: `reasoning_gym:TASK?size=1000&seed=1`."""
+    library has saved (`save_to_disk`) or can load (data files as on the Hugging Face hub), problems of reasoning-gym
+    (`reasoning_gym:TASK?size=1000&seed=1`), or the data set of an environment of verifiers
+    (`verifiers:NAME?key=value`)."""
 
-    path: FilePath  # file, directory, or reasoning_gym:TASK with size, seed (0) and settings of the task
-    split: str | None = None  # split of a directory; required if it has several
+    # file, directory, reasoning_gym:TASK with size, seed (0) and settings of the task, or verifiers:NAME with arguments
+    # of its load_environment
+    path: FilePath
+    split: str | None = None  # split of a directory, required if it has several; of verifiers: train (default) or eval
     name: str | None = None  # value of data_source_key for rows without one
     weight: PositiveFloat | None = None  # relative share of the rows; null for all sources: each row once per epoch
 

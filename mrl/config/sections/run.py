@@ -10,6 +10,8 @@ TrackerName = Literal[
     "tensorboard",
     "wandb",
     "mlflow",
+    "trackio",
+    "swanlab",
 ]
 
 
@@ -31,6 +33,26 @@ class MlflowConfig(Section):
     experiment: str = "mrl"  # experiment of the run, created if it does not exist
     name: str | None = None  # name of the run in MLflow; null: run.name
     tags: dict[str, str] = {}  # tags of the run: name -> value
+
+
+class TrackioConfig(Section):
+    """trackio: a local database (TRACKIO_DIR), or a Space of the Hugging Face hub, whose token is that of HF_TOKEN."""
+
+    project: str = "mrl"  # project of the run
+    name: str | None = None  # beginning of the run's name in trackio; null: run.name
+    group: str | None = None  # group of runs
+    space: str | None = None  # Space to send metrics to (OWNER/NAME), created as a private one; null: local files
+
+
+class SwanLabConfig(Section):
+    """SwanLab. The API key is read from SWANLAB_API_KEY or `swanlab login`."""
+
+    project: str = "mrl"  # project of the run
+    workspace: str | None = None  # team or user; null: that of the API key
+    name: str | None = None  # name of the run in SwanLab; null: run.name
+    group: str | None = None  # group of runs
+    tags: tuple[str, ...] = ()  # tags of the run
+    mode: Literal["online", "offline"] = "online"  # offline: files in RUN_DIR/swanlab, to upload with `swanlab sync`
 
 
 class ProfileConfig(Section):
@@ -78,6 +100,8 @@ class RunConfig(Section):
     trackers: tuple[TrackerName, ...] = ("tensorboard",)  # where metrics go besides RUN_DIR/metrics.jsonl
     wandb: WandbConfig = WandbConfig()
     mlflow: MlflowConfig = MlflowConfig()
+    trackio: TrackioConfig = TrackioConfig()
+    swanlab: SwanLabConfig = SwanLabConfig()
     profile: ProfileConfig | None = None
     memory_history: MemoryHistoryConfig | None = None
     timeout_s: PositiveFloat = 600.0  # timeout of collectives, in seconds
@@ -110,12 +134,17 @@ class CheckpointConfig(Section):
     on_error: Literal["stop", "warn"] = "stop"
     # ranks that write at the same time: all, those of one node, or one; the others wait for their turn
     writers: Literal["every_rank", "one_node", "one_rank"] = "every_rank"
-    timeout_s: PositiveFloat = 1800.0  # maximum seconds to write a checkpoint; the next save waits as long for it
+    # maximum seconds to write a checkpoint, for which the next save waits as long, and of an upload to the hub
+    timeout_s: PositiveFloat = 1800.0
     # steps between exports of the actor, which are never removed: RUN_DIR/hf_step_N, or adapter_step_N with LoRA
     weights_every_steps: PositiveInt | None = None
     # write RUN_DIR/hf, a complete Hugging Face directory, at the end; with LoRA, the adapters are merged into it and
     # also written to RUN_DIR/adapter
     export_hf: bool = False
+    # repository of the Hugging Face hub (OWNER/NAME) to which RUN_DIR/hf is uploaded at the end, with its model card;
+    # created if it does not exist; null: no upload. The token is read from HF_TOKEN or `hf auth login`
+    push_to_hub: str | None = None
+    hub_private: bool = True  # create the repository as a private one; one that exists keeps its visibility
     accept_changes: tuple[str, ...] = ()  # keys that may differ from the checkpoint's configuration on resume
 
 

@@ -17,6 +17,7 @@ from mrl.config.sections.reward import RewardConfig, RewardModelConfig
 from mrl.config.sections.rollout import RolloutConfig, SyncConfig, ValidationConfig
 from mrl.config.sections.teacher import TeacherConfig, TeacherModelConfig
 from mrl.config.trainers.base import Config, DataUse, ModelSpec, ModelUse, StepSize
+from mrl.config.verifiers_environments import is_environment, module_file
 from mrl.options.estimators import CustomEstimator
 from mrl.options.losses import CustomLoss
 
@@ -155,7 +156,11 @@ class RLConfig(Config):
         if isinstance(algorithm, CustomEstimator):
             called.append(("algorithm.advantage.function", algorithm.advantage.function))
         if agent is not None:
-            called += [("agent.rollout", agent.rollout), ("agent.parser", agent.parser)]
+            called.append(("agent.parser", agent.parser))
+            if is_environment(agent.rollout):
+                yield "agent.rollout", module_file(agent.rollout)
+            else:
+                called.append(("agent.rollout", agent.rollout))
         yield from ((key, file) for key, spec in called if (file := file_of(spec)))
 
     def rewards(self) -> RewardConfig:

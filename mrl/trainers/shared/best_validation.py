@@ -30,7 +30,9 @@ class BestValidation:
         held_out, sources = cfg.held_out(), cfg.data.validation
         if held_out is None or sources is None:
             return None
-        contents = [(source.model_dump(mode="json"), resume.contents(Path(source.path))) for source in sources]
+        contents = [
+            (source.model_dump(mode="json"), resume.contents(Path(source.path), source.split)) for source in sources
+        ]
         return cls(held_out, json.dumps([contents, held_out.rows]))
 
     def record(self, step: int, metrics: dict[str, float]) -> None:

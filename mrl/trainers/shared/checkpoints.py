@@ -30,6 +30,7 @@ from mrl.resilience import preemption
 from mrl.resilience.protocol import attempt, started_by_torchelastic
 from mrl.trainers.shared.best_validation import BestValidation
 from mrl.trainers.shared.exports import Exports
+from mrl.trainers.shared.hub import push_to_hub
 from mrl.trainers.shared.phases import Phases
 from mrl.trainers.shared.updates import Updates
 from mrl.weights.errors import WeightError
@@ -222,7 +223,7 @@ class Checkpointer:
 
     def finish(self) -> None:
         """Waits until the last checkpoint is complete, then writes the exports asked for: RUN_DIR/hf, adapter, hf_ema
-        and hf_best. For hf_best the learners load the best weights."""
+        and hf_best. For hf_best the learners load the best weights. Then uploads RUN_DIR/hf if that is asked for."""
         with self._phase("checkpoint", self._since_row):
             self._attempt(self._saver.wait)
             if self._cfg.effective_checkpoint.export_hf:
@@ -233,6 +234,14 @@ class Checkpointer:
                         self._exports.whole("hf_ema", self._step)
                 if self._best is not None and self._best.kept_step is not None:
                     self._save_best(self._best.kept_step)
+                self._push_to_hub()
+
+    def _push_to_hub(self) -> None:
+        cfg, active = self._cfg.checkpoint, self._phase.world.activity.note
+        if cfg.push_to_hub is not None:
+            self._recorder.note(f"uploading {self._run_dir / 'hf'} to {cfg.push_to_hub}")
+            done = self._from_main("the upload to the hub", lambda: push_to_hub(self._run_dir / "hf", cfg, active))
+            self._recorder.note(done)
 
     def close(self) -> None:
         """Gives a save in progress time to complete, after a failure too."""

@@ -44,3 +44,31 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: p
     assert json.loads((tmp_path / "one/trackers/wandb.json").read_text()) == {"run_id": run_id, "sent_to_step": 3}
     shown = capfd.readouterr()
     assert f"wandb: offline, {file.parent} (upload it with wandb sync)" in shown.out and shown.err == ""
+
+
+def test_trackio_s_local_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One run, which goes on by its name."""
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    monkeypatch.setattr("mrl.observe.remote_tracker.CLOSE_S", 120.0)
+    storage = pytest.importorskip("trackio.sqlite_storage", reason="needs trackio (the extra `trackio`)")
+    cfg = config(tmp_path, trackers=("trackio",), trackio={"project": "sorting"})
+    [run_id] = tracked(cfg, range(1, 3)).values()
+    assert run_id.startswith("one-") and tracked(cfg, range(3, 4)) == {"trackio": run_id}
+    assert storage.SQLiteStorage.get_runs("sorting") == [run_id]
+    logs = storage.SQLiteStorage.get_logs("sorting", run_id)
+    assert [(row["step"], row["loss"], row["time/update"]) for row in logs] == [(n, n / 10, 2.0) for n in (1, 2, 3)]
+    assert all(b"hidden" not in file.read_bytes() for file in (tmp_path / "trackio").rglob("*") if file.is_file())
+
+
+def test_swanlab_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """One folder for each start, with the same run's id; `swanlab sync` sends them."""
+    pytest.importorskip("swanlab", reason="needs swanlab (the extra `swanlab`)")
+    monkeypatch.setattr("mrl.observe.remote_tracker.CLOSE_S", 120.0)
+    cfg = config(tmp_path, trackers=("swanlab",), swanlab={"project": "sorting", "mode": "offline", "tags": ("small",)})
+    [run_id] = tracked(cfg, range(1, 4)).values()
+    [file] = (tmp_path / "one/swanlab").glob(f"run-*-{run_id}/run-{run_id}.swanlab")
+    stored = file.read_bytes()
+    assert stored.count(b"time/update") >= 3 and b"sorting" in stored and b"small" in stored
+    assert all(b"hidden" not in each.read_bytes() for each in file.parent.rglob("*") if each.is_file())
+    assert json.loads((tmp_path / "one/trackers/swanlab.json").read_text()) == {"run_id": run_id, "sent_to_step": 3}
+    assert "(upload it with swanlab sync)" in capfd.readouterr().out

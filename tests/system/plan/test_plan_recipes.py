@@ -30,6 +30,7 @@ RECIPES = {  # and the GPUs that their names promise
     "grpo_qwen3_30b_a3b_32gpu": 32,
     "grpo_async_qwen7b_16gpu": 16,
     "grpo_tools_qwen7b_8gpu": 8,
+    "grpo_verifiers_qwen7b_8gpu": 8,
     "dapo_qwen7b_8gpu": 8,
     "sft_qwen7b_8gpu": 8,
     "dpo_qwen7b_8gpu": 8,

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mrl.config.checks.data import unreadable
 from mrl.config.schema import DataConfig, SourceConfig
 from mrl.data import DataError, PromptDataset, Tokenizer, data_notes
 from mrl.data.mixture import Mixture
@@ -227,3 +228,12 @@ def test_one_source_keeps_the_order_it_always_had(tmp_path: Path, tokenizer: Tok
             for place in range(3 * step, 3 * step + 3)
         ]
         assert [p.index for p in data.prompts_for_step(step, 3, seed=9)] == order
+
+
+def test_a_split_that_environments_of_verifiers_lack_is_refused() -> None:
+    pytest.importorskip("verifiers", reason="the package verifiers (extra verifiers) is not installed")
+    assert unreadable(SourceConfig(path="verifiers:json", split="eval")) is None, "only its rows can tell"
+    assert "has no split 'test'; it has train, eval" in str(
+        unreadable(SourceConfig(path="verifiers:json", split="test"))
+    )
+    assert "there is no module nowhere" in str(unreadable(SourceConfig(path="verifiers:nowhere")))

@@ -88,7 +88,12 @@ def test_an_error_of_the_system_that_names_no_file(
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [(("--rows", "0"), "must be at least 1"), (("data.validation=null",), "data.validation is not set")],
+    [
+        (("--rows", "0"), "must be at least 1"),
+        (("data.validation=null",), "data.validation is not set"),
+        (("--lm-eval", "gsm8k", "--per-prompt", "2"), "--per-prompt and --temperature have no effect"),
+        (("--lm-eval-path", "."), "beside --lm-eval"),
+    ],
 )
 def test_what_cannot_be_evaluated_is_said(
     tiny_models: TinyModels, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str
@@ -97,6 +102,14 @@ def test_what_cannot_be_evaluated_is_said(
     off += ["validation.every_steps=100"]
     assert cli.main(["eval", str(write(tmp_path, tiny_models("llama"))), *off, *arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_harness_that_is_not_installed_is_named(
+    tiny_models: TinyModels, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mrl.evaluation.lm_harness.find_spec", lambda name: None)
+    assert cli.main(["eval", str(write(tmp_path, tiny_models("llama"))), "--lm-eval", "gsm8k"]) == 1
+    assert "--lm-eval needs the package lm_eval, which is not installed: " in capsys.readouterr().err
 
 
 # ---- answers
