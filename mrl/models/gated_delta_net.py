@@ -6,11 +6,8 @@ order of the key heads: tensor and context parallelism take whole heads, as of a
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from megatron.core.ssm.gated_delta_net import (
     GatedDeltaNet,
@@ -21,6 +18,7 @@ from megatron.core.ssm.gated_delta_net import (
 )
 from megatron.core.ssm.gated_delta_net.common import _build_thd_cp_a2a_perm
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from mrl.kernels.gated_delta import Chunks, causal_conv, gated_delta_rule
 from mrl.kernels.layers import rms_norm
@@ -72,7 +70,8 @@ class PackedDeltaNet(GatedDeltaNet):
         norm = self.out_norm.weight
         if self.tp_size > 1:  # its gradient is the sum over all ranks' heads
             norm = copy_to_tensor_model_parallel_region(norm, group=self.tp_group)
-        out: Tensor = _Recomputed.apply(partial(self._heads, batch.chunks), joined, *heads, norm)
+        # what it computes on the way is many times its inputs
+        out: Tensor = checkpoint(self._heads, batch.chunks, joined, *heads, norm, use_reentrant=False)
         if groups.size() > 1:
             out = tensor_a2a_hp2cp(out.index_select(0, back), 0, -1, groups, redo_attention_load_balancing=False)
         result: tuple[Tensor, None] = self.out_proj(out)
@@ -110,24 +109,3 @@ class PackedDeltaNet(GatedDeltaNet):
             own, prefix, dict.fromkeys(own, 0), sharded_offsets, tp_group=self.tp_group, dp_cp_group=replicas
         )
         return found
-
-
-class _Recomputed(torch.autograd.Function):
-    """function(*tensors), computed again in the backward pass: what it computes on the way is many times its inputs."""
-
-    @staticmethod
-    def forward(ctx: Any, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-        ctx.function = function
-        ctx.save_for_backward(*tensors)
-        return function(*tensors)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        tensors = [
-            x.detach().requires_grad_(needed)
-            for x, needed in zip(ctx.saved_tensors, ctx.needs_input_grad[1:], strict=True)
-        ]
-        with torch.enable_grad():
-            out = ctx.function(*tensors)
-        found = iter(torch.autograd.grad(out, [x for x in tensors if x.requires_grad], grad))
-        return None, *(next(found) if x.requires_grad else None for x in tensors)
