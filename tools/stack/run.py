@@ -126,10 +126,11 @@ def delta_nets(stacks: Stacks) -> dict[str, Any]:
     """SFT and GRPO of a tiny Qwen3-Next, with the transformers engine."""
     sizes = "yaml_configs/models/sort-qwen3-next/config.json"
     stacks.run(stacks.here, "tools/make_sort_task.py", stacks.work / "delta_task", "--sizes", sizes)
-    start, layout = stacks.work / "delta_task" / "model_init", "actor.parallel={tensor: 2, expert: 2}"
-    stacks.train(stacks.here, "delta_sft", "quickstart_sft", f"model.path={start}", layout, "run.steps=20")
+    start, layout = stacks.work / "delta_task" / "model_init", "actor.parallel={tensor: 1, pipeline: 1, expert: 2}"
+    few = ("run.nproc=2", "run.steps=10")
+    stacks.train(stacks.here, "delta_sft", "quickstart_sft", f"model.path={start}", layout, *few)
     keys = (f"model.path={stacks.work}/delta_sft/hf", "rollout.engine=transformers", "reward.function=sorted_digits")
-    keys += ("batch.prompts_per_step=16", "validation.prompts=8", "run.steps=3")
+    keys += ("batch.prompts_per_step=16", "validation.prompts=8", "run.steps=2")
     return {"steps": len(stacks.train(stacks.here, "delta_grpo", "quickstart_grpo", *keys))}
 
 
