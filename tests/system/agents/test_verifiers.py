@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +24,11 @@ from mrl.core import Prompt, Request, Sample
 from mrl.data.errors import DataError
 from mrl.data.sources import open_rows
 from mrl.user_functions import FunctionError
+from tests.conftest import TinyModels
+from tests.helpers.runs import results, samples
+from tests.helpers.train_tools import write_config
 from tests.helpers.trajectories import play_all
-from tests.system.agents.test_agent_endpoint import END, Model, parts
+from tests.system.agents.test_agent_endpoint import END, ENDS, Model, parts
 from tests.system.agents.test_agents import PARAMS, ids_of
 
 pytest.importorskip("verifiers", reason="the package verifiers (extra verifiers) is not installed")
@@ -174,3 +180,34 @@ def test_what_cannot_be_played_is_refused_before_the_first_turn(name: str, said:
 def test_what_has_no_rows_is_said() -> None:
     with pytest.raises(DataError, match="the environment has no eval data: validate on other rows"):
         rows_of("verifiers:last_digits?with_eval=false", "eval")
+
+
+def test_a_run_trains_and_validates_on_an_environment_by_its_name(
+    tiny_models: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)
+    (tmp_path / "template.jinja").write_text(ENDS)
+    config = write_config(
+        tmp_path,
+        tiny_models("llama"),
+        run={"steps": 1},
+        data={
+            **{"train": "verifiers:last_digits", "validation": [{"path": "verifiers:last_digits", "split": "eval"}]},
+            **{"max_prompt_tokens": 128, "chat_template": True},
+        },
+        rollout={"engine": "transformers", "sampling": {"max_new_tokens": 4}},
+        agent={"rollout": "verifiers:last_digits", "endpoint": True, "max_tokens": 200, "step_timeout_s": 60},
+        reward={"function": "environment"},
+        batch={"prompts_per_step": 2, "samples_per_prompt": 2},
+        algorithm={"adv_estimator": "grpo"},
+        validation={"every_steps": 1, "prompts": 2},
+    )
+    command = [sys.executable, "-m", "mrl", "train", str(config), f"model.chat_template={tmp_path / 'template.jinja'}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)  # a fork would not read PYTHONPATH
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    row = results(tmp_path / "runs/run")[1]
+    of_step = samples(tmp_path / "runs/run")["step_1.jsonl"]
+    assert len(of_step) == 4 and all(each["messages"][0]["content"] == "Answer with one digit." for each in of_step)
+    assert {"validation/length", "validation/is_right", "validation/num_turns"} <= row.keys(), "of the rubric"
+    each = [(sample["score"], sample["messages"][-1]["content"]) for sample in of_step]
+    assert row["reward/mean"] == pytest.approx(sum(score for score, _ in each) / 4) and len({*each}) > 1
