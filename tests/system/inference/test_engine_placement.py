@@ -50,6 +50,7 @@ def the_main_parts(
         run=SimpleNamespace(seed=0),
         agent=None,
         engines=lambda: (cfg.rollout, cfg.sync),
+        teachers=dict,
     )
     with contextlib.ExitStack() as stack:
         notes: list[str] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -33,6 +34,8 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: p
     monkeypatch.setattr("mrl.observe.remote_tracker.CLOSE_S", 120.0)
     pytest.importorskip("wandb", reason="needs wandb (the extra `trackers`)")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    for name in ("mcp", "openai", "agents", "verifiers"):  # wandb names them where another test has imported them
+        monkeypatch.delitem(sys.modules, name, raising=False)
     cfg = config(tmp_path, trackers=("wandb",), wandb={"project": "sorting", "mode": "offline", "tags": ("small",)})
     [run_id] = tracked(cfg, range(1, 4)).values()
     [file] = (tmp_path / "one/wandb").glob(f"offline-run-*-{run_id}/run-{run_id}.wandb")
@@ -43,7 +46,8 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: p
     assert b"sorting" in stored and b"small" in stored and b"hidden" not in stored
     assert json.loads((tmp_path / "one/trackers/wandb.json").read_text()) == {"run_id": run_id, "sent_to_step": 3}
     shown = capfd.readouterr()
-    assert f"wandb: offline, {file.parent} (upload it with wandb sync)" in shown.out and shown.err == ""
+    assert f"wandb: offline, {file.parent} (upload it with wandb sync)" in shown.out
+    assert "wandb" not in shown.err  # threads of other tests may write there
 
 
 def test_trackio_s_local_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
