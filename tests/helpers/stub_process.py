@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from aiohttp import web
+
 from mrl.inference.access import Access
 from mrl.inference.engine import Engine
 from mrl.inference.engine_pool import Checked, EnginePool
@@ -16,6 +18,17 @@ from mrl.inference.serving import Server as HttpServer
 KEY = "sesame"
 
 
+class _BreakingServer(HttpServer):
+    """Ends the connection without an answer where a route raises ConnectionAbortedError."""
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        response = await super()._answer(request)
+        if isinstance(response, web.Response) and "ConnectionAbortedError" in (response.text or ""):
+            assert request.transport is not None
+            request.transport.abort()
+        return response
+
+
 class StubProcess:
     """An engine, as a pool sees it; a subclass says how it generates. routes: further ones"""
 
@@ -23,7 +36,7 @@ class StubProcess:
 
     def __init__(self, routes: Mapping[str, Route]) -> None:
         self.restarts = 0
-        self.http = HttpServer(0, KEY, {"/generate": self.generate, **routes})
+        self.http = _BreakingServer(0, KEY, {"/generate": self.generate, **routes})
         self.url = f"http://127.0.0.1:{self.http.port}"
 
     def generate(self, body: dict[str, Any]) -> Any:

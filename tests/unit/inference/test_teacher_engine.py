@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from typing import Any
@@ -39,12 +38,10 @@ def engine(
         "/server_info": lambda body: {"max_req_input_len": room - 4},
     }
     server = Server(0, "key", routes)
-    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-    url = f"http://127.0.0.1:{server.server_port}"
+    url = f"http://127.0.0.1:{server.port}"
     with closing(TeacherEngine(url, Access("key"), 4, timeout_s)) as found:
         yield found
-    server.shutdown()
-    server.server_close()
+    server.close()
 
 
 def test_sequences_are_scored_in_their_order_from_their_first_generated_token() -> None:
