@@ -13,6 +13,7 @@ import resource
 import socket
 import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -27,6 +28,7 @@ IDLE_S = 60.0  # until a connection with a key sends its next request, or the ne
 MAX_FIELD_BYTES, MAX_FIELDS = 4 << 10, 64  # of the head of a request
 ACCEPT_BATCH = 16
 BACKLOG = 1024  # connections that the kernel keeps until they are accepted
+START_S = 30.0  # until the event loop accepts connections
 CLOSE_S = 0.1  # for requests in progress
 
 _quiet = logging.getLogger("mrl.http_server.connections")  # broken heads and connections are the client's problem
@@ -37,7 +39,7 @@ Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
 class HttpServer:
-    """Listens on host:port from its construction until `close`. port: 0 for any that is free.
+    """Listens on host:port from its construction until `close`. port: 0 for any that is free. Raises OSError.
 
     handle: answers a request; it calls `authenticated` before it reads the body
     """
@@ -48,7 +50,13 @@ class HttpServer:
         self._handle = handle
         self._unauthenticated: dict[object, asyncio.Transport] = {}  # by protocol, the oldest first
         self._loop = EventLoopThread(f"http server, port {self.port}", RuntimeError("the server is closed"))
-        self._loop.submit(self._serve())
+        started: Future[None] = Future()
+        self._loop.submit(self._serve(started))
+        try:
+            started.result(START_S)
+        except BaseException:
+            self.close()
+            raise
 
     def __enter__(self) -> HttpServer:
         return self
@@ -65,7 +73,7 @@ class HttpServer:
         """Lifts the limits of the request's connection."""
         self._unauthenticated.pop(request.protocol, None)
 
-    async def _serve(self) -> None:
+    async def _serve(self, started: Future[None]) -> None:
         server = _Connections(
             self._unauthenticated,
             self._handle,
@@ -79,12 +87,16 @@ class HttpServer:
             max_headers=MAX_FIELDS,
         )
         runner = web.ServerRunner(server, shutdown_timeout=CLOSE_S)
-        await runner.setup()
-        # asyncio accepts `backlog` connections at a time: few, so that each is read before a flood makes it the oldest
-        await web.SockSite(runner, self._listening, backlog=ACCEPT_BATCH).start()
-        self._listening.listen(BACKLOG)
         try:
+            await runner.setup()
+            # asyncio accepts `backlog` connections at a time: few, so that each is read before a flood makes it the
+            # oldest
+            await web.SockSite(runner, self._listening, backlog=ACCEPT_BATCH).start()
+            self._listening.listen(BACKLOG)
+            started.set_result(None)
             await asyncio.Event().wait()
+        except Exception as error:
+            started.set_exception(error)
         finally:
             await runner.cleanup()
 

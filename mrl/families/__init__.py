@@ -177,8 +177,10 @@ def has_draft_layers(path: str | Path) -> bool:
     if family is None or family.draft_keys or family.draft_body is None:
         return False
     index = Path(path) / "model.safetensors.index.json"
-    named = read_json(index).get("weight_map", {}) if index.is_file() else {}
-    return (Path(path) / CONVERTED_DRAFTS).is_dir() or any(name.startswith(family.draft_body) for name in named)
+    content = read_json(index) if index.is_file() else {}
+    named = content.get("weight_map") if isinstance(content, dict) else None
+    names = list(named) if isinstance(named, dict) else []
+    return (Path(path) / CONVERTED_DRAFTS).is_dir() or any(name.startswith(family.draft_body) for name in names)
 
 
 def body_of(architecture: str) -> str:

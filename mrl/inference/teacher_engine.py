@@ -107,7 +107,9 @@ class TeacherEngine:
             except EngineError as error:
                 is_refused = error.status is not None and error.status < 500
                 is_late = time.monotonic() + AGAIN_S > end
-                if is_refused or is_late or self._is_closed.wait(AGAIN_S):
+                if is_refused:
+                    raise
+                if is_late or self._is_closed.wait(AGAIN_S):
                     limit = f"teacher.timeout_s = {self._timeout_s:g} s"
                     raise EngineError(error.url, error.endpoint, error.status, f"{error.text} ({limit})") from error
 

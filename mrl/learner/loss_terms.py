@@ -50,7 +50,7 @@ class TeacherStates:
 
 @dataclass(frozen=True)
 class TeacherTokens:
-    """What teachers behind HTTP say of one update's response tokens.
+    """Outputs of teachers on engines for one update's response tokens.
 
     taught [R] bool: tokens that they teach; top: of all R tokens; vocab_size: the student's
     """

@@ -116,6 +116,6 @@ def _import_megatron_quietly() -> None:
         for category in (UserWarning, DeprecationWarning, FutureWarning):
             warnings.filterwarnings("ignore", category=category, module=module)
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)  # megatron's calls
-    # They log only their existence, that GPTModel is to be replaced, and that DDP computes its own layout.
+    # Messages of every start: the rerun state machine exists, GPTModel will be replaced, DDP computes its own layout.
     for module in ("rerun_state_machine", "models.gpt.gpt_model", "distributed.distributed_data_parallel"):
         logging.getLogger(f"megatron.core.{module}").setLevel(logging.ERROR)

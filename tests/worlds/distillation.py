@@ -45,7 +45,7 @@ URL = {"url": "http://localhost:1"}
 
 
 def is_served(case: str, name: str) -> bool:
-    """Whether an engine has this teacher: in cases named "top", the large one."""
+    """True if an engine has this teacher: the large one, in cases named "top"."""
     return case.startswith("top") and name == "large"
 
 
@@ -91,7 +91,7 @@ def cases() -> list[tuple[str, str, float, tuple[str, ...]]]:
 
 
 class Served:
-    """What an engine says of sequences, from transformers in float64."""
+    """Engine stand-in: log-probs of sequences from transformers in float64."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

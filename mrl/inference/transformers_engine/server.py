@@ -93,6 +93,8 @@ class Endpoints:
             raise BadRequest("logprob_start_len: only with max_new_tokens 0 and without pictures")
         if type(start) is not int or not 0 <= start < len(ids):
             raise BadRequest(f"logprob_start_len: {start!r} is not the index of one of the {len(ids)} tokens")
+        if type(top_k) is not int or top_k < 0:
+            raise BadRequest(f"top_logprobs_num: {top_k!r} is not a number of tokens")
         if len(ids) > self._context:
             raise BadRequest(f"{len(ids)} tokens exceed the context of {self._context}")
         version = self._worker.weight_version

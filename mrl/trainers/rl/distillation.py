@@ -24,8 +24,8 @@ States = Mapping[tuple[int, ...], Teachers]  # by the samples of an update
 
 
 def states_of_teachers(run: RLRun, exp: Experience) -> States | None:
-    """What each teacher says of its samples in every update of the step; None where there are no teachers, or the
-    advantages have their part already. Collective."""
+    """Returns each teacher's outputs on its samples in every update of the step; None without teachers, or if they are
+    part of the advantages already. Collective."""
     cfg = run.cfg.teacher
     if cfg is None or cfg.divergence == "sampled":
         return None
@@ -34,8 +34,8 @@ def states_of_teachers(run: RLRun, exp: Experience) -> States | None:
 
 
 def states_in(run: RLRun, cfg: TeacherConfig, rollout: Rollout, updates: Iterable[Sequence[int]]) -> States:
-    """What each teacher says of its samples in updates of the rollout: hidden states, one teacher after the other, and
-    top tokens of those that engines serve. Collective."""
+    """Returns each teacher's outputs on its samples in updates of the rollout: hidden states of the computed teachers,
+    and top tokens of those on engines. Collective."""
     found: dict[tuple[int, ...], Teachers] = {tuple(sample_ids): [] for sample_ids in updates}
     for name, teacher in run.teachers.items():
         run.memory.begin(name)
@@ -55,7 +55,7 @@ def states_in(run: RLRun, cfg: TeacherConfig, rollout: Rollout, updates: Iterabl
 
 
 def _served_tokens(run: RLRun, cfg: TeacherConfig, rollout: Rollout, top_k: int) -> ServedTokens | None:
-    """What the engines of teachers say of a step's tokens, on every rank; None without such teachers. Collective."""
+    """Returns the outputs of teachers on engines for a step's tokens, on every rank; None without any. Collective."""
     served = [name for name, model in cfg.models.items() if model.url is not None]
     if not served:
         return None

@@ -1,4 +1,4 @@
-"""Teachers that engines serve: what they say of a step's samples. Rank 0 asks them."""
+"""Teachers on engines: rank 0 requests their log-probs of a step's samples."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from mrl.units import RESPONSE_TOKEN
 
 @dataclass(frozen=True)
 class ServedTokens:
-    """What engines say of a step's response tokens, in host memory.
+    """Log-probs of a step's response tokens by teachers on engines, in host memory.
 
-    taught [R] bool: tokens of samples that these teachers teach; the others have no meaning
+    taught [R] bool: tokens of samples that these teachers teach; values of other tokens are undefined
     log_probs [R] float32: of the tokens; top: ids [R, k] int32
     """
 

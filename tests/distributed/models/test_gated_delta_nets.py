@@ -81,7 +81,7 @@ def test_no_bit_of_a_packed_sequence_depends_on_another(tiny_models: TinyModels,
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("family", DELTA_FAMILIES)
 def test_adapters_of_joined_projections_are_the_hub_s(tiny_models: TinyModels, family: str, tp: int) -> None:
-    """What they add to the layer's weight is, in its rows, what they add to the hub's."""
+    """Their contribution to the layer's weight equals that to the hub's, in the layer's order of rows."""
     arch = load_arch(tiny_models(family, weights=False))
     name = "decoder.layers.0.self_attention.in_proj"
     row, table = weight_table(arch)[name + ".weight"], adapter_table(arch, "policy", LoRA(3, 3.0, ("all-linear",)))

@@ -68,7 +68,7 @@ def test_the_convolution_is_torch_s_of_each_sequence() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("changed", range(len(LENGTHS)))
 def test_no_bit_of_another_sequence_changes(changed: int, dtype: torch.dtype, value: float) -> None:
-    """Of results and gradients, if a sequence changes, or is full of NaN."""
+    """Bits of results and gradients, if another sequence changes or is NaN."""
     chunks, other = (
         Chunks.make(starts(), CHUNK, CPU),
         torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS)),

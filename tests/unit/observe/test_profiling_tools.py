@@ -1,4 +1,4 @@
-"""Ranges, captures and memory snapshots around the steps of a run, without a GPU: what is asked of CUDA's tools."""
+"""Ranges, captures and memory snapshots around the steps of a run, without a GPU: calls of CUDA's tools."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mrl.trainers.shared.profile import StepProfiler
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is asked of the tools, in order."""
+    """Calls of the tools, in order."""
     made: list[str] = []
 
     @contextmanager
