@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 import httpx
 
@@ -16,13 +16,21 @@ from mrl.inference import protocol
 from mrl.inference.access import OPEN, Access, tls
 from mrl.inference.answers import MOST_BYTES, PLAIN, Incoming, error_message, from_json, told
 from mrl.inference.errors import BadAnswer, EngineError
-from mrl.inference.protocol import Endpoint, GenerateBody, LoadFormat, MemoryPart, ModelInfo, RankChecksums
+from mrl.inference.protocol import (
+    BroadcastBody,
+    Endpoint,
+    GenerateBody,
+    GroupBody,
+    LoadFormat,
+    MemoryPart,
+    ModelInfo,
+    RankChecksums,
+)
 from mrl.inference.server_info import ServerInfo
 
 CONNECT_TIMEOUT_S = 10.0
 FLUSH_AGAIN_S = 0.05
 DENIED = (401, 403)
-Body = TypeVar("Body")
 Answer = TypeVar("Answer")
 
 
@@ -59,11 +67,11 @@ class EngineClient:
 
     def abort_all(self) -> None:
         """Ends every request that runs or waits, whoever sent it. Each is answered with the tokens that it has."""
-        self._call(protocol.ABORT, protocol.AbortBody(rid="", abort_all=True))
+        self._call(protocol.ABORT, {"rid": "", "abort_all": True})
 
     def flush_cache(self) -> None:
         """Forget every cached prefix. Refused with 400 while requests run."""
-        self._call(protocol.FLUSH_CACHE, None)
+        self._call(protocol.FLUSH_CACHE)
 
     def flush_when_idle(self, timeout_s: float) -> None:
         """`flush_cache`, once no request runs any more; refused as there after `timeout_s` seconds."""
@@ -92,30 +100,30 @@ class EngineClient:
     def is_up(self) -> bool:
         """Returns True if the engine responds with status 200."""
         with contextlib.suppress(EngineError):
-            return self._send(protocol.MODEL_INFO, None).status_code == 200
+            return self._send(protocol.MODEL_INFO).status_code == 200
         return False
 
     def is_let_in(self, host: str) -> bool:
         """False if the engine refuses one who has not its key, if there is one, and asks under this host name; what it
         says to one whom it lets in does not matter."""
-        reply = self._send(protocol.MODEL_INFO, None, {"Host": host})
+        reply = self._send(protocol.MODEL_INFO, headers={"Host": host})
         if reply.status_code not in (200, 400, *DENIED):
             raise EngineError(self.url, protocol.MODEL_INFO.name, reply.status_code, error_message(reply.content))
         return reply.status_code == 200
 
     def model_info(self) -> ModelInfo:
         """Returns the model that the engine serves, and the version of its weights."""
-        return self._call(protocol.MODEL_INFO, None)
+        return self._call(protocol.MODEL_INFO)
 
     def server_info(self) -> ServerInfo:
         """Returns the engine's settings."""
-        return self._call(protocol.SERVER_INFO, None)
+        return self._call(protocol.SERVER_INFO)
 
     def workers(self) -> tuple[str, ...] | None:
         """The engines that it hands requests on to, if it is a router; None: it is an engine."""
         for endpoint in (protocol.ROUTER_WORKERS, protocol.OLD_ROUTER_WORKERS):
             try:
-                return self._call(endpoint, None)
+                return self._call(endpoint)
             except EngineError as error:
                 if error.status is None:  # nobody answers: no use to wait for that twice
                     break
@@ -126,7 +134,7 @@ class EngineClient:
     def begin_weight_update(self) -> bool:
         """Open a weight-update session. False when the server knows no sessions (older SGLang): just update then."""
         try:
-            self._call(protocol.BEGIN_UPDATE, protocol.SessionBody(selector="all"))
+            self._call(protocol.BEGIN_UPDATE, {"selector": "all"})
         except EngineError as error:
             if error.status == 404:
                 return False
@@ -135,7 +143,7 @@ class EngineClient:
 
     def end_weight_update(self) -> None:
         """Close the session; refused with 400 where none is open."""
-        self._call(protocol.END_UPDATE, protocol.EmptyBody())
+        self._call(protocol.END_UPDATE, {})
 
     def update_weights_from_tensor(
         self, payloads: Sequence[str], *, weight_version: str | None = None, load_format: LoadFormat | None = None
@@ -149,44 +157,17 @@ class EngineClient:
         )
         self._call(protocol.UPDATE_FROM_TENSOR, body)
 
-    def init_weights_update_group(
-        self, *, master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str, backend: str
-    ) -> None:
+    def init_weights_update_group(self, **group: Unpack[GroupBody]) -> None:
         """Blocks until all `world_size` members have joined: call it beside the trainer's own join."""
-        body = protocol.GroupBody(
-            master_address=master_address,
-            master_port=master_port,
-            rank_offset=rank_offset,
-            world_size=world_size,
-            group_name=group_name,
-            backend=backend,
-        )
-        self._call(protocol.JOIN_GROUP, body)
+        self._call(protocol.JOIN_GROUP, group)
 
-    def update_weights_from_distributed(
-        self,
-        *,
-        names: Sequence[str],
-        dtypes: Sequence[str],
-        shapes: Sequence[Sequence[int]],
-        group_name: str,
-        load_format: LoadFormat | None = None,
-    ) -> None:
-        """Receive `names` by broadcasts from rank 0 of the group; dtypes like "float32". Blocks until they arrived."""
-        body = protocol.BroadcastBody(
-            names=list(names),
-            dtypes=list(dtypes),
-            shapes=[list(shape) for shape in shapes],
-            group_name=group_name,
-            load_format=load_format,
-            flush_cache=False,
-            weight_version=None,
-        )
-        self._call(protocol.UPDATE_FROM_BROADCAST, body)
+    def update_weights_from_distributed(self, **bucket: Unpack[BroadcastBody]) -> None:
+        """Receives tensors by broadcasts from rank 0 of the group. Blocks until they have arrived."""
+        self._call(protocol.UPDATE_FROM_BROADCAST, {**bucket, "flush_cache": False})
 
     def destroy_weights_update_group(self, group_name: str) -> None:
         """Leave the process group, which also ends a broadcast that the engine waits in."""
-        self._call(protocol.LEAVE_GROUP, protocol.LeaveBody(group_name=group_name))
+        self._call(protocol.LEAVE_GROUP, {"group_name": group_name})
 
     def update_weights_from_disk(self, model_path: str, *, weight_version: str) -> None:
         """Reload every weight from a Hugging Face directory that the engine's machine can read. Needs no session."""
@@ -209,11 +190,11 @@ class EngineClient:
 
     def unload_adapter(self, name: str) -> None:
         """Blocks until no request uses it. Refused with 400 where it is not known."""
-        self._call(protocol.UNLOAD_ADAPTER, protocol.AdapterNameBody(lora_name=name))
+        self._call(protocol.UNLOAD_ADAPTER, {"lora_name": name})
 
     def update_weight_version(self, weight_version: str) -> None:
         """Name the weights that the engine now has; new samples carry the name."""
-        self._call(protocol.UPDATE_VERSION, protocol.VersionBody(new_version=weight_version, abort_all_requests=False))
+        self._call(protocol.UPDATE_VERSION, {"new_version": weight_version, "abort_all_requests": False})
 
     def weights_checksum(self) -> list[RankChecksums]:
         """The hash of every parameter, a list over the engine's tensor-parallel ranks in rank order.
@@ -221,11 +202,13 @@ class EngineClient:
         On CPU a hash is the first 8 bytes of SHA-256 over the parameter's contiguous bytes, as 16 hex digits
         (`mrl.weights.sync.checksum`). Names are the engine's own fused ones (qkv_proj, gate_up_proj).
         """
-        return self._call(protocol.CHECKSUMS, protocol.CheckerBody(action="checksum"))
+        return self._call(protocol.CHECKSUMS, {"action": "checksum"})
 
     # ---- the wire
 
-    def _call(self, endpoint: Endpoint[Body, Answer], body: Body, timeout_s: float | None = None) -> Answer:
+    def _call(
+        self, endpoint: Endpoint[Answer], body: Mapping[str, Any] | None = None, timeout_s: float | None = None
+    ) -> Answer:
         """Sends a request and returns what the endpoint reads in the answer."""
         reply = self._send(endpoint, body, timeout_s=timeout_s)
         if reply.status_code != 200:
@@ -242,8 +225,8 @@ class EngineClient:
 
     def _send(
         self,
-        endpoint: Endpoint[Body, Any],
-        body: Body,
+        endpoint: Endpoint[Any],
+        body: Mapping[str, Any] | None = None,
         headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
     ) -> httpx.Response:

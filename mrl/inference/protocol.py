@@ -11,7 +11,7 @@ has these URLs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, NotRequired, TypedDict, TypeVar
 
@@ -19,7 +19,6 @@ from mrl.inference.answers import field, shown, typed
 from mrl.inference.errors import BadAnswer
 from mrl.inference.server_info import ServerInfo, read_server_info
 
-Body = TypeVar("Body")
 Answer = TypeVar("Answer")
 LoadFormat = Literal["flattened_bucket", "mrl.inference.delta.load"]
 MemoryPart = Literal["weights", "kv_cache", "cuda_graph"]
@@ -33,7 +32,7 @@ RELEASED_PARTS: dict[str, tuple[MemoryPart, ...]] = {  # by rollout.release
 
 
 @dataclass(frozen=True)
-class Endpoint(Generic[Body, Answer]):
+class Endpoint(Generic[Answer]):
     """One endpoint of an engine.
 
     name: the path without its first slash
@@ -91,23 +90,6 @@ class GenerateBody(TypedDict):
     lora_path: NotRequired[str]  # the name of a loaded adapter; left out: the model without any
 
 
-class AbortBody(TypedDict):
-    """Selects the requests to end."""
-
-    rid: str  # "" with abort_all
-    abort_all: bool
-
-
-class SessionBody(TypedDict):
-    """Selects the models of the engine that the weight update is for."""
-
-    selector: Literal["all"]
-
-
-class EmptyBody(TypedDict):
-    """An empty body."""
-
-
 class TensorsBody(TypedDict):
     """Weights under Hugging Face names, in the request or in shared memory.
 
@@ -134,21 +116,13 @@ class GroupBody(TypedDict):
 
 
 class BroadcastBody(TypedDict):
-    """Weights that rank 0 of the group broadcasts. dtypes like "float32"."""
+    """Weights that rank 0 of the group broadcasts. dtypes like "float32". `flush_cache: false` comes with it."""
 
     names: list[str]
     dtypes: list[str]
-    shapes: list[list[int]]
+    shapes: list[Sequence[int]]
     group_name: str
     load_format: LoadFormat | None
-    flush_cache: bool
-    weight_version: str | None
-
-
-class LeaveBody(TypedDict):
-    """Names a process group that the engine has joined."""
-
-    group_name: str
 
 
 class DiskBody(TypedDict):
@@ -172,25 +146,6 @@ class AdapterBody(TypedDict):
     config_dict: dict[str, Any]
     serialized_named_tensors: list[str]
     expected_checksums: dict[str, str] | None
-
-
-class AdapterNameBody(TypedDict):
-    """Names a loaded adapter to unload. It is unloaded once no request uses it."""
-
-    lora_name: str
-
-
-class VersionBody(TypedDict):
-    """Version of the engine's weights; abort_all_requests would also end its requests."""
-
-    new_version: str
-    abort_all_requests: bool
-
-
-class CheckerBody(TypedDict):
-    """Action on the parameters: hash them."""
-
-    action: Literal["checksum"]
 
 
 class MemoryBody(TypedDict):
@@ -287,27 +242,28 @@ def read_checksums(answer: Any) -> list[RankChecksums]:
     return sorted(found, key=lambda rank: rank.tp_rank)
 
 
-# ---- the endpoints
+# ---- the endpoints, with the bodies of their requests
 
-MODEL_INFO = Endpoint[None, ModelInfo]("model_info", read_model_info, "GET")
-SERVER_INFO = Endpoint[None, ServerInfo]("server_info", read_server_info, "GET")
-GENERATE = Endpoint[GenerateBody, Any]("generate", lambda answer: answer)  # a Generated
-ABORT = Endpoint[AbortBody, None]("abort_request", read_nothing)
-FLUSH_CACHE = Endpoint[None, None]("flush_cache", read_nothing)
-# no token is sampled between the two
-BEGIN_UPDATE = Endpoint[SessionBody, None]("begin_weight_update", read_done)
-END_UPDATE = Endpoint[EmptyBody, None]("end_weight_update", read_done)
-UPDATE_FROM_TENSOR = Endpoint[TensorsBody, None]("update_weights_from_tensor", read_done)
-JOIN_GROUP = Endpoint[GroupBody, None]("init_weights_update_group", read_done)
-UPDATE_FROM_BROADCAST = Endpoint[BroadcastBody, None]("update_weights_from_distributed", read_done)
-LEAVE_GROUP = Endpoint[LeaveBody, None]("destroy_weights_update_group", read_done)
-UPDATE_FROM_DISK = Endpoint[DiskBody, None]("update_weights_from_disk", read_done)
-LOAD_ADAPTER = Endpoint[AdapterBody, tuple[str, ...]]("load_lora_adapter_from_tensors", read_adapters)
-UNLOAD_ADAPTER = Endpoint[AdapterNameBody, None]("unload_lora_adapter", read_done)
-UPDATE_VERSION = Endpoint[VersionBody, None]("update_weight_version", read_done)
-RELEASE_MEMORY = Endpoint[MemoryBody, None]("release_memory_occupation", read_nothing)
-RESUME_MEMORY = Endpoint[MemoryBody, None]("resume_memory_occupation", read_nothing)
-CHECKSUMS = Endpoint[CheckerBody, list[RankChecksums]]("weights_checker", read_checksums)
+MODEL_INFO = Endpoint[ModelInfo]("model_info", read_model_info, "GET")
+SERVER_INFO = Endpoint[ServerInfo]("server_info", read_server_info, "GET")
+GENERATE = Endpoint[Any]("generate", lambda answer: answer)  # GenerateBody; the answer is a Generated
+ABORT = Endpoint[None]("abort_request", read_nothing)  # {"rid": "", "abort_all": true}
+FLUSH_CACHE = Endpoint[None]("flush_cache", read_nothing)
+# {"selector": "all"}: all models of the engine; {}. No token is sampled between the two
+BEGIN_UPDATE = Endpoint[None]("begin_weight_update", read_done)
+END_UPDATE = Endpoint[None]("end_weight_update", read_done)
+UPDATE_FROM_TENSOR = Endpoint[None]("update_weights_from_tensor", read_done)  # TensorsBody
+JOIN_GROUP = Endpoint[None]("init_weights_update_group", read_done)  # GroupBody
+UPDATE_FROM_BROADCAST = Endpoint[None]("update_weights_from_distributed", read_done)  # BroadcastBody
+LEAVE_GROUP = Endpoint[None]("destroy_weights_update_group", read_done)  # {"group_name": a group that it has joined}
+UPDATE_FROM_DISK = Endpoint[None]("update_weights_from_disk", read_done)  # DiskBody
+LOAD_ADAPTER = Endpoint[tuple[str, ...]]("load_lora_adapter_from_tensors", read_adapters)  # AdapterBody
+UNLOAD_ADAPTER = Endpoint[None]("unload_lora_adapter", read_done)  # {"lora_name": a loaded adapter}, once it is unused
+# {"new_version": of the weights, "abort_all_requests": false}
+UPDATE_VERSION = Endpoint[None]("update_weight_version", read_done)
+RELEASE_MEMORY = Endpoint[None]("release_memory_occupation", read_nothing)  # MemoryBody, as the next
+RESUME_MEMORY = Endpoint[None]("resume_memory_occupation", read_nothing)
+CHECKSUMS = Endpoint[list[RankChecksums]]("weights_checker", read_checksums)  # {"action": "checksum"}: of parameters
 # an engine has neither of these: 404
-ROUTER_WORKERS = Endpoint[None, tuple[str, ...]]("workers", read_workers, "GET")
-OLD_ROUTER_WORKERS = Endpoint[None, tuple[str, ...]]("list_workers", read_workers, "GET")
+ROUTER_WORKERS = Endpoint[tuple[str, ...]]("workers", read_workers, "GET")
+OLD_ROUTER_WORKERS = Endpoint[tuple[str, ...]]("list_workers", read_workers, "GET")

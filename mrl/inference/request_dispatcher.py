@@ -32,7 +32,7 @@ from mrl.inference.answers import PLAIN, Incoming, error_message
 from mrl.inference.client import CONNECT_TIMEOUT_S
 from mrl.inference.engine_pool import EnginePool
 from mrl.inference.errors import BadAnswer, EngineError, Refused, RolloutError
-from mrl.inference.protocol import ABORT, GENERATE, AbortBody, GenerateBody
+from mrl.inference.protocol import ABORT, GENERATE, GenerateBody
 from mrl.inference.samples import Expected, PartialResponse, generate_body, most_bytes, prefill_body, read_answer
 from mrl.inference.server import Server
 from mrl.stopping import run_coroutine
@@ -345,7 +345,7 @@ class RequestDispatcher:
             await asyncio.sleep(INTERRUPT_S)
 
     async def _abort(self, url: str) -> None:
-        body, limit = orjson.dumps(AbortBody(rid="", abort_all=True)), aiohttp.ClientTimeout(ABORT_TIMEOUT_S)
+        body, limit = orjson.dumps({"rid": "", "abort_all": True}), aiohttp.ClientTimeout(ABORT_TIMEOUT_S)
         with suppress(aiohttp.ClientError, OSError):  # its requests find out what is wrong with the engine
             async with self._http.post(f"{url}{ABORT.path}", data=body, timeout=limit, allow_redirects=False):
                 pass

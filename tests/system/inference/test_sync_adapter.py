@@ -152,7 +152,7 @@ def test_a_directory_of_adapters_is_one_that_sglang_loads(engine: Engine, model:
         {PREFIX + name: tensor for name, tensor in adapters.tensors.items()},
         tmp_path / adapter_files.WEIGHTS,
     )
-    load = Endpoint[dict[str, str], tuple[str, ...]]("load_lora_adapter", read_adapters)
+    load = Endpoint[tuple[str, ...]]("load_lora_adapter", read_adapters)
     assert "saved" in client._call(load, {"lora_name": "saved", "lora_path": str(tmp_path)})
     engine.pool.adapter, engine.weight_version = "saved", None
     assert gap(drawn(engine), model, adapters) < LOG_PROB_TOLERANCE
