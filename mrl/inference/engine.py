@@ -10,8 +10,6 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from mrl.core import Request, Sample, SamplingParams
-from mrl.inference.access import Access
-from mrl.inference.client import EngineClient
 from mrl.inference.engine_pool import EnginePool
 from mrl.inference.errors import EngineError, EngineStartError, RolloutError
 from mrl.inference.load import Load
@@ -19,7 +17,6 @@ from mrl.inference.protocol import BEGIN_UPDATE, MemoryPart
 from mrl.inference.request_dispatcher import Generation, PromptGroup, RequestDispatcher, by_prompt
 from mrl.inference.routed import ASK, RoutedShape
 from mrl.inference.samples import Expected
-from mrl.inference.server import Restarts
 from mrl.inference.server_info import ServerInfo
 
 OnSamples = Callable[[list[Sample]], None]
@@ -70,23 +67,8 @@ class Engine:
         """Base URLs of the servers."""
         return tuple(server.url for server in self.pool.servers)
 
-    @property
-    def access(self) -> Access:
-        """Credentials of the servers."""
-        return self.pool.access
-
-    @property
-    def notes(self) -> list[str]:
-        """Remarks about these engines for the user, one sentence each."""
-        return self.pool.notes
-
-    @property
-    def restarts(self) -> Restarts:
-        """Restarts of lost servers; none are allowed before `restarts.allow`."""
-        return self.pool.restarts
-
     def wait_ready(self) -> None:
-        """Blocks until every server responds and has been checked; `notes` is complete then. Raises as
+        """Blocks until every server responds and has been checked; `pool.notes` is complete then. Raises as
         `EnginePool.wait_ready`."""
         self.pool.wait_ready()
 
@@ -111,12 +93,6 @@ class Engine:
                 )
 
     @property
-    def tensor(self) -> int:
-        """Tensor-parallel size, the same for all servers; known after `wait_ready`."""
-        assert self.pool.tensor is not None, "wait_ready comes first"
-        return self.pool.tensor
-
-    @property
     def computes_in(self) -> set[tuple[str, str]]:
         """(device, dtype) of the current servers, as in `ServerInfo`."""
         return {(info.device, info.dtype) for info in self._infos().values()}
@@ -124,7 +100,7 @@ class Engine:
     def _infos(self) -> dict[str, ServerInfo]:
         found = {}
         for url in self.urls:
-            with closing(self.client(url)) as client:
+            with closing(self.pool.client(url)) as client:
                 found[url] = client.server_info()
         return found
 
@@ -140,7 +116,7 @@ class Engine:
 
         Log-probs are of logits / temperature (raw logits if greedy), not renormalised for top_p and top_k.
         A server that mrl started and that dies, or does not answer within rollout.request_timeout_s, is restarted as
-        often as `restarts` allows; its unfinished requests are sampled again with the same seeds.
+        often as `pool.restarts` allows; its unfinished requests are sampled again with the same seeds.
         Raises RolloutError if no restart is left, or an engine rejects a request, has released memory or lacks its
         weights; no request is left running then.
         """
@@ -175,7 +151,7 @@ class Engine:
             done = dispatcher.submit(program)
             dispatcher.serve(
                 lambda: done.done() and not dispatcher.is_restarting and not dispatcher.awaiting_weights,
-                self.restarts.give_weights,
+                self.pool.restarts.give_weights,
             )
             return done.result()
         except BaseException:
@@ -234,9 +210,9 @@ class Engine:
         """Releases these parts of every server's memory. Waits until no request runs.
 
         Released weights come back with the first weight sync after `resume_memory`. A server that mrl started and that
-        dies, or does not respond within rollout.request_timeout_s, is restarted as often as `restarts` allows, releases
-        the same parts, and lacks its weights (`lacks_weights`). Raises RolloutError if no restart is left, or a server
-        rejects the request.
+        dies, or does not respond within rollout.request_timeout_s, is restarted as often as `pool.restarts` allows,
+        releases the same parts, and lacks its weights (`lacks_weights`). Raises RolloutError if no restart is left, or
+        a server rejects the request.
         """
         self.wait_ready()
         self.pool.settle(lambda released: released | set(parts))
@@ -293,18 +269,3 @@ class Engine:
         servers = self.pool.present()
         new = [server.url for server in servers if server not in self.pool.servers or server.url in lack]
         return tuple(server.url for server in servers), tuple(new)
-
-    def end_of_run(self) -> None:
-        """Ends all `mrl serve` of this run, after its last step."""
-        self.pool.end_of_run()
-
-    def client(self, url: str, timeout_s: float = 300.0) -> EngineClient:
-        """Returns a client of the server at `url`, one of `urls`."""
-        return self.pool.client(url, timeout_s)
-
-    def revive(self, error: Exception) -> bool:
-        """Restarts the engines that died in a failed weight sync; the caller syncs the weights again.
-
-        Returns whether there was such a server and a restart left for it.
-        """
-        return self.pool.revive(error)

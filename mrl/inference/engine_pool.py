@@ -50,7 +50,7 @@ class EnginePool:
     check: raises if the server at a URL must not be used
     notes: of all checked servers
     accepts_stop_strings: True if all checked servers do
-    tensor: tensor-parallel ranks of each checked server; None before the first check
+    tensor: tensor-parallel ranks of each checked server; 0 before the first check
     waiting: meter of requests that have not been sent to a server yet
     is_syncing: all engines are receiving weights
     adapter: name of the LoRA adapter to sample with, where weight syncs send adapters
@@ -77,7 +77,7 @@ class EnginePool:
         self.access = access
         self.notes: list[str] = []
         self.accepts_stop_strings = True
-        self.tensor: int | None = None
+        self.tensor = 0
         self.prefix_caches: set[str] = set()  # addresses of servers that have one
         self.restarts = Restarts(max_restarts)
         self.waiting = Meter()
@@ -97,7 +97,7 @@ class EnginePool:
     def _started(self) -> list[Started]:
         return [server.process for server in self.all if server.process is not None]
 
-    def client(self, url: str, timeout_s: float) -> EngineClient:
+    def client(self, url: str, timeout_s: float = 300.0) -> EngineClient:
         """Returns a client of the server at `url`; the caller closes it."""
         return EngineClient(url, timeout_s, self.access)
 
@@ -151,7 +151,7 @@ class EnginePool:
         """Waits until a joining server has its weights, unless it leaves again."""
 
     def end_of_run(self) -> None:
-        """The last step is made."""
+        """Ends all `mrl serve` of this run, after its last step; none in this pool."""
 
     # ---- servers that are lost
 
@@ -270,7 +270,7 @@ class EnginePool:
     # ---- checks
 
     def _take_in(self, url: str, found: Checked) -> None:
-        if self.tensor not in (None, found.tensor):
+        if self.tensor not in (0, found.tensor):
             raise EngineStartError(
                 f"engine {url} has {found.tensor} tensor-parallel ranks (--tp-size), another one {self.tensor}: a sync "
                 "is made for engines that are alike"

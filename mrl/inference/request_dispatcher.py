@@ -7,7 +7,7 @@
   ends those in flight early. Such a response keeps its tokens and continues with the next weights.
 * A failure restarts the engine at which it happened, and no other. Its unfinished requests go to engines that are up,
   with the same seeds.
-* No engine is restarted while all engines receive weights: the sync itself does that (`Engine.revive`).
+* No engine is restarted while all engines receive weights: the sync itself does that (`EnginePool.revive`).
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class Served:
 
     @property
     def client(self) -> EngineClient:
-        return self.engine.client(self.engine.urls[0], 60.0)
+        return self.engine.pool.client(self.engine.urls[0], 60.0)
 
     def hashes(self) -> list[Any]:
         return self.client.weights_checksum()
@@ -48,7 +48,7 @@ class Served:
 
     def sync(self, transport: str = "shared_memory", verify: str = "checksum") -> WeightSync:
         cfg = SyncConfig(transport=transport, verify=verify, timeout_s=60.0, bucket_mib=1)  # type: ignore[arg-type]
-        return WeightSync(FileExporter(self.new), self.engine.urls, cfg, self.tensor, access=self.engine.access)
+        return WeightSync(FileExporter(self.new), self.engine.urls, cfg, self.tensor, access=self.engine.pool.access)
 
 
 def check_transport(served: Served, transport: str, expected: list[Any]) -> None:
@@ -70,7 +70,8 @@ def check_deltas(served: Served, transport: str) -> None:
     draw = torch.Generator().manual_seed(0)
     exporter, delta = FileExporter(served.new), DeltaSyncConfig(full_every=5)
     cfg = SyncConfig(transport=transport, verify="checksum", timeout_s=60.0, bucket_mib=1, delta=delta)  # type: ignore[arg-type]
-    with closing(WeightSync(exporter, served.engine.urls, cfg, served.tensor, access=served.engine.access)) as sync:
+    access = served.engine.pool.access
+    with closing(WeightSync(exporter, served.engine.urls, cfg, served.tensor, access=access)) as sync:
         for number in range(9):
             if number == 3:  # the engine has other weights than the last sync's
                 served.load(served.old)
@@ -94,7 +95,7 @@ def check_deltas(served: Served, transport: str) -> None:
 def world(served: Served, layouts: list[dict[str, int]], transports: tuple[str, ...], out: Path) -> list[Any]:
     """Real Megatron models in a world of two, one push a (layout, transport)."""
     jobs = [{"layout": layout, "transport": transport} for layout in layouts for transport in transports]
-    (out / "jobs.json").write_text(json.dumps({"api_key": served.engine.access.api_key, "jobs": jobs}))
+    (out / "jobs.json").write_text(json.dumps({"api_key": served.engine.pool.access.api_key, "jobs": jobs}))
     run_world(2, "sync.py", served.new, served.old, served.engine.urls[0], out / "jobs.json", out / "results")
     return list(zip(jobs, json.loads((out / "results").read_text()), strict=True))
 

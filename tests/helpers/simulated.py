@@ -128,7 +128,7 @@ class SimulatedEngine:
 
     def __init__(self, answer: Callable[[Request, SamplingParams], Sample]) -> None:
         self.asked: list[tuple[Request, SamplingParams]] = []
-        self.restarts = SimpleNamespace(give_weights=lambda url: None)
+        self.pool = SimpleNamespace(restarts=SimpleNamespace(give_weights=lambda url: None))
         self.dispatcher = SimulatedDispatcher()
 
         async def generate(request: Request, how: Any, group: object = None) -> Sample:

@@ -62,7 +62,7 @@ def given(engine: Engine, folder: Path) -> dict[str, Any]:
     """The keys of `rollout` by which a run takes a running engine."""
     file = folder / "engine.key"
     file.touch(0o600)
-    file.write_text(engine.access.api_key or "")
+    file.write_text(engine.pool.access.api_key or "")
     return {"urls": list(engine.urls), "api_key_file": str(file)}
 
 

@@ -36,6 +36,6 @@ def sglang_engine(shared_sglang: Engine, tiny_models: TinyModels) -> Iterator[En
     pushed; within a file a test that pushes other weights must put those back."""
     yield shared_sglang
     for url in shared_sglang.urls:
-        client = shared_sglang.client(url)
+        client = shared_sglang.pool.client(url)
         client.flush_when_idle(60.0)  # a request that has just been answered still counts as running
         client.update_weights_from_disk(str(tiny_models("llama")), weight_version="default")

@@ -45,7 +45,7 @@ def sleep(setting: Setting, sizes: Path, server_args: tuple[str, ...]) -> Number
         asleep = free_gb(setting)
         engine.resume_memory(["weights"])
         for url in engine.urls:
-            engine.client(url).update_weights_from_disk(str(model), weight_version="again")
+            engine.pool.client(url).update_weights_from_disk(str(model), weight_version="again")
         engine.has_synced("again")
         engine.resume_memory(RELEASED_PARTS["all"])
         again = free_gb(setting)

@@ -71,7 +71,7 @@ class Generator:
             steps=cfg.run.last_step,
             max_staleness=rollout.max_staleness,
             interrupt="never" if rollout.segment_tokens is not None else rollout.interrupt,
-            give_weights=self.engine.restarts.give_weights,
+            give_weights=self.engine.pool.restarts.give_weights,
             activity=activity,
         )
 

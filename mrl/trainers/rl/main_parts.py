@@ -115,10 +115,10 @@ class MainParts:
             self.generator.agents = self.setup.stack.enter_context(contextlib.closing(agents))
         self.generator.open_scheduler(self.setup.world.activity)
         self.setup.stack.callback(engine.close_dispatcher)
-        for note in (*engine.notes, *self.generator.notes(), *model_notes(self.cfg)):
+        for note in (*engine.pool.notes, *self.generator.notes(), *model_notes(self.cfg)):
             recorder.note(note)
         is_as_exact = is_exact(self.cfg) and engine.computes_in == {("cpu", "float32")}
-        return Ready(engine.urls, engine.access, engine.tensor, is_as_exact)
+        return Ready(engine.urls, engine.pool.access, engine.pool.tensor, is_as_exact)
 
 
 def is_exact(cfg: RLConfig) -> bool:

@@ -187,7 +187,7 @@ class RLRun(Run):
         """Finishes the run, and tells the engine nodes."""
         super().finish()
         if self.generator is not None:
-            self.generator.engine.end_of_run()
+            self.generator.engine.pool.end_of_run()
 
     def release_resources(self) -> None:
         """Engines that are not ours are left awake, with the last weights; a note says so if that fails."""
@@ -200,7 +200,7 @@ class RLRun(Run):
             self.recorder.note(f"engines at rollout.urls may be left without memory or weights: {error}")
 
     def _revived(self, error: SyncError) -> bool:
-        return self.world.from_main("starting the engine again", lambda: self._generator.engine.revive(error))
+        return self.world.from_main("starting the engine again", lambda: self._generator.engine.pool.revive(error))
 
     @property
     def engines(self) -> dict[str, float]:
@@ -211,7 +211,7 @@ class RLRun(Run):
     @property
     def engine_restarts(self) -> int:
         """So far, as rank 0 knows them."""
-        return self.generator.engine.restarts.made if self.generator else 0
+        return self.generator.engine.pool.restarts.made if self.generator else 0
 
     def _ticker(self, total: int) -> Callable[[Sample], None]:
         self.recorder.expect(total)
@@ -250,7 +250,7 @@ def open_rl_run(cfg: RLConfig) -> Iterator[RLRun]:
                 world.activity.note()
                 note(line)
 
-            main.engine.restarts.allow(tell, world.together)
+            main.engine.pool.restarts.allow(tell, world.together)
         if main.rewards is not None:
             sees = models.reward is not None and models.reward.arch.vision is not None
             main.rewards.use_model(lambda samples: world.together(to_score(samples, sees)))

@@ -110,7 +110,7 @@ class Place:
 
     def join(self, cfg: RLConfig) -> Engine:
         engine = self.stack.enter_context(join_engines(cfg, self.run_dir))
-        engine.restarts.allow(self.told.append, self.given.append)
+        engine.pool.restarts.allow(self.told.append, self.given.append)
         return engine
 
 
@@ -224,7 +224,7 @@ def test_engines_come_later_and_go(place: Place) -> None:
     assert len(new) == 1 and new[0] == urls[1] and engine.urls == urls[:1], "no request before the push"
     engine.has_synced("0")
     assert engine.urls == urls and sample(engine) == 40
-    engine.end_of_run()
+    engine.pool.end_of_run()
     assert (second.ends(), third.ends()) == (Reason.RUN_IS_OVER, Reason.RUN_IS_OVER)
 
 
@@ -236,7 +236,7 @@ def test_an_engine_that_dies_alone_is_started_again_by_its_node(place: Place) ->
     kill_engine_at(server.url)
     wait_for(lambda: server.has_ended)
     assert sample(engine) == 40 and engine.urls == (server.url,)
-    assert engine.restarts.made == 1 and place.given == [server.url]
+    assert engine.pool.restarts.made == 1 and place.given == [server.url]
 
 
 def kill_engine_at(url: str) -> None:
@@ -295,7 +295,7 @@ def test_an_earlier_run_s_last_word_ends_no_node(place: Place) -> None:
     earlier = place.join(place.cfg())
     earlier.wait_ready()
     left = router_file(place.run_dir).read_text()
-    earlier.end_of_run()
+    earlier.pool.end_of_run()
     earlier.close()
     assert former.ends() == Reason.RUN_IS_OVER
     write_privately(router_file(place.run_dir), left)
@@ -349,7 +349,8 @@ def test_an_engine_over_two_nodes_comes_goes_and_comes_back_with_both(place: Pla
         assert len({record.rendezvous for record in first.values()}) == 1
         kill_engine_at(first[1].engines.urls[0])
         wait_for(lambda: sample(engine) == 40 and place.given == [url])
-        assert engine.restarts.made == 1 and engine.urls == (url,), "both parts were started again, where they were"
+        restarts = engine.pool.restarts.made
+        assert restarts == 1 and engine.urls == (url,), "both parts were started again, where they were"
         received[1].append(signal.SIGTERM)
         nodes[0].join(30)
         assert ends == [signal.SIGTERM]
@@ -359,7 +360,7 @@ def test_an_engine_over_two_nodes_comes_goes_and_comes_back_with_both(place: Pla
         assert any("and 1 more" in line and "has left" in line for line in place.told)
         again = {node.record.engines.node: node.record for node in client.nodes()}
         assert again[1].rendezvous != first[1].rendezvous
-        engine.end_of_run()
+        engine.pool.end_of_run()
         for node in nodes:
             node.join(30)
         assert ends == [signal.SIGTERM, Reason.RUN_IS_OVER, Reason.RUN_IS_OVER]
@@ -407,7 +408,7 @@ def test_engines_behind_a_router_are_used_themselves(form: str, place: Place, tm
     own = RolloutConfig(engine="transformers", servers=1)
     with start_engine(own, str(place.model), "float32", tmp_path) as real:
         real.wait_ready()
-        key = real.access.api_key
+        key = real.pool.access.api_key
         assert key is not None
         said = {"/workers": {"workers": [{"url": f"{real.urls[0]}/", "is_healthy": True}]}}
         if form == "urls":

@@ -73,4 +73,4 @@ def test_an_engine_waits_for_the_models_on_its_gpus(
             return
         engines = main.ready()
         assert main.engine is not None and main.engine.urls == engines.urls and engines.access.ours
-        assert main.engine.client(engines.urls[0]).model_info().model_type == "llama"
+        assert main.engine.pool.client(engines.urls[0]).model_info().model_type == "llama"

@@ -37,13 +37,13 @@ class Trainer:
     def __init__(self, engine: Engine, model: Path, deaths: int = 0) -> None:
         self.engine, self.model, self.deaths = engine, model, deaths
         self.notes: list[str] = []
-        engine.restarts.allow(self.notes.append, self.give_weights)
+        engine.pool.restarts.allow(self.notes.append, self.give_weights)
 
     def give_weights(self, url: str) -> None:
         if self.deaths:
             self.deaths -= 1
             kill(self.engine, url)
-        self.engine.client(url).update_weights_from_disk(str(self.model), weight_version="pushed")
+        self.engine.pool.client(url).update_weights_from_disk(str(self.model), weight_version="pushed")
 
 
 def kill(engine: Engine, url: str, number: signal.Signals = signal.SIGKILL) -> None:
@@ -64,7 +64,7 @@ def two(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> It
     with start_engine(CONFIG, str(tiny_models("llama")), "float32", logs) as engine:
         engine.wait_ready()
         for url in engine.urls:
-            engine.client(url).update_weights_from_disk(str(pushed), weight_version="pushed")
+            engine.pool.client(url).update_weights_from_disk(str(pushed), weight_version="pushed")
         yield engine, tokens(engine.generate(ASKED, SAMPLING))
 
 
@@ -81,7 +81,7 @@ def test_the_samples_are_those_of_an_undisturbed_rollout(
 ) -> None:
     """One of two servers killed; both; one that hangs, and then dies once more before it has its weights."""
     engine, undisturbed = two
-    engine.restarts.made = 0
+    engine.pool.restarts.made = 0
     trainer = Trainer(engine, tiny_models("llama", seed=1), deaths)
     engine.dispatcher.request_timeout_s = 15.0 if signal.SIGSTOP in signals.values() else 600.0
     finished: list[int] = []
@@ -97,7 +97,7 @@ def test_the_samples_are_those_of_an_undisturbed_rollout(
     assert tokens(samples) == undisturbed
     assert {sample.weight_version for sample in samples} == {"pushed"}
     assert sorted(finished) == list(range(len(ASKED))), "each sample is finished once"
-    assert engine.restarts.made == len(trainer.notes) == len(signals) + deaths
+    assert engine.pool.restarts.made == len(trainer.notes) == len(signals) + deaths
     how = "does not answer" if signal.SIGSTOP in signals.values() else r"ended with exit code 137 (SIGKILL)"
     first = [f"engine {server} {how}: starting it again (restart 1 of 2; " for server in signals]
     assert any(note in trainer.notes[0] for note in first), "whichever is seen first"
@@ -105,7 +105,7 @@ def test_the_samples_are_those_of_an_undisturbed_rollout(
 
 def test_when_the_restarts_are_used_up_the_rollout_fails(two: tuple[Engine, Any], tmp_path: Path) -> None:
     engine, _ = two
-    engine.restarts.made = 1
+    engine.pool.restarts.made = 1
     Trainer(engine, tmp_path / "never used", deaths=1)
     kill(engine, engine.urls[0])
     with pytest.raises(RolloutError) as caught:

@@ -36,7 +36,7 @@ def test_an_engine_of_one_s_own_samples_and_gets_weights(table: None, tiny_model
     cfg = RolloutConfig(engine="echo", servers=2)
     with start_engine(cfg, str(model), "float32", tmp_path) as engine:
         engine.wait_ready()
-        assert engine.notes == []
+        assert engine.pool.notes == []
         asked = requests([(3 + n, 4, 5) for n in range(80)])
         samples = engine.generate(asked, SamplingParams(max_new_tokens=2))
         assert [sample.response_ids.tolist() for sample in samples] == [[5, 4]] * len(asked)
@@ -46,12 +46,12 @@ def test_an_engine_of_one_s_own_samples_and_gets_weights(table: None, tiny_model
         assert sum(load.samples for load in loads.values()) == sum(load.requests for load in loads.values()) == 80
         assert sum(load.tokens for load in loads.values()) == 160 and waiting.requests == 80
         sync = SyncConfig(transport="disk", timeout_s=60.0)
-        with closing(WeightSync(FileExporter(model), engine.urls, sync, access=engine.access)) as weights:
+        with closing(WeightSync(FileExporter(model), engine.urls, sync, access=engine.pool.access)) as weights:
             assert weights.update_weights("7").tensors > 0
         engine.has_synced("7")  # from now on samples of other weights are refused
         assert {sample.weight_version for sample in engine.generate(asked, SamplingParams())} == {"7"}
         with pytest.raises(EngineError, match="update_weights_from_disk: HTTP 400: .* has no weights"):
-            engine.client(engine.urls[0]).update_weights_from_disk(str(tmp_path), weight_version="8")
+            engine.pool.client(engine.urls[0]).update_weights_from_disk(str(tmp_path), weight_version="8")
         assert all(not process.log.read_text().count("Traceback") for process in engine.pool.processes)
 
 

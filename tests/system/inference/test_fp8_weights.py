@@ -24,7 +24,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     model, result = make_tiny(root / "model", "llama", **SIZES), root / "result.json"
     with start_engine(RolloutConfig(engine="transformers"), str(model), "bfloat16", root) as engine:
         engine.wait_ready()
-        (root / "engine.json").write_text(json.dumps({"url": engine.urls[0], "api_key": engine.access.api_key}))
+        (root / "engine.json").write_text(json.dumps({"url": engine.urls[0], "api_key": engine.pool.access.api_key}))
         run_world(2, "fp8_weights.py", root, model, root / "engine.json", result, *LAYOUTS)
     found: dict[str, dict[str, Any]] = json.loads(result.read_text())
     return found

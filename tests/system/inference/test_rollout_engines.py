@@ -150,7 +150,7 @@ def test_samples_of_one_prompt_share_its_keys_and_values(
     group = [Request(i, 0, prompt, sample_seed(3, 0, i)) for i in range(6)]
     params = SamplingParams(max_new_tokens=16)
     alone = [sglang_engine.generate([request], params)[0].response_ids.tolist() for request in group]
-    with closing(sglang_engine.client(sglang_engine.urls[0])) as client:
+    with closing(sglang_engine.pool.client(sglang_engine.urls[0])) as client:
         client.flush_cache()
     monkeypatch.setattr(request_dispatcher, "read_answer", read)
     together = sglang_engine.generate(group, params)
@@ -233,13 +233,13 @@ def test_samples_come_ordered_and_are_reported_as_they_finish(engine: Engine) ->
     )
     assert [s.request for s in samples] == asked
     assert sorted(seen) == [(i, threading.get_ident()) for i in range(100)]
-    assert {s.weight_version for s in samples} == {engine.client(engine.urls[0]).model_info().weight_version}
+    assert {s.weight_version for s in samples} == {engine.pool.client(engine.urls[0]).model_info().weight_version}
 
 
 def test_weights_from_disk_change_the_tokens_and_the_version(
     engine: Engine, model: torch.nn.Module, tiny_models: TinyModels
 ) -> None:
-    client = engine.client(engine.urls[0], 60)
+    client = engine.pool.client(engine.urls[0], 60)
     params = SamplingParams(temperature=0, max_new_tokens=8)
     before = client.weights_checksum()[0].checksums
     other = tiny_models("llama", seed=1)
@@ -256,7 +256,7 @@ def test_weights_from_disk_change_the_tokens_and_the_version(
 
 
 def test_a_refused_update_is_an_error_in_the_engines_words(engine: Engine) -> None:
-    client = engine.client(engine.urls[0], 60)
+    client = engine.pool.client(engine.urls[0], 60)
     with pytest.raises(EngineError, match="begin_weight_update") as caught:
         client.update_weights_from_tensor(["gASVAgAAAAAAAABdlC4="], weight_version="x")  # an empty list
     assert (caught.value.status, caught.value.endpoint) == (400, "update_weights_from_tensor")
@@ -266,7 +266,7 @@ def test_a_refused_update_is_an_error_in_the_engines_words(engine: Engine) -> No
 
 @pytest.mark.engine
 def test_both_engines_report_the_same_checksums(sglang_engine: Engine, transformers_engine: Engine) -> None:
-    ours, theirs = (e.client(e.urls[0]).weights_checksum() for e in (transformers_engine, sglang_engine))
+    ours, theirs = (e.pool.client(e.urls[0]).weights_checksum() for e in (transformers_engine, sglang_engine))
     assert ours == theirs
 
 
@@ -277,7 +277,7 @@ def test_a_url_that_serves_another_model_is_refused(engine: Engine, tiny_models:
             wrong.wait_ready()
     with start_engine(cfg, str(tiny_models("llama")), "float32", tmp_path) as right:
         assert len(right.generate(requests(PROMPTS), SamplingParams(max_new_tokens=3))) == len(PROMPTS)
-    assert engine.client(engine.urls[0]).model_info().model_type == "llama", "closing must leave given URLs alone"
+    assert engine.pool.client(engine.urls[0]).model_info().model_type == "llama", "closing must leave given URLs alone"
 
 
 @pytest.mark.engine
@@ -322,7 +322,7 @@ def test_memory_given_up_around_an_update(engine: Engine, tiny_models: TinyModel
     before = [sample.response_ids.tolist() for sample in engine.generate(asked, sampling)]
     exporter = FileExporter(tiny_models("llama"))
     with closing(
-        WeightSync(exporter, engine.urls, cfg, access=engine.access, plain=True, guard=engine.check_sync)
+        WeightSync(exporter, engine.urls, cfg, access=engine.pool.access, plain=True, guard=engine.check_sync)
     ) as sync:
         for mode in ("cache", "all"):
             parts = RELEASED_PARTS[mode]

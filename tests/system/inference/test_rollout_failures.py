@@ -80,7 +80,7 @@ def test_a_scratch_moe_sglang_with_stop_strings_then_killed(tiny_models: TinyMod
     weights = tiny_models("mixtral", seed=3)
     with start_engine(cfg, str(tiny_models("mixtral", weights=False)), "float32", tmp_path) as engine:
         engine.wait_ready()
-        engine.client(engine.urls[0]).update_weights_from_disk(str(weights), weight_version="pushed")
+        engine.pool.client(engine.urls[0]).update_weights_from_disk(str(weights), weight_version="pushed")
         model = AutoModelForCausalLM.from_pretrained(weights).float().eval()
         free = engine.generate(requests([(5, 6, 7)]), SamplingParams(temperature=0, max_new_tokens=30))[0]
         assert free.response_ids.tolist() == greedy(model, (5, 6, 7), 30)
@@ -254,7 +254,7 @@ def test_an_answer_that_no_memory_would_hold_is_not_read(
     with pytest.raises(RolloutError, match=message):
         engine.generate(requests([(1, 2)]), LONG)
     monkeypatch.setattr(client, "MOST_BYTES", 1 << 20)
-    with closing(engine.client(stub.url)) as asking, pytest.raises(EngineError, match=f"HTTP 200: .*{message}"):
+    with closing(engine.pool.client(stub.url)) as asking, pytest.raises(EngineError, match=f"HTTP 200: .*{message}"):
         asking.generate(generate_body(requests([(1, 2)])[0], LONG))
 
 
@@ -262,7 +262,7 @@ def test_servers_of_others_are_asked_how_a_push_must_be_made(stub_engine: Callab
     two = {"tp_size": 2, "max_req_input_len": 122}
     _, engine = stub_engine(lambda h: None, two, two)
     engine.wait_ready()
-    assert engine.tensor == 2
+    assert engine.pool.tensor == 2
     engine.check_room(126)
     with pytest.raises(EngineStartError, match=r"engine http.* has room for 126 tokens .* the run may ask for 127"):
         engine.check_room(127)
@@ -274,7 +274,7 @@ def test_servers_of_others_are_asked_how_a_push_must_be_made(stub_engine: Callab
         unfit.wait_ready()
     _, other = stub_engine(lambda h: None, {"dtype": "bfloat16", "speculative_algorithm": "EAGLE"}, deterministic=False)
     other.wait_ready()
-    dtype, drafts = other.notes
+    dtype, drafts = other.pool.notes
     assert "computes in bfloat16, and gets weights of a model in float32" in dtype and "EAGLE" in drafts
 
 
@@ -301,11 +301,11 @@ def test_in_flight_requests_are_bounded(stub_engine: Callable[..., tuple[Stub, E
 def test_an_engine_without_seeded_sampling_is_named_at_start(stub_engine: Callable[..., tuple[Stub, Engine]]) -> None:
     _, engine = stub_engine(lambda h: None)
     engine.wait_ready()
-    (note,) = engine.notes
+    (note,) = engine.pool.notes
     assert "--enable-deterministic-inference" in note and engine.urls[0] in note
     _, meant = stub_engine(lambda h: None, deterministic=False)
     meant.wait_ready()
-    assert meant.notes == []
+    assert meant.pool.notes == []
 
 
 def test_requests_are_spread_over_servers(tiny_models: TinyModels, tmp_path: Path) -> None:
@@ -316,7 +316,7 @@ def test_requests_are_spread_over_servers(tiny_models: TinyModels, tmp_path: Pat
         asked = requests([(3 + i, 4) for i in range(64)])
         together = engine.generate(asked, SamplingParams(max_new_tokens=6))
         for index, url in enumerate(engine.urls):
-            engine.client(url).update_weights_from_disk(str(tiny_models("llama")), weight_version=str(index))
+            engine.pool.client(url).update_weights_from_disk(str(tiny_models("llama")), weight_version=str(index))
         assert {s.weight_version for s in engine.generate(asked, SamplingParams(max_new_tokens=6))} == {"0", "1"}
         one = engine.generate(asked[:1], SamplingParams(max_new_tokens=6))
         assert one[0].response_ids.tolist() == together[0].response_ids.tolist()

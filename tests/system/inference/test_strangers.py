@@ -92,7 +92,7 @@ def try_everything(engine: Engine, foreign: Path, folder: Path) -> dict[str, str
     """Each attack's outcome, and the engine as it was."""
     folder.mkdir(mode=0o777)
     folder.chmod(0o777)
-    client, port = engine.client(engine.urls[0]), int(engine.urls[0].rpartition(":")[2])
+    client, port = engine.pool.client(engine.urls[0]), int(engine.urls[0].rpartition(":")[2])
     before = client.weights_checksum(), client.model_info()
     found: dict[str, str] = in_a_child(
         lambda: {name: attack(port) for name, attack in attacks(str(foreign), str(folder), []).items()}
@@ -135,7 +135,7 @@ def test_of_sglang_only_health_is_open_and_nothing_is_written(
 
 
 def test_a_flood_of_strangers_at_the_transformers_engine_changes_nothing(engine: Engine) -> None:
-    client, port = engine.client(engine.urls[0]), int(engine.urls[0].rpartition(":")[2])
+    client, port = engine.pool.client(engine.urls[0]), int(engine.urls[0].rpartition(":")[2])
     before, result = client.weights_checksum(), list[dict[str, int]]()
     thread = threading.Thread(target=lambda: result.append(in_a_child(lambda: flood(port, 3, idle=1500))))
     thread.start()
@@ -146,15 +146,15 @@ def test_a_flood_of_strangers_at_the_transformers_engine_changes_nothing(engine:
 
 
 def test_the_key_is_for_the_engine_s_account_alone(engine: Engine, tiny_models: TinyModels, tmp_path: Path) -> None:
-    key = engine.access.api_key
+    key = engine.pool.access.api_key
     assert key is not None and len(key) == 64
     found = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]  # none of one that ends
     lines = [" ".join(line) for line in found]
     (process,) = engine.pool.processes
     assert not [line for line in lines if key in line] and key not in process.log.read_text()
-    assert key not in repr(engine.access) and key not in repr(vars(engine)) and key not in repr(vars(engine.pool))
+    assert key not in repr(engine.pool.access) and key not in repr(vars(engine)) and key not in repr(vars(engine.pool))
     with start_engine(RolloutConfig(engine="transformers"), str(tiny_models("llama")), "float32", tmp_path) as other:
-        assert other.access.api_key != key
+        assert other.pool.access.api_key != key
 
 
 def test_an_engine_without_a_key_does_not_pass(tiny_models: TinyModels, tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def engine(model: Path, config: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 def make_sync(engine: Engine, adapters: RandomAdapters, base: Path, lora: LoRA = SPEC) -> AdapterSync:
     cfg = SyncConfig(lora="adapter", verify="checksum", timeout_s=60.0)
-    return AdapterSync(adapters, FileExporter(base), lora, engine.urls, cfg, access=engine.access)
+    return AdapterSync(adapters, FileExporter(base), lora, engine.urls, cfg, access=engine.pool.access)
 
 
 def drawn(engine: Engine) -> list[Sample]:
@@ -129,7 +129,7 @@ def test_the_engine_draws_with_the_adapters_that_were_pushed_last(engine: Engine
     assert {sample.weight_version for sample in after} == {"2"}
     asked = {"input_ids": [5], "sampling_params": {"max_new_tokens": 1, "temperature": 0}, "lora_path": report.adapter}
     with pytest.raises(EngineError, match="Failed to implicitly load"):  # the former one has gone
-        engine.client(engine.urls[0], 60.0).generate(asked)  # type: ignore[arg-type]
+        engine.pool.client(engine.urls[0], 60.0).generate(asked)  # type: ignore[arg-type]
 
 
 def test_an_engine_that_lost_the_adapter_gets_it_again_under_its_name(engine: Engine, model: Path) -> None:
@@ -138,7 +138,7 @@ def test_an_engine_that_lost_the_adapter_gets_it_again_under_its_name(engine: En
         name = sync.update_weights("7").adapter
         assert name is not None
         engine.has_synced("7", name)
-        engine.client(url, 60.0).unload_adapter(name)
+        engine.pool.client(url, 60.0).unload_adapter(name)
         for _ in range(2):  # also where it has it
             assert sync.resync(url).adapter == name
         assert gap(drawn(engine), model, adapters) < LOG_PROB_TOLERANCE
@@ -146,7 +146,7 @@ def test_an_engine_that_lost_the_adapter_gets_it_again_under_its_name(engine: En
 
 def test_a_directory_of_adapters_is_one_that_sglang_loads(engine: Engine, model: Path, tmp_path: Path) -> None:
     every = replace(SPEC, targets=("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"))
-    adapters, client = RandomAdapters(model, 4, every), engine.client(engine.urls[0], 60.0)
+    adapters, client = RandomAdapters(model, 4, every), engine.pool.client(engine.urls[0], 60.0)
     adapter_files.write_config(tmp_path, "tiny", adapters.arch, "policy", every, "")
     save_file(
         {PREFIX + name: tensor for name, tensor in adapters.tensors.items()},

@@ -92,7 +92,8 @@ def test_cuda_ipc_is_refused_on_a_cpu(llama: Served) -> None:
 def test_a_wrong_tensor_size_of_the_engine_is_named(llama: Served) -> None:
     cfg = SyncConfig(transport="http", verify="checksum", timeout_s=30.0)
     with pytest.raises(SyncError, match="has 1 tensor-parallel ranks; the sync was for 2"):
-        WeightSync(FileExporter(llama.new), llama.engine.urls, cfg, 2, access=llama.engine.access).update_weights("1")
+        access = llama.engine.pool.access
+        WeightSync(FileExporter(llama.new), llama.engine.urls, cfg, 2, access=access).update_weights("1")
 
 
 def test_megatron_models_on_two_ranks(llama: Served, tmp_path: Path) -> None:

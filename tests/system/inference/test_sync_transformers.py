@@ -35,12 +35,12 @@ def served(request: pytest.FixtureRequest, tiny_models: Any, tmp_path_factory: p
 
 def make(engine: Engine, exporter: FileExporter, transport: str) -> WeightSync:
     cfg = SyncConfig(transport=transport, verify="checksum", timeout_s=60.0, bucket_mib=1)  # type: ignore[arg-type]
-    return WeightSync(exporter, engine.urls, cfg, access=engine.access)
+    return WeightSync(exporter, engine.urls, cfg, access=engine.pool.access)
 
 
 def test_every_transport_of_this_engine(served: Any) -> None:
     engine, old, exporter = served
-    client = engine.client(engine.urls[0])
+    client = engine.pool.client(engine.urls[0])
     for transport in ("shared_memory", "http", "disk"):
         client.update_weights_from_disk(str(old), weight_version="old")
         before = client.weights_checksum()

@@ -33,7 +33,7 @@ def test_scores_are_those_of_transformers(kind: str, request: pytest.FixtureRequ
     lengths = [(2, 1), (40, 1), (40, 30), (17, 16), (300, 100)]
     asked = [(torch.randint(3, 250, (length,), generator=draw).tolist(), first) for length, first in lengths]
     asked += [(asked[1][0], 20), (asked[1][0], 5)]  # a common prefix, which the engine has cached
-    with closing(TeacherEngine(engine.urls[0], engine.access, 4, timeout_s=60.0)) as teacher:
+    with closing(TeacherEngine(engine.urls[0], engine.pool.access, 4, timeout_s=60.0)) as teacher:
         assert teacher.check("teacher", "-", "llama", 310).model_path == str(tiny_models("llama"))
         found = list(teacher.score(asked, TOP_K))
         plain = list(teacher.score(asked[:2], 0))

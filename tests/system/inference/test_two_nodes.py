@@ -32,7 +32,7 @@ def test_engines_of_two_nodes_sample_and_one_is_brought_back_by_its_own(
         others = Others(KEY, Home(0), [agent.offered])
         engine = stack.enter_context(start_engine(cfg, model, "float32", tmp_path, 1, machine=machine, others=others))
         engine.wait_ready()
-        engine.restarts.allow(notes.append, given.append)
+        engine.pool.restarts.allow(notes.append, given.append)
         assert [server.url for server in engine.pool.servers] == [*engine.urls]
         assert engine.urls[1:] == agent.offered.urls
         asked = requests([(3 + n, 4, 5) for n in range(80)])

@@ -129,7 +129,8 @@ def test_a_tower_alone_changes_what_is_drawn_of_pictures_alone(both: dict[str, B
         name: tensor if "visual." in name else old.tensors[name] for name, tensor in exporter.tensors.items()
     }
     cfg = SyncConfig(verify="checksum", timeout_s=60.0)
-    with contextlib.closing(WeightSync(exporter, one.engine.urls, cfg, one.tensor, access=one.engine.access)) as sync:
+    access = one.engine.pool.access
+    with contextlib.closing(WeightSync(exporter, one.engine.urls, cfg, one.tensor, access=access)) as sync:
         sync.update_weights("1")
     after, _ = both[family].draw()
     one.load(one.old)

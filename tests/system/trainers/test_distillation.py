@@ -59,7 +59,7 @@ def served_teacher(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFac
     with start_engine(RolloutConfig(engine="transformers"), path, "float32", folder) as engine:
         engine.wait_ready()
         key = folder / "key"
-        key.write_text(str(engine.access.api_key))
+        key.write_text(str(engine.pool.access.api_key))
         key.chmod(0o600)
         yield {"path": path, "url": engine.urls[0], "api_key_file": str(key)}
 

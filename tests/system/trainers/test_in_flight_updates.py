@@ -75,7 +75,7 @@ def test_each_token_has_the_log_prob_of_the_weights_that_it_names(
 def exchanged(engine: Engine, weights: list[Path]) -> list[Sample]:
     engine.versions |= {str(number) for number in range(1000)}
     dispatcher, version, end = engine.dispatcher, 0, time.monotonic() + WAIT_S
-    with closing(engine.client(engine.urls[0])) as client:
+    with closing(engine.pool.client(engine.urls[0])) as client:
         change(client, weights[0], "0")
         asked = [prompted(group, member) for group in range(2) for member in range(MEMBERS)]
         drawing = dispatcher.submit(generated(engine, asked, SamplingParams(max_new_tokens=160)))
@@ -288,7 +288,7 @@ def kill(engine: Engine) -> None:
 def test_a_lost_engine_is_started_again_and_gets_its_weights_from_the_main_thread(light_engine: Engine) -> None:
     """At once, or with the next sync of all; until then it is asked nothing."""
     notes, given_to, main = list[str](), list[str](), threading.current_thread()
-    light_engine.restarts.allow(
+    light_engine.pool.restarts.allow(
         lambda line: notes.append(f"{line} {threading.current_thread() is main}"), given_to.append
     )
     dispatcher, asked = light_engine.dispatcher, [prompted(0, member) for member in range(MEMBERS)]
@@ -298,7 +298,7 @@ def test_a_lost_engine_is_started_again_and_gets_its_weights_from_the_main_threa
         dispatcher.serve(lambda: bool(dispatcher.awaiting_weights))
         assert not drawn.done() and light_engine.present() == (light_engine.urls, light_engine.urls)
         if is_given:
-            dispatcher.serve(drawn.done, light_engine.restarts.give_weights)
+            dispatcher.serve(drawn.done, light_engine.pool.restarts.give_weights)
         else:
             with light_engine.weight_sync("1"):
                 light_engine.has_synced("1")
@@ -309,16 +309,16 @@ def test_a_lost_engine_is_started_again_and_gets_its_weights_from_the_main_threa
 
 
 def test_an_engine_that_a_weight_sync_starts_again_is_asked_nothing_before_it_has_weights(light_engine: Engine) -> None:
-    light_engine.restarts.allow(print, print)
+    light_engine.pool.restarts.allow(print, print)
     with light_engine.weight_sync("1"):
         kill(light_engine)
         drawn = light_engine.dispatcher.submit(
             generated(light_engine, [prompted(0, 0)], SamplingParams(max_new_tokens=4))
         )
-        assert light_engine.revive(EngineError(light_engine.urls[0], "begin_weight_update", None, "gone"))
+        assert light_engine.pool.revive(EngineError(light_engine.urls[0], "begin_weight_update", None, "gone"))
         assert not wait([drawn], 1.0).done, "it was asked for tokens of the weights of its directory"
         light_engine.has_synced("1")
-    assert len(drawn.result(WAIT_S)) == 1 and light_engine.restarts.made == 1, "it was started twice"
+    assert len(drawn.result(WAIT_S)) == 1 and light_engine.pool.restarts.made == 1, "it was started twice"
 
 
 def nothing(samples: list[Sample]) -> None:

@@ -208,7 +208,7 @@ def test_a_step_samples_the_same_tokens_under_another_layout(
             rows = rows_of(folder / "runs/run/rollouts/step_1.jsonl")
             found.append([{k: row[k] for k in ("sample_id", "index", "response", "tokens", "score")} for row in rows])
     finally:
-        sglang_engine.client(url).update_weights_from_disk(str(model), weight_version="default")
+        sglang_engine.pool.client(url).update_weights_from_disk(str(model), weight_version="default")
     assert found[0] == found[1]
     assert len({row["response"] for row in found[0]}) > 12
 
@@ -232,7 +232,7 @@ def test_remax_and_a_users_filter(tiny_models: TinyModels, sglang_engine: Engine
     try:
         train(tmp_path, config)
     finally:
-        sglang_engine.client(url).update_weights_from_disk(str(model), weight_version="default")
+        sglang_engine.pool.client(url).update_weights_from_disk(str(model), weight_version="default")
     rows, metrics = rows_of(tmp_path / "runs/run/rollouts/step_1.jsonl"), read_metrics(tmp_path / "runs/run")[-1]
     drawn, greedy = rows[:8], rows[8:]
     assert [row["index"] % 2 for row in rows] == [0] * 12

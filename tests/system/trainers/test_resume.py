@@ -219,5 +219,5 @@ def test_grpo_killed_and_started_again_is_the_same_run(
     try:
         runs = Runs(tmp_path, config, after=("actor.offload=all", "ref.offload=all"))
     finally:
-        sglang_engine.client(url).update_weights_from_disk(str(model), weight_version="default")
+        sglang_engine.pool.client(url).update_weights_from_disk(str(model), weight_version="default")
     assert_the_same(runs)

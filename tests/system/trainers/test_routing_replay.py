@@ -289,7 +289,7 @@ def test_the_transformers_engine_says_its_experts(tiny_models: TinyModels, tmp_p
             assert unasked.routed_experts is None
             if family == "gpt_oss":
                 exporter = FileExporter(new)
-                with closing(WeightSync(exporter, engine.urls, PROVED, access=engine.access)) as sync:
+                with closing(WeightSync(exporter, engine.urls, PROVED, access=engine.pool.access)) as sync:
                     sync._buckets = plan_buckets(exporter.metas(), 1)
                     assert sync.update_weights("1").verified == len(exporter.tensors) == len(sync._buckets)
                 drawn.append({"name": "pushed", "model": str(new), "temperature": 1.0, "samples": sample(engine, 1.0)})

@@ -116,7 +116,7 @@ class Trainer:
         monkeypatch.setattr(pool, "client", lambda url, s: Client(self.processes[int(url[-1])], s))
         self.engine = Engine(pool, vocab_size=9, concurrent_requests=1, request_timeout_s=9.0)
         self.weights_to: list[str] = []
-        self.engine.restarts.allow(lambda note: None, self.weights_to.append)
+        self.engine.pool.restarts.allow(lambda note: None, self.weights_to.append)
 
     @property
     def asked(self) -> list[list[str]]:
@@ -175,7 +175,7 @@ def test_one_that_is_lost_over_it_is_started_again_and_brought_there(monkeypatch
     second.failing = (RESUME, how)
     run.engine.resume_memory(CACHE)
     assert run.asked == [["resume kv_cache cuda_graph"], ["resume kv_cache cuda_graph", "start"]]
-    assert run.engine.lacks_weights and run.engine.restarts.made == 2
+    assert run.engine.lacks_weights and run.engine.pool.restarts.made == 2
     with pytest.raises(RolloutError, match="http://1 lacks its weights"):
         run.engine.generate([], SamplingParams())
     assert run.weights_to == [], "the trainer's are not at hand"
@@ -191,7 +191,7 @@ def test_one_that_is_lost_without_its_weights_waits_for_the_push_asleep(monkeypa
     run.engine.resume_memory(["weights"])
     assert first.released == second.released == {*CACHE}, "the trainer has that memory"
     first.code = 137
-    assert run.engine.revive(RuntimeError("the push failed"))
+    assert run.engine.pool.revive(RuntimeError("the push failed"))
     assert first.released == {*CACHE}
     run.engine.has_synced("1")
     run.engine.resume_memory(CACHE)

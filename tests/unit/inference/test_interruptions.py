@@ -82,7 +82,7 @@ def test_interrupted_responses_keep_their_tokens_and_others_wait_for_the_next_we
     assert all(sample.request is request for sample, request in zip(samples, asked))
     assert [sorted(each) == each and {*each} == {0, 1} for each in versions[:4]] == [True] * 4
     assert versions[4:] == [[1] * 60] * 2, "a request was sent while it was to wait"
-    assert engine.restarts.made == 0
+    assert engine.pool.restarts.made == 0
 
 
 def test_without_interruption_responses_in_flight_are_waited_for(slow: Slow) -> None:
@@ -114,7 +114,7 @@ def test_the_time_of_a_weight_sync_does_not_count_as_the_engines(slow: Slow) -> 
         assert not any(done.done() for done in drawing) and not slow.first
         dispatcher.resume()
         assert [len(done.result(WAIT_S).response_ids) for done in drawing] == [2] * 500
-        assert (engine.restarts.made, slow.restarts) == (0, 0)
+        assert (engine.pool.restarts.made, slow.restarts) == (0, 0)
 
 
 def test_an_interrupted_request_names_weights_that_the_run_gave() -> None:

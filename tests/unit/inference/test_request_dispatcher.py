@@ -73,18 +73,18 @@ def test_engines_go_on_while_a_restarted_one_receives_its_weights(start: Start) 
         syncs.append((threading.current_thread(), began, time.monotonic()))
 
     notes: list[str] = []
-    engine.restarts.allow(notes.append, give_weights)
+    engine.pool.restarts.allow(notes.append, give_weights)
     samples = engine.generate(requests(200), SAMPLING)
     assert [sample.request.sample_id for sample in samples] == [*range(200)]
     [(thread, began, ended)] = syncs
     assert thread is threading.current_thread() and len(notes) == 1
     assert sum(began < when < ended for when in other.answered) > 10
-    assert (hangs.restarts, other.restarts, engine.restarts.made) == (1, 0, 1)
+    assert (hangs.restarts, other.restarts, engine.pool.restarts.made) == (1, 0, 1)
 
 
 def test_an_engine_that_hangs_after_a_failed_weight_sync_is_restarted(start: Start) -> None:
     engine, [hangs, _] = start(lambda: time.sleep(9), lambda: None, timeout_s=0.5)
-    engine.restarts.allow(lambda note: None, lambda url: None)
+    engine.pool.restarts.allow(lambda note: None, lambda url: None)
     with pytest.raises(EngineError, match="out of memory"):
         with engine.weight_sync("1"):
             raise EngineError(hangs.url, "update_weights_from_tensor", 500, "out of memory")
@@ -100,7 +100,7 @@ def test_a_connection_that_breaks_at_an_engine_that_is_up_costs_no_restart(start
             raise ConnectionAbortedError
 
     engine, [process] = start(behave)
-    engine.restarts.allow(lambda note: None, lambda url: None)
+    engine.pool.restarts.allow(lambda note: None, lambda url: None)
     assert len(engine.generate(requests(20), SAMPLING)) == 20
     assert process.restarts == 0
 
