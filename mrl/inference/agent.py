@@ -89,7 +89,7 @@ class Agent:
         return all(engine.is_ready(timeout_s) for engine in self._engines)
 
     def exit_report(self) -> str | None:
-        """Returns the exit report of an engine that has ended; None while all run."""
+        """Returns the report of an engine that has ended; None while all run."""
         return next((engine.exit_report() for engine in self._engines if engine.exit_code() is not None), None)
 
     def leave(self) -> None:
@@ -133,12 +133,11 @@ class Agent:
         the node leaves, or `wait_s` is over."""
         self._check_open()
         end = time.monotonic() + min(float(body["wait_s"]), LONGEST_LOOK_S)
-        while (exits := self._exits()) == body["seen"] and time.monotonic() < end and not self._is_leaving:
+        while True:
+            exits = [[restarts, engine.exit_code()] for restarts, engine in zip(self._restarts, self._engines)]
+            if exits != body["seen"] or time.monotonic() >= end or self._is_leaving:
+                return {"exits": exits, "is_leaving": self._is_leaving}
             time.sleep(LOOK_S)
-        return {"exits": exits, "is_leaving": self._is_leaving}
-
-    def _exits(self) -> list[list[int | None]]:
-        return [[restarts, engine.exit_code()] for restarts, engine in zip(self._restarts, self._engines)]
 
 
 def _end(engine: Started) -> None:

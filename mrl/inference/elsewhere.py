@@ -41,7 +41,6 @@ class OtherNode:
 
     @property
     def engines(self) -> list[ElsewhereEngine]:
-        """The node's engines."""
         return [ElsewhereEngine(self, index) for index in range(len(self.offered.urls))]
 
     def ask(self, path: str, limit_s: float, **body: Any) -> Any:
@@ -85,8 +84,8 @@ class OtherNode:
                 self._is_closed.wait(1.0)
 
 
-class ElsewhereEngine:
-    """An engine of another node; implements `Started`."""
+class ElsewhereEngine(Started):
+    """An engine of another node, checked and restarted through its node's agent."""
 
     def __init__(self, node: OtherNode, index: int) -> None:
         self._node, self._index = node, index
@@ -97,34 +96,23 @@ class ElsewhereEngine:
 
     @property
     def is_gone(self) -> bool:
-        """True once its node is gone."""
         return self._node.is_gone
 
-    @property
-    def here(self) -> list[EngineProcess]:
-        """Processes on this node: none."""
-        return []
-
     def exit_code(self) -> int | None:
-        """Returns None while the engine runs, as far as its node has reported."""
         restarts, code = self._node.exits[self._index]
         return code if restarts == self._restarts else None
 
     def is_ready(self, timeout_s: float) -> bool:
-        """Asks the engine's node; see `EngineProcess.is_ready`."""
-        answer = self._node.ask(READY, ANSWER_S, engine=self._index, timeout_s=timeout_s)
-        return bool(answer["value"])
+        return bool(self._node.ask(READY, ANSWER_S, engine=self._index, timeout_s=timeout_s)["value"])
 
     def close(self) -> None:
-        """Ends it through its node's agent."""
+        """Ends it."""
         self._node.ask(END, RESTART_S, engine=self._index)
 
     def restart(self) -> None:
-        """Restarts it at the same address through its node's agent; returns when it is started."""
         self._restarts = int(self._node.ask(RESTART, RESTART_S, engine=self._index)["value"])
 
     def exit_report(self) -> str:
-        """Returns the exit report of the engine, or the error if its node does not answer."""
         try:
             return str(self._node.ask(EXIT_REPORT, ANSWER_S, engine=self._index)["value"])
         except errors.RolloutError as error:
@@ -134,46 +122,37 @@ class ElsewhereEngine:
 Member = EngineProcess | ElsewhereEngine
 
 
-class SpreadEngine:
-    """Engine over several nodes; implements `Started`. Its parts end and restart together.
+class SpreadEngine(Started):
+    """Engine over several nodes, whose parts end and restart together.
 
     parts: on this node or others; the first one answers requests
     """
 
     def __init__(self, parts: Sequence[Member]) -> None:
-        self._parts = parts
-        first = parts[0]
-        self.name, self.url = f"{first.name} and {len(parts) - 1} more", first.url
-        self.log: Path = first.log
+        self._parts, first = parts, parts[0]
+        self.name, self.url, self.log = f"{first.name} and {len(parts) - 1} more", first.url, first.log
 
     @property
     def is_gone(self) -> bool:
-        """True once one of its nodes is gone."""
         return any(part.is_gone for part in self._parts)
 
     @property
     def here(self) -> list[EngineProcess]:
-        """Its part on this node."""
         return [process for part in self._parts for process in part.here]
 
     def exit_code(self) -> int | None:
-        """Returns the exit code of the part that ended first, as far as nodes have reported."""
         return next((code for part in self._parts if (code := part.exit_code()) is not None), None)
 
     def is_ready(self, timeout_s: float) -> bool:
-        """Returns True if the first part responds, which happens once all parts are there. Raises EngineStartError as
-        soon as a part has ended, since the others would wait for it."""
+        # the first part responds once all parts are there; it would wait for one that has ended
         return all(part.is_ready(timeout_s) for part in reversed(self._parts))
 
     def restart(self) -> None:
-        """Ends all parts, and then starts them again at the same addresses, so that no old and new part meet."""
-        with ThreadPoolExecutor(len(self._parts)) as pool:
+        with ThreadPoolExecutor(len(self._parts)) as pool:  # all end before one starts: no old and new part meet
             for step in (lambda part: part.close(), lambda part: part.restart()):
-                for done in [pool.submit(step, part) for part in self._parts]:
-                    done.result()
+                list(pool.map(step, self._parts))
 
     def exit_report(self) -> str:
-        """Returns the exit report of the part that has ended."""
         ended = next((part for part in self._parts if part.exit_code() is not None), self._parts[0])
         return ended.exit_report()
 

@@ -15,7 +15,7 @@ from mrl.inference.client import EngineClient
 from mrl.inference.elsewhere import OtherNode
 from mrl.inference.errors import EngineError, EngineStartError, PortTaken, RolloutError
 from mrl.inference.load import Meter
-from mrl.inference.process import EngineProcess, Started, wait_ready
+from mrl.inference.process import EngineProcess, Started
 from mrl.inference.server import DEATH_POLL_S, DEATH_WAIT_S, Parts, Restarts, Server
 from mrl.stopping import run_coroutine
 
@@ -107,7 +107,7 @@ class EnginePool:
         if self._ready:
             return
         for process in self._started:
-            wait_ready(process, self._startup_timeout_s)
+            process.wait_ready(self._startup_timeout_s)
         with ThreadPoolExecutor(CHECKS_AT_ONCE) as pool:
             for server, found in zip(self.servers, pool.map(lambda one: self._check(one.url), self.servers)):
                 self._take_in(server.url, found)

@@ -13,7 +13,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO, Protocol
 
 from mrl.files import lock
 from mrl.inference import fork_server
@@ -32,30 +31,47 @@ LAST_WORDS_LINES = 5  # at least, of an engine that wrote less than that since i
 SUPERVISOR = Path(__file__).with_name("supervisor.py")
 
 
-class Started(Protocol):
-    """An engine that the run has started, on this node or another; see `EngineProcess`.
+class Started:
+    """An engine that the run has started, on this node or another; see `EngineProcess`."""
 
-    is_gone: its node is gone, so it cannot be restarted
-    here: its processes on this node, which end with this process
-    """
+    name: str
+    url: str
+    log: Path
 
     @property
-    def name(self) -> str: ...
+    def is_gone(self) -> bool:
+        """True once its node is gone, so that it cannot be restarted."""
+        return False
+
     @property
-    def url(self) -> str: ...
-    @property
-    def log(self) -> Path: ...
-    @property
-    def is_gone(self) -> bool: ...
-    @property
-    def here(self) -> list[EngineProcess]: ...
-    def exit_code(self) -> int | None: ...
-    def exit_report(self) -> str: ...
-    def is_ready(self, timeout_s: float) -> bool: ...
-    def restart(self) -> None: ...
+    def here(self) -> list[EngineProcess]:
+        """Its processes on this node, which end with this process."""
+        return []
+
+    def exit_code(self) -> int | None:
+        """Returns None while the engine runs, as far as is known here; 128 + n if signal n ended it."""
+        raise NotImplementedError
+
+    def exit_report(self) -> str:
+        """Returns one paragraph for an error message: why the engine ended, and the end of its log."""
+        raise NotImplementedError
+
+    def is_ready(self, timeout_s: float) -> bool:
+        """Returns True if the HTTP server responds. Raises EngineStartError, and ends the process, if it has ended, is
+        not ready within `timeout_s` of its start, or if another process has its port."""
+        raise NotImplementedError
+
+    def restart(self) -> None:
+        """Ends the engine's processes and starts it again at the same address; returns at once."""
+        raise NotImplementedError
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Blocks until the engine responds; raises as `is_ready`."""
+        while not self.is_ready(timeout_s):
+            time.sleep(POLL_S)
 
 
-class EngineProcess:
+class EngineProcess(Started):
     """One engine server on this machine, in its own process group. The constructor starts it and returns at once.
 
     Its whole process tree ends with `close`, with the normal exit of this process, and within a second after a signal
@@ -83,7 +99,11 @@ class EngineProcess:
     def _start(self) -> None:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as out:
-            self._hold(out)
+            # all processes of the engine inherit the handle: the lock is free once every process of an earlier engine,
+            # also of this run, has ended
+            if not lock(out, timeout_s=FORMER_ENGINE_S):
+                text = f"an engine that was started before still runs after {FORMER_ENGINE_S:g} s ({self.log})"
+                raise EngineStartError(f"{self.name} did not start: {text}; end it first")
             self._folder = Path(tempfile.mkdtemp(prefix="mrl-engine-"))
             try:
                 self._process = self._supervised(self._launch(self._folder), out.fileno())
@@ -109,15 +129,7 @@ class EngineProcess:
             start_new_session=True,
         )
 
-    def _hold(self, log: BinaryIO) -> None:
-        """Locks the log through the file handle that all processes of the engine inherit. The lock is free once every
-        process of an earlier engine has ended, also one of this run before a restart."""
-        if not lock(log, timeout_s=FORMER_ENGINE_S):
-            text = f"an engine that was started before still runs after {FORMER_ENGINE_S:g} s ({self.log})"
-            raise EngineStartError(f"{self.name} did not start: {text}; end it first")
-
     def restart(self) -> None:
-        """Ends the engine's processes and starts it again at the same address; returns at once."""
         self.close()
         self._start()
 
@@ -127,43 +139,24 @@ class EngineProcess:
         return self._process.pid
 
     @property
-    def is_gone(self) -> bool:
-        """False: this process can restart it."""
-        return False
-
-    @property
     def here(self) -> list[EngineProcess]:
-        """This engine."""
         return [self]
 
     def exit_code(self) -> int | None:
-        """Returns None while the engine runs; 128 + n if signal n ended it."""
         return self._process.poll()
-
-    def log_tail(self) -> str:
-        """Returns the end of the log. Lines from before the engine was ready only count if it never was."""
-        lines = self._log_lines()
-        count = LOG_TAIL_LINES
-        if self._lines_when_ready is not None:
-            count = min(count, max(LAST_WORDS_LINES, len(lines) - self._lines_when_ready))
-        return "\n".join(line[:400] for line in lines[-count:])
 
     def _log_lines(self) -> list[str]:
         return self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
 
     def exit_report(self) -> str:
-        """Returns one paragraph for an error message: why the engine ended, and the end of its log."""
-        code = self.exit_code()
+        code, lines, count = self.exit_code(), self._log_lines(), LOG_TAIL_LINES
         state = "is running" if code is None else f"ended with {describe_exit(code)}"
-        return f"{self.name} ({self.url}) {state}. End of {self.log}:\n{self.log_tail()}"
-
-    def wait_ready(self, timeout_s: float) -> None:
-        """Blocks until the HTTP server responds. The time-out counts from the start of the process."""
-        wait_ready(self, timeout_s)
+        if self._lines_when_ready is not None:  # lines from before it was ready only count if it never was
+            count = min(count, max(LAST_WORDS_LINES, len(lines) - self._lines_when_ready))
+        tail = "\n".join(line[:400] for line in lines[-count:])
+        return f"{self.name} ({self.url}) {state}. End of {self.log}:\n{tail}"
 
     def is_ready(self, timeout_s: float) -> bool:
-        """Returns True if the HTTP server responds. Raises EngineStartError, and ends the process, if it has ended, is
-        not ready within `timeout_s` of its start, or if another process has its port."""
         if self.exit_code() is not None:
             raise EngineStartError(f"engine did not start: {self.exit_report()}")
         if self._listens() and self._answers():
@@ -210,23 +203,14 @@ class EnginePart(EngineProcess):
     """Part of an engine over several nodes that answers no requests; the first part answers them."""
 
     def is_ready(self, timeout_s: float) -> bool:
-        """Returns True while it runs. Raises EngineStartError if it has ended."""
         if self.exit_code() is not None:
             raise EngineStartError(f"engine did not start: {self.exit_report()}")
         return True
 
 
-def wait_ready(engine: Started, timeout_s: float) -> None:
-    """Blocks until the engine responds. Raises as `is_ready`, which counts the time-out from the engine's start."""
-    while not engine.is_ready(timeout_s):
-        time.sleep(POLL_S)
-
-
 def describe_exit(code: int) -> str:
     """Returns text for an exit code, with the name of the signal if one ended the process."""
     if code > 128:
-        try:
+        with contextlib.suppress(ValueError):
             return f"exit code {code} ({signal.Signals(code - 128).name})"
-        except ValueError:
-            pass
     return f"exit code {code}"
