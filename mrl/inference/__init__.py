@@ -11,7 +11,7 @@ from mrl.inference.launch import Part
 from mrl.inference.load import Load
 from mrl.inference.protocol import RELEASED_PARTS, MemoryPart
 from mrl.inference.seeds import sample_seed
-from mrl.inference.start import Others, join_engines, start_agent, start_engine
+from mrl.inference.start import Others, join_engines, start_engine, start_servers
 
 __all__ = [
     "RELEASED_PARTS",
@@ -30,6 +30,6 @@ __all__ = [
     "RolloutError",
     "join_engines",
     "sample_seed",
-    "start_agent",
     "start_engine",
+    "start_servers",
 ]

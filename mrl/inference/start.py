@@ -14,7 +14,7 @@ from mrl.config.schema import RLConfig, RolloutConfig
 from mrl.config.secret_file import read_secret
 from mrl.families import ModelArch, engine_arch
 from mrl.inference.access import Access
-from mrl.inference.agent import Agent, Home, Offered
+from mrl.inference.agent import Home, Offered
 from mrl.inference.check import check_server
 from mrl.inference.elsewhere import Member, OtherNode, joined
 from mrl.inference.engine import Engine
@@ -39,7 +39,7 @@ class Others:
 
     key: str
     home: Home
-    offered: Sequence[Offered]
+    offered: Sequence[Offered] = ()
     part: Part | None = None
 
 
@@ -71,11 +71,10 @@ def start_engine(
         named_by = engines_at(cfg.urls, access)
         servers = [Server(url) for url in named_by]
     else:
-        access = Access(secrets.token_hex(32) if others is None else others.key, ours=True)
-        home = Home() if others is None else others.home
-        part = others.part if others is not None else None
-        processes = start_servers(cfg, model_path, dtype, log_dir, seed, machine, home, access, part)
-        nodes = [OtherNode(offered, access) for offered in (others.offered if others is not None else ())]
+        others = others or Others(secrets.token_hex(32), Home())
+        access, part = Access(others.key, ours=True), others.part
+        processes = start_servers(cfg, model_path, dtype, log_dir, seed, machine, others.home, access, part)
+        nodes = [OtherNode(offered, access) for offered in others.offered]
         parts: list[Member] = [*processes, *(engine for node in nodes for engine in node.engines)]
         servers = [Server(one.url, one) for one in joined(parts, part.nodes if part is not None else 1)]
     arch = engine_arch(model_path)
@@ -129,28 +128,6 @@ def _engine(pool: EnginePool, arch: ModelArch, cfg: RolloutConfig) -> Engine:
     )
 
 
-def start_agent(
-    cfg: RolloutConfig,
-    model_path: str,
-    dtype: str,
-    log_dir: Path,
-    seed: int,
-    *,
-    machine: Machine,
-    home: Home,
-    where: str,
-    key: str,
-    part: Part | None = None,
-) -> Agent:
-    """Starts the engines of a node other than rank 0's, and the node's agent; returns at once.
-
-    where: name of the node, for errors; part: of the engine that it shares with other nodes; others: see `start_engine`
-    """
-    access = Access(key, ours=True)
-    processes = start_servers(cfg, model_path, dtype, log_dir, seed, machine, home, access, part)
-    return Agent(home, where, processes, key)
-
-
 def start_servers(
     cfg: RolloutConfig,
     model_path: str,
@@ -162,31 +139,26 @@ def start_servers(
     access: Access,
     part: Part | None = None,
 ) -> list[EngineProcess]:
-    """Starts all servers of a node; none is left if one of them cannot be started."""
-    before = home.node * cfg.servers
+    """Starts all servers of a node, for its `Agent` if that is not rank 0's; none is left if one cannot be started.
+
+    part: of the engine that the node shares with others; other parameters as of `start_engine`
+    """
+    before, ports = home.node * cfg.servers, list[int]()
+    kind = EnginePart if part is not None and part.number else EngineProcess
+
+    def launch(index: int, folder: Path) -> Launch:
+        parts_before = part.number if part is not None else 0  # parts of an engine have one seed
+        own = (cfg, model_path, dtype, ports[index], index, seed + before - parts_before, machine, folder)
+        spec = ServerSpec(*own, access.api_key, home.host, part)
+        found = launcher(cfg.engine)(spec)
+        return found if spec.gpu else replace(found, kind=cfg.engine)
+
     with contextlib.ExitStack() as undo:
         started = list[EngineProcess]()
-        ports = list[int]()
         for index in range(cfg.servers):
-            port, number = free_port(home.host, ports), before + index
-            ports.append(port)
-            first = before - (part.number if part is not None else 0)  # parts of an engine have one seed
-            fixed = (cfg, model_path, dtype, port, index, seed + first, machine)
-            spec = partial(ServerSpec, *fixed, host=home.host, part=part)
-            process = _start(spec, port, f"engine {number}", log_dir / f"engine_{number}.log", access, home)
+            ports.append(free_port(home.host, ports))
+            name, log = f"engine {before + index}", log_dir / f"engine_{before + index}.log"
+            process = kind(name, partial(launch, index), ports[index], log, access, home.host)
             started.append(undo.enter_context(contextlib.closing(process)))
         undo.pop_all()
         return started
-
-
-def _start(spec: partial[ServerSpec], port: int, name: str, log: Path, access: Access, home: Home) -> EngineProcess:
-    """spec: without folder and key, which are new at every start and never shown"""
-
-    def launch(folder: Path) -> Launch:
-        made = spec(folder=folder, api_key=access.api_key)
-        found = launcher(made.cfg.engine)(made)
-        return found if made.gpu else replace(found, kind=made.cfg.engine)
-
-    part: Part | None = spec.keywords["part"]
-    kind = EnginePart if part is not None and part.number else EngineProcess
-    return kind(name, launch, port, log, access, home.host)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from mrl.config.derived import Machine
 from mrl.config.schema import RLConfig
-from mrl.inference import Home, Offered, Others, Part, start_agent
+from mrl.inference import Access, Agent, Home, Offered, Others, Part, start_servers
 from mrl.inference.launch import started_with
 from mrl.parallel import CollectiveErrorCheck, Nodes
 from mrl.ports import HERE, address_towards, free_port
@@ -95,20 +95,9 @@ def _meeting(host: str) -> str:
 
 
 def _start(cfg: RLConfig, setup: RunSetup, home: Home, key: str, machine: Machine, part: Part | None) -> Offered:
-    where = f"node {home.node} ({socket.gethostname()})"
-    logs, model = setup.run_dir / "logs", cfg.model
-    agent = start_agent(
-        started_with(cfg),
-        model.path,
-        model.dtype,
-        logs,
-        cfg.run.seed,
-        machine=machine,
-        home=home,
-        where=where,
-        key=key,
-        part=part,
-    )
+    settings = (started_with(cfg), cfg.model.path, cfg.model.dtype, setup.run_dir / "logs", cfg.run.seed)
+    processes = start_servers(*settings, machine, home, Access(key, ours=True), part)
+    agent = Agent(home, f"node {home.node} ({socket.gethostname()})", processes, key)
     setup.stack.enter_context(contextlib.closing(agent))
     return agent.offered
 

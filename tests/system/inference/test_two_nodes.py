@@ -12,7 +12,7 @@ from mrl.config.derived import Machine
 from mrl.config.engines import ENGINES, EngineKind
 from mrl.config.schema import RolloutConfig
 from mrl.core import SamplingParams
-from mrl.inference import Home, Others, start_agent, start_engine
+from mrl.inference import Access, Agent, Home, Others, start_engine, start_servers
 from tests.conftest import TinyModels
 from tests.system.inference.test_rollout_engines import requests
 from tests.unit.inference.test_nodes import KEY, wait_for
@@ -26,9 +26,8 @@ def test_engines_of_two_nodes_sample_and_one_is_brought_back_by_its_own(
     cfg, model = RolloutConfig(engine="echo"), str(tiny_models("llama", weights=False))
     machine, notes, given = Machine(1, 1, 0), [], []
     with contextlib.ExitStack() as stack:
-        where = {"home": Home(1), "where": "node 1 (here)", "key": KEY}
-        agent = start_agent(cfg, model, "float32", tmp_path, 1, machine=machine, **where)
-        stack.enter_context(contextlib.closing(agent))
+        processes = start_servers(cfg, model, "float32", tmp_path, 1, machine, Home(1), Access(KEY, ours=True))
+        agent = stack.enter_context(contextlib.closing(Agent(Home(1), "node 1 (here)", processes, KEY)))
         others = Others(KEY, Home(0), [agent.offered])
         engine = stack.enter_context(start_engine(cfg, model, "float32", tmp_path, 1, machine=machine, others=others))
         engine.wait_ready()
