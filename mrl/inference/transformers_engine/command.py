@@ -18,22 +18,11 @@ def transformers_launch(spec: ServerSpec) -> Launch:
         raise EngineUnavailable(
             f"rollout.tensor = {cfg.tensor}: the transformers engine runs on one device; set it to 1"
         )
-    context = cfg.max_context_tokens or spec.arch.max_positions
     command = [sys.executable, "-m", "mrl.imports", "mrl.inference.transformers_engine.server"]
-    command += [
-        "--model-path",
-        spec.model_path,
-        "--dtype",
-        spec.dtype,
-        "--host",
-        spec.host,
-        "--port",
-        str(spec.port),
-        "--device",
-        "cuda" if spec.gpu else "cpu",
-    ]
+    command += ["--model-path", spec.model_path, "--host", spec.host, "--port", str(spec.port)]
+    command += ["--dtype", spec.dtype, "--device", "cuda" if spec.gpu else "cpu"]
     command += ["--max-running-requests", str(cfg.max_running_requests or 256)]
-    command += ["--context-length", str(context)]
+    command += ["--context-length", str(cfg.max_context_tokens or spec.arch.max_positions)]
     env = spec.environment()
     env = {"OMP_NUM_THREADS": "4"} | env if spec.gpu else env | ON_A_CPU | {"OMP_NUM_THREADS": str(spec.threads)}
     if spec.api_key is not None:

@@ -19,11 +19,9 @@ import torch
 from mrl.inference import protocol
 from mrl.inference.delta import LOADER
 from mrl.inference.protocol import Generated, MetaInfo
-from mrl.inference.routed import RoutedShape
 from mrl.inference.serving import KEY_VARIABLE, BadRequest, Route, serve
 from mrl.inference.sglang.cpu_shim.mrl_cpu_engine import batch_invariance
-from mrl.inference.transformers_engine.pictures import Inputs
-from mrl.inference.transformers_engine.sampling import Job, parse_job
+from mrl.inference.transformers_engine.sampling import parse_job
 from mrl.inference.transformers_engine.worker import Worker
 from mrl.ports import HERE
 
@@ -45,12 +43,17 @@ class Endpoints:
             protocol.GENERATE.path: self.generate,
             protocol.BEGIN_UPDATE.path: lambda body: _attempt(worker.begin_update),
             protocol.END_UPDATE.path: lambda body: _attempt(worker.end_update),
-            protocol.UPDATE_FROM_TENSOR.path: self.update_weights_from_tensor,
-            protocol.UPDATE_FROM_DISK.path: self.update_weights_from_disk,
+            protocol.UPDATE_FROM_TENSOR.path: lambda body: _attempt(
+                worker.update_from_tensor,
+                *(body["serialized_named_tensors"][0], body.get("load_format"), body.get("weight_version")),
+            ),
+            protocol.UPDATE_FROM_DISK.path: lambda body: _attempt(
+                worker.update_from_disk, body["model_path"], body.get("weight_version")
+            ),
             protocol.UPDATE_VERSION.path: self.update_weight_version,
             protocol.CHECKSUMS.path: self.weights_checker,
-            protocol.RELEASE_MEMORY.path: lambda body: _attempt(lambda: worker.release_memory(body["tags"])),
-            protocol.RESUME_MEMORY.path: lambda body: _attempt(lambda: worker.resume_memory(body["tags"])),
+            protocol.RELEASE_MEMORY.path: lambda body: _attempt(worker.release_memory, body["tags"]),
+            protocol.RESUME_MEMORY.path: lambda body: _attempt(worker.resume_memory, body["tags"]),
         }
 
     def model_info(self, body: dict[str, Any]) -> Any:
@@ -69,22 +72,33 @@ class Endpoints:
         if "logprob_start_len" in body:
             return self.score(body)
         ids, urls = body["input_ids"], body.get("image_data") or []
+        routed = self._worker.routed
         asks, start = bool(body.get("return_routed_experts")), body.get("routed_experts_start_len") or 0
-        if asks and self._worker.routed is None:
+        if asks and routed is None:
             raise BadRequest("return_routed_experts: the model has no experts")
         if type(start) is not int or not 0 <= start <= len(ids):
             raise BadRequest(f"routed_experts_start_len: {start!r} is not a number of tokens that the prompt has")
+        if (sight := self._worker.sight) is None and urls:
+            raise BadRequest("the model sees no pictures")
         try:
-            ids, inputs = self._read(ids, urls)
+            ids, inputs = sight.read(ids, urls) if sight is not None else (ids, None)
             params = body.get("sampling_params") or {}
             job = parse_job(ids, params, self._worker.eos_ids, self._context, inputs, asks)
         except ValueError as error:
             raise BadRequest(str(error)) from error
-        version = self._worker.weight_version
-        answer = _answer(job, self._worker.generate(job), version, self._worker.routed, start)
+        version, tokens = self._worker.weight_version, self._worker.generate(job)
+        meta: MetaInfo = {
+            "finish_reason": job.finish,
+            "prompt_tokens": len(job.prompt),
+            "completion_tokens": len(tokens),
+            "weight_version": version,
+            "output_token_logprobs": [[value, token, None] for value, token in zip(job.log_probs, tokens)],
+        }
+        if job.experts is not None and routed is not None:
+            meta["routed_experts"] = routed.written(job.experts[start:].numpy())
         if "rid" in body:
-            answer["meta_info"]["id"] = body["rid"]
-        return answer
+            meta["id"] = body["rid"]
+        return Generated(output_ids=tokens, meta_info=meta)
 
     def score(self, body: dict[str, Any]) -> Any:
         """Answers a request for the log-probs of a prompt's own tokens, which generates nothing."""
@@ -118,20 +132,6 @@ class Endpoints:
         self._worker.abort()
         return {"success": True}
 
-    def _read(self, ids: list[int], urls: list[str]) -> tuple[list[int], Inputs | None]:
-        if self._worker.sight is not None:
-            return self._worker.sight.read(ids, urls)
-        if urls:
-            raise ValueError("the model sees no pictures")
-        return ids, None
-
-    def update_weights_from_tensor(self, body: dict[str, Any]) -> Any:
-        payload, version = body["serialized_named_tensors"][0], body.get("weight_version")
-        return _attempt(lambda: self._worker.update_from_tensor(payload, body.get("load_format"), version))
-
-    def update_weights_from_disk(self, body: dict[str, Any]) -> Any:
-        return _attempt(lambda: self._worker.update_from_disk(body["model_path"], body.get("weight_version")))
-
     def update_weight_version(self, body: dict[str, Any]) -> Any:
         self._worker.weight_version = str(body["new_version"])
         return {"success": True, "message": "Success"}
@@ -144,26 +144,12 @@ class Endpoints:
         return {"success": True, "message": "Success", "ranks": [rank]}
 
 
-def _attempt(run: Callable[[], None]) -> dict[str, Any]:
+def _attempt(run: Callable[..., None], *args: Any) -> dict[str, Any]:
     try:
-        run()
+        run(*args)
     except Exception as error:  # refused: the caller reads why
         raise BadRequest(f"{type(error).__name__}: {error}") from error
     return {"success": True, "message": "Success"}
-
-
-def _answer(job: Job, tokens: list[int], version: str, routed: RoutedShape | None, start: int) -> Generated:
-    """start: of the tokens, the first of which it is asked which experts they went to"""
-    meta: MetaInfo = {
-        "finish_reason": job.finish,
-        "prompt_tokens": len(job.prompt),
-        "completion_tokens": len(tokens),
-        "weight_version": version,
-        "output_token_logprobs": [[value, token, None] for value, token in zip(job.log_probs, tokens)],
-    }
-    if job.experts is not None and routed is not None:
-        meta["routed_experts"] = routed.written(job.experts[start:].numpy())
-    return {"output_ids": tokens, "meta_info": meta}
 
 
 def main() -> None:

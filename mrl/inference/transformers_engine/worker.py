@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import queue
 import threading
@@ -9,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from safetensors.torch import load_file
@@ -31,6 +32,8 @@ from mrl.inference.transformers_engine.pictures import Sight
 from mrl.inference.transformers_engine.sampling import Job
 from mrl.inference.transformers_engine.weights import ModelWeights, read_payload
 
+P = ParamSpec("P")
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 _LOCAL: Any = {"trust_remote_code": False, "local_files_only": True}  # a model's own code is never run
 GATHER_S = 0.005  # after the first request: how long others may join its batch
@@ -46,6 +49,18 @@ class _Generation:
 class _Task:
     run: Callable[[], Any]
     done: Future[Any]
+
+
+def on_model_thread(method: Callable[Concatenate[Worker, P], T]) -> Callable[Concatenate[Worker, P], T]:
+    """Has a method run in the model thread, between two batches. A call blocks until then, and raises its error."""
+
+    @functools.wraps(method)
+    def call(worker: Worker, *args: P.args, **kwargs: P.kwargs) -> T:
+        task = _Task(lambda: method(worker, *args, **kwargs), Future())
+        worker._queue.put(task)
+        return task.done.result()
+
+    return call
 
 
 class Worker:
@@ -65,7 +80,8 @@ class Worker:
         self._weights = ModelWeights(self.model, arch)
         self.routed = RoutedShape.of(arch) if arch.experts is not None else None
         self._tap = ExpertTap(self.model) if arch.experts is not None else None
-        self.eos_ids = _eos_ids(self.model.generation_config)
+        eos = self.model.generation_config.eos_token_id
+        self.eos_ids: tuple[int, ...] = () if eos is None else (*eos,) if isinstance(eos, list) else (int(eos),)
         self.model.generation_config = GenerationConfig()  # what a request leaves open would be taken from the model's
         self._tokenizer_path = model_path  # a weight sync from disk has none
         self._tokenizer: Any = None
@@ -86,66 +102,33 @@ class Worker:
         finally:
             self._generations.discard(generation)
 
-    def score(self, ids: list[int], start: int, top_k: int) -> tuple[list[float], list[tuple[list[float], list[int]]]]:
-        """Returns the log-probs of the tokens after `start`, and those and the ids of the top_k most likely tokens at
-        each of their positions."""
-        return self._do(lambda: self._score(ids, start, top_k))
-
     def abort(self) -> None:
         """Ends all responses at their next token; they are answered with the tokens that they have."""
         for generation in self._generations.copy():
             generation.job.is_aborted = True
 
-    def begin_update(self) -> None:
-        self._do(self._begin)
-
-    def end_update(self) -> None:
-        self._do(self._end)
-
-    def update_from_tensor(self, payload: str, load_format: str | None, version: str | None) -> None:
-        self._do(lambda: self._load_payload(payload, load_format, version))
-
-    def update_from_disk(self, model_path: str, version: str | None) -> None:
-        self._do(lambda: self._load_disk(model_path, version))
-
-    def checksums(self) -> dict[str, str]:
-        return self._do(self._weights.checksums)
-
-    def release_memory(self, parts: Collection[MemoryPart]) -> None:
-        self._do(lambda: self._release(frozenset(parts)))
-
-    def resume_memory(self, parts: Collection[MemoryPart]) -> None:
-        self._do(lambda: self._resume(frozenset(parts)))
-
-    def _do(self, run: Callable[[], Any]) -> Any:
-        task = _Task(run, Future())
-        self._queue.put(task)
-        return task.done.result()
-
     # ---- the model thread
 
     def _loop(self) -> None:
-        held: _Task | None = None
+        batch: list[_Generation] = []
         while True:
-            first = held or self._queue.get()
-            held = None
-            if isinstance(first, _Task):
-                _settle(first.done, first.run)
-                continue
-            batch, held = self._gather(first)
-            self._run(batch)
-
-    def _gather(self, first: _Generation) -> tuple[list[_Generation], _Task | None]:
-        batch = [first]
-        while len(batch) < self._max_batch:
             try:
-                item = self._queue.get(timeout=GATHER_S)
+                item = self._queue.get(timeout=GATHER_S if batch else None)
             except queue.Empty:
-                break
+                item = None
+            if isinstance(item, _Generation):
+                batch.append(item)
+                if len(batch) < self._max_batch:
+                    continue
+            if batch:
+                self._run(batch)
+                batch = []
             if isinstance(item, _Task):
-                return batch, item
-            batch.append(item)
-        return batch, None
+                try:
+                    item.done.set_result(item.run())
+                except Exception as error:  # handed to the caller, who answers with it
+                    log.exception("weight operation failed")
+                    item.done.set_exception(error)
 
     def _run(self, batch: list[_Generation]) -> None:
         waiting = dict(enumerate(batch))
@@ -165,10 +148,15 @@ class Worker:
             inputs = self.sight.model_inputs(*padded(jobs), [job.inputs for job in jobs])
             seen = {name: tensor.to(self.device) for name, tensor in inputs.items()}
         tap = self._tap if any(job.asks for job in jobs) else None
-        return responses(self.model, jobs, self._tokenizer_for(jobs), seen, tap)
+        if self._tokenizer is None and any(job.stop for job in jobs):
+            self._tokenizer = AutoTokenizer.from_pretrained(self._tokenizer_path, **_LOCAL)
+        return responses(self.model, jobs, self._tokenizer, seen, tap)
 
+    @on_model_thread
     @torch.inference_mode()
-    def _score(self, ids: list[int], start: int, top_k: int) -> tuple[list[float], list[tuple[list[float], list[int]]]]:
+    def score(self, ids: list[int], start: int, top_k: int) -> tuple[list[float], list[tuple[list[float], list[int]]]]:
+        """Returns the log-probs of the tokens after `start`, and those and the ids of the top_k most likely tokens at
+        each of their positions."""
         self._check_held(*MEMORY_PARTS)
         tokens = torch.tensor(ids, device=self.model.device)
         logits = self.model(input_ids=tokens[None]).logits[0, start:-1]
@@ -177,12 +165,12 @@ class Worker:
         values, top = (each.tolist() for each in log_probs.topk(min(top_k, log_probs.size(-1)), -1))
         return own, list(zip(values, top))
 
-    def _tokenizer_for(self, jobs: list[Job]) -> Any:
-        if self._tokenizer is None and any(job.stop for job in jobs):
-            self._tokenizer = AutoTokenizer.from_pretrained(self._tokenizer_path, **_LOCAL)
-        return self._tokenizer
+    @on_model_thread
+    def checksums(self) -> dict[str, str]:
+        return self._weights.checksums()
 
-    def _release(self, parts: frozenset[MemoryPart]) -> None:
+    @on_model_thread
+    def release_memory(self, parts: Collection[MemoryPart]) -> None:
         """Releases memory; between two batches there are only weights."""
         self._check_held(*parts)
         if "weights" in parts:
@@ -190,31 +178,35 @@ class Worker:
             self._weights.release()
             if self.device != "cpu":
                 torch.accelerator.empty_cache()
-        self._released |= parts
+        self._released |= {*parts}
 
-    def _resume(self, parts: frozenset[MemoryPart]) -> None:
-        if held := parts - self._released:
+    @on_model_thread
+    def resume_memory(self, parts: Collection[MemoryPart]) -> None:
+        if held := {*parts} - self._released:
             raise ValueError(f"not given up: {', '.join(sorted(held))}")
         if "weights" in parts:
             self._weights.resume()
-        self._released -= parts
+        self._released -= {*parts}
 
     def _check_held(self, *parts: MemoryPart) -> None:
         if released := self._released & {*parts}:
             raise ValueError(f"given up: {', '.join(sorted(released))}")
 
-    def _begin(self) -> None:
+    @on_model_thread
+    def begin_update(self) -> None:
         self._check_held("weights")
         if self._session:
             raise ValueError("a weight-update session is already open; end it first")
         self._session = True
 
-    def _end(self) -> None:
+    @on_model_thread
+    def end_update(self) -> None:
         if not self._session:
             raise ValueError("no weight-update session is open")
         self._session = False
 
-    def _load_payload(self, payload: str, load_format: str | None, version: str | None) -> None:
+    @on_model_thread
+    def update_from_tensor(self, payload: str, load_format: str | None, version: str | None) -> None:
         if not self._session:
             raise ValueError("update_weights_from_tensor must run between begin_weight_update and end_weight_update")
         named = read_payload(payload, load_format)
@@ -224,7 +216,8 @@ class Worker:
             self._weights.load(named)
         self.weight_version = version or self.weight_version
 
-    def _load_disk(self, model_path: str, version: str | None) -> None:
+    @on_model_thread
+    def update_from_disk(self, model_path: str, version: str | None) -> None:
         self._check_held("weights")
         files = sorted(Path(model_path).glob("*.safetensors"))
         if not files:
@@ -235,14 +228,6 @@ class Worker:
         self.weight_version = version or self.weight_version
 
 
-def _settle(done: Future[Any], run: Callable[[], Any]) -> None:
-    try:
-        done.set_result(run())
-    except Exception as error:  # handed to the caller, who answers 400 with it
-        log.exception("weight operation failed")
-        done.set_exception(error)
-
-
 def _load(model_path: str, dtype: torch.dtype, *, sees: bool) -> Any:
     """Loads safetensors, or random weights where the directory has none (a weight sync comes before the first use)."""
     kind: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
@@ -250,8 +235,3 @@ def _load(model_path: str, dtype: torch.dtype, *, sees: bool) -> Any:
         return kind.from_pretrained(model_path, dtype=dtype, use_safetensors=True, **_LOCAL)
     config = AutoConfig.from_pretrained(model_path, **_LOCAL)
     return kind.from_config(config, dtype=dtype, trust_remote_code=False)
-
-
-def _eos_ids(config: Any) -> tuple[int, ...]:
-    eos = config.eos_token_id
-    return tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),)
