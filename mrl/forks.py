@@ -38,6 +38,7 @@ from mrl.imports import importing
 TIMEOUT_S = 180.0  # of a start, which waits for the imports
 BACKLOG = 128
 
+_libc = ctypes.CDLL(None, use_errno=True)  # before a fork, whose other threads might hold its locks
 _OPENED_BY_CUDA = ("/dev/nvidia-uvm", "/dev/dxg")
 _SET_DEATH_SIGNAL = 1  # of prctl
 
@@ -235,4 +236,4 @@ def run_module(request: ForkRequest) -> NoReturn:
 def die_with_parent() -> None:
     """Lets the kernel kill this process when its parent dies (Linux)."""
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+        _libc.prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)

@@ -49,8 +49,11 @@ class RestartTracker:
         """Reads the ranks' sections; reports when they have recovered from a fault."""
         self._statuses = read_statuses(self._dir)
         if self._statuses and self._statuses[0].attempt > self._attempt:
-            self._next_attempt(self._statuses[0].attempt)
-        if self._recovering is not None and self._is_running():
+            self._say_failed_again()
+            unseen = Fault("died", (), None, "a rank ended", time.time())
+            self._recovering, self.fault, self._attempt = self.fault or unseen, None, self._statuses[0].attempt
+        is_running = all(status.section != "setup" for status in self._statuses)
+        if self._recovering is not None and is_running and len(self._statuses) == len(self._logs):
             self._say(self._recovering, time.time() - self._recovering.unix_time)
             self._recovering = None
         if self.fault is None:
@@ -60,18 +63,11 @@ class RestartTracker:
     def finish(self) -> None:
         """Called after the launcher's end; a fault without a restart remains in `fault`."""
         self.poll()
+        self._say_failed_again()
+
+    def _say_failed_again(self) -> None:
         if self._recovering is not None:
             self._say(self._recovering, None)
-
-    def _next_attempt(self, number: int) -> None:
-        if self._recovering is not None:
-            self._say(self._recovering, None)
-        unseen = Fault("died", (), None, "a rank ended", time.time())
-        self._recovering, self.fault, self._attempt = self.fault or unseen, None, number
-
-    def _is_running(self) -> bool:
-        """True if every rank is present and past its setup."""
-        return len(self._statuses) == len(self._logs) and all(status.section != "setup" for status in self._statuses)
 
     def _diagnose(self, lost: Sequence[RankStatus]) -> Fault:
         now = time.time()

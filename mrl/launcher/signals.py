@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import IO
 
+from mrl.forks import die_with_parent
 from mrl.resilience import preemption
 
 AT_ONCE = (signal.SIGINT, signal.SIGHUP)
@@ -62,17 +61,15 @@ def start_program(
 
     ignored: signals that it ignores
     """
-    libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
-    parent, set_death_signal = os.getpid(), 1
+    parent = os.getpid()
 
     def prepare() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         for number in ignored:
             signal.signal(number, signal.SIG_IGN)
-        if libc is not None:
-            libc.prctl(set_death_signal, signal.SIGKILL)
-            if os.getppid() != parent:
-                os._exit(1)
+        die_with_parent()
+        if os.getppid() != parent:
+            os._exit(1)
 
     return subprocess.Popen(
         command,

@@ -276,19 +276,15 @@ class _Ranks(Supervisor):
             self.say(f"details: {self.logs[self.failed].path}")
         elif cause is not None:
             self.say_failure(cause, self.logs[cause[0]])
-        else:
-            self._report_silent(self.failed)
+        else:  # the rank wrote no failure file
+            log = self.logs[self.failed]
+            self.say(f"error: rank {self.failed} failed first ({_exit_text(code)}); its log: {log.path}")
+            if self.failed and code != -signal.SIGKILL:
+                self.terminal.say(log.tail(), prefix="")
+            for rank, other in enumerate(self.logs):
+                if rank != self.failed and self._code(rank):
+                    self.say(f"rank {rank} ended too ({_exit_text(self._code(rank))}); its log: {other.path}")
         return code if code > 0 else 128 - code
-
-    def _report_silent(self, first: int) -> None:
-        """Reports ranks that wrote no failure file."""
-        log = self.logs[first]
-        self.say(f"error: rank {first} failed first ({_exit_text(self._code(first))}); its log: {log.path}")
-        if first and self._code(first) != -signal.SIGKILL:
-            self.terminal.say(log.tail(), prefix="")
-        for rank, other in enumerate(self.logs):
-            if rank != first and self._code(rank):
-                self.say(f"rank {rank} ended too ({_exit_text(self._code(rank))}); its log: {other.path}")
 
 
 def _exit_text(code: int) -> str:
