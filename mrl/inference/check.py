@@ -13,7 +13,7 @@ from mrl.inference.access import Access
 from mrl.inference.client import CONNECT_TIMEOUT_S, DENIED, EngineClient
 from mrl.inference.engine_pool import Checked
 from mrl.inference.errors import EngineError, EngineStartError
-from mrl.inference.protocol import MODEL_INFO, ModelInfo, SamplingBody
+from mrl.inference.protocol import MODEL_INFO, SamplingBody
 from mrl.inference.samples import sampling_body
 from mrl.inference.server_info import ServerInfo
 
@@ -29,14 +29,29 @@ def check_server(
     """
     if access.ours:
         _check_refusal(url)
-    end = time.monotonic() + cfg.startup_timeout_s
+    end, warm_up = time.monotonic() + cfg.startup_timeout_s, sampling_body(SamplingParams(max_new_tokens=2), seed=0)
     with contextlib.closing(EngineClient(url, cfg.startup_timeout_s, access)) as client:
+
+        def in_time(limit_s: float = cfg.startup_timeout_s) -> EngineClient:
+            client.timeout_s = max(0.1, min(limit_s, end - time.monotonic()))
+            return client
+
         try:
-            if not access.ours:
-                _check_router(client, end)
-            if outlives:
-                _end_leftovers(client, end)
-            info = _warm_up(client, end, model_path, model_type)
+            if not access.ours and (behind := in_time(CONNECT_TIMEOUT_S).workers()) is not None:
+                raise EngineStartError(
+                    f"{client.url} is a router (sglang-router) with {len(behind)} engines behind it, and did not say "
+                    "so when the run began: start the run again, or name the engines themselves in rollout.urls"
+                )
+            if outlives:  # a killed run may have left an open weight update, and requests
+                for end_one in (EngineClient.end_weight_update, EngineClient.abort_all):
+                    with contextlib.suppress(EngineError):  # nothing is open
+                        end_one(in_time())
+            served = in_time().model_info()
+            if served.model_type != model_type:
+                text = f"serves {served.model_path}, a {served.model_type} model; the trainer has {model_path}, a "
+                raise EngineError(url, MODEL_INFO.name, 200, f"{text}{model_type} model")
+            in_time().generate({"input_ids": [1], "sampling_params": warm_up})
+            info = in_time().server_info()
         except EngineError as error:
             if error.status in DENIED:
                 wants = f"engine {url} wants a key, or another one (HTTP {error.status})"
@@ -49,16 +64,13 @@ def check_server(
     own = cfg.tensor if access.ours else None
     if found := list(info.hindrances(own, cfg.quantization, SamplingBody.__annotations__)):
         raise EngineStartError(f"engine {url} cannot serve this run: {'; '.join(found)}")
-    notes = (*_notes(url, info, cfg), *_differences(url, info, dtype))
-    return Checked(notes, info.has_tokenizer, info.tensor or cfg.tensor, info.has_prefix_cache)
-
-
-def _differences(url: str, info: ServerInfo, dtype: str) -> Iterator[str]:
-    """Yields differences from the trainer that the metrics mismatch/* will show."""
-    if info.dtype not in ("", "auto", dtype):
-        yield f"engine {url} computes in {info.dtype}, and gets weights of a model in {dtype} (model.dtype)"
+    notes = [*_notes(url, info, cfg)]
+    if info.dtype not in ("", "auto", dtype):  # the metrics mismatch/* will show it
+        notes.append(f"engine {url} computes in {info.dtype}, and gets weights of a model in {dtype} (model.dtype)")
     if info.drafts:
-        yield f"engine {url} guesses tokens ahead ({info.drafts}), by weights that no sync changes: ever more slowly"
+        text = f"engine {url} guesses tokens ahead ({info.drafts}), by weights that no sync changes: ever more slowly"
+        notes.append(text)
+    return Checked(tuple(notes), info.has_tokenizer, info.tensor or cfg.tensor, info.has_prefix_cache)
 
 
 def _notes(url: str, info: ServerInfo, cfg: RolloutConfig) -> Iterator[str]:
@@ -77,35 +89,6 @@ def _notes(url: str, info: ServerInfo, cfg: RolloutConfig) -> Iterator[str]:
         )
 
 
-def _check_router(client: EngineClient, end: float) -> None:
-    client.timeout_s = max(0.1, min(CONNECT_TIMEOUT_S, end - time.monotonic()))
-    if (behind := client.workers()) is not None:
-        raise EngineStartError(
-            f"{client.url} is a router (sglang-router) with {len(behind)} engines behind it, and did not say so when "
-            "the run began: start the run again, or name the engines themselves in rollout.urls"
-        )
-
-
-def _end_leftovers(client: EngineClient, end: float) -> None:
-    """Ends an open weight update and running requests of a killed run."""
-    for end_one in (client.end_weight_update, client.abort_all):
-        client.timeout_s = max(0.1, end - time.monotonic())
-        with contextlib.suppress(EngineError):  # nothing is open
-            end_one()
-
-
-def _warm_up(client: EngineClient, end: float, model_path: str, model_type: str) -> ServerInfo:
-    """Checks the model, warms the engine up and returns its settings, all before `end`."""
-
-    def in_time() -> EngineClient:
-        client.timeout_s = max(0.1, end - time.monotonic())
-        return client
-
-    _check_model(client.url, in_time().model_info(), model_path, model_type)
-    in_time().generate({"input_ids": [1], "sampling_params": sampling_body(SamplingParams(max_new_tokens=2), seed=0)})
-    return in_time().server_info()
-
-
 def _check_refusal(url: str) -> None:
     """Raises EngineStartError if an engine that mrl started answers without the key, for example because of
     `rollout.server_args`. Some web servers take the second host name for the path, and /health is open to everybody."""
@@ -116,9 +99,3 @@ def _check_refusal(url: str) -> None:
                     f"engine {url} answers without the run's key ({MODEL_INFO.path}, host {host!r}): anybody on this "
                     "machine could change its weights. Is one of rollout.server_args the cause?"
                 )
-
-
-def _check_model(url: str, info: ModelInfo, model_path: str, wanted: str) -> None:
-    if info.model_type != wanted:
-        text = f"serves {info.model_path}, a {info.model_type} model; the trainer has {model_path}, a {wanted} model"
-        raise EngineError(url, MODEL_INFO.name, 200, text)
