@@ -42,7 +42,8 @@ def sglang_launch(spec: ServerSpec) -> Launch:
     if (problem := unavailable(spec.gpu)) is not None:
         raise EngineUnavailable(problem)
     arguments = _common(spec) + (_gpu(spec) if spec.gpu else _cpu(spec))
-    env = _without_crash_dumps(spec.environment())
+    # without crash dumps, for which a server that lost a process would stay up for a minute
+    env = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"} | spec.environment()
     env = _gpu_env(spec, env) if spec.gpu else env | cpu_environment(spec.cfg.tensor, spec.threads)
     if spec.arch.vision is not None:  # else a picture's features outlive the weights that made them, and /flush_cache
         env["SGLANG_VLM_CACHE_SIZE_MB"] = "0"
@@ -90,7 +91,10 @@ def _common(spec: ServerSpec) -> list[str]:
     if is_empty or cfg.quantization == "fp8":  # from scratch, or files of another form: the first weight sync fills it
         arguments += ["--load-format", "dummy"]
     if spec.arch.vision is not None:
-        arguments += _vision(cfg.tensor)
+        # a prompt's samples are requests of their own
+        arguments += ["--mm-preprocess-cache-size-mb", str(PICTURES_MIB)]
+        if cfg.tensor > 1:  # the tower whole on each rank, as it is synced, and a picture on one of them
+            arguments.append("--mm-enable-dp-encoder")
     family = FAMILIES.get(spec.arch.family)
     config = dict(family.engine_config(hf_keys(spec.model_path))) if family else {}
     config |= {"quantization_config": FP8} if cfg.quantization == "fp8" else {}
@@ -103,13 +107,6 @@ def _context(spec: ServerSpec) -> int:
     """Returns the context length to ask for: SGLang accepts prompts of up to 7 tokens less, and cuts responses 2 tokens
     earlier."""
     return (spec.cfg.max_context_tokens or spec.arch.max_positions) + CONTEXT_KEPT
-
-
-def _vision(tensor: int) -> list[str]:
-    arguments = ["--mm-preprocess-cache-size-mb", str(PICTURES_MIB)]  # a prompt's samples are requests of their own
-    if tensor > 1:  # the tower whole on each rank, as it is synced, and a picture on one of them
-        arguments.append("--mm-enable-dp-encoder")
-    return arguments
 
 
 def _gpu(spec: ServerSpec) -> list[str]:
@@ -141,8 +138,9 @@ def _gpu_env(spec: ServerSpec, env: dict[str, str]) -> dict[str, str]:
 
 
 def _cpu(spec: ServerSpec) -> list[str]:
-    cfg = spec.cfg
-    running, cached_tokens = _cpu_cache(spec)
+    cfg, context = spec.cfg, _context(spec)
+    wanted = cfg.max_running_requests or -(-cfg.concurrent_requests // cfg.servers)
+    running = cpu_requests(spec.arch, DTYPE_BYTES[spec.dtype], context, wanted)
     arguments = ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
     if cfg.deterministic and (spec.arch.latent is not None or spec.arch.vision is not None):
         # SGLang refuses prefix caching with latent attention then; with pictures it has not been tested
@@ -150,18 +148,10 @@ def _cpu(spec: ServerSpec) -> list[str]:
     arguments += ["--lora-backend", "torch_native"]  # of adapters, if it is to take any
     arguments += ["--disable-cuda-graph", "--disable-overlap-schedule", "--sleep-on-idle"]  # idle, it would take a core
     arguments += ["--max-running-requests", str(running)]
-    arguments += ["--max-total-tokens", str(cached_tokens)]
+    arguments += ["--max-total-tokens", str(running * context)]  # a full context for each request
     if spec.arch.vision is not None:
         arguments += ["--image-processor-backend", "pil"]  # of torchvision there is a stub
     return arguments
-
-
-def _cpu_cache(spec: ServerSpec) -> tuple[int, int]:
-    """Returns the number of requests that run at once, and KV cache slots: a full context for each request."""
-    cfg, context = spec.cfg, _context(spec)
-    wanted = cfg.max_running_requests or -(-cfg.concurrent_requests // cfg.servers)
-    running = cpu_requests(spec.arch, DTYPE_BYTES[spec.dtype], context, wanted)
-    return running, running * context
 
 
 def cpu_environment(tensor: int, threads: int) -> dict[str, str]:
@@ -180,9 +170,3 @@ def cpu_environment(tensor: int, threads: int) -> dict[str, str]:
         cores = os.cpu_count() or 1
         env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank % cores) for rank in range(tensor))
     return env
-
-
-def _without_crash_dumps(env: dict[str, str]) -> dict[str, str]:
-    """Disables crash dumps: a server that lost a process would otherwise stay up for a minute to write them."""
-    off = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
-    return off | env
