@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from urllib.parse import urlsplit
 
 from mrl.config.schema import RolloutConfig
 from mrl.core import SamplingParams
 from mrl.inference.access import Access
 from mrl.inference.client import CONNECT_TIMEOUT_S, DENIED, EngineClient
-from mrl.inference.engine_pool import Checked
 from mrl.inference.errors import EngineError, EngineStartError
 from mrl.inference.protocol import MODEL_INFO, SamplingBody
 from mrl.inference.samples import sampling_body
@@ -20,8 +20,8 @@ from mrl.inference.server_info import ServerInfo
 
 def check_server(
     url: str, access: Access, cfg: RolloutConfig, model_path: str, model_type: str, dtype: str, *, outlives: bool
-) -> Checked:
-    """Checks a server, generates one token to warm it up, and returns its properties.
+) -> tuple[ServerInfo, list[str]]:
+    """Checks a server, generates one token to warm it up, and returns its settings and notes for the user.
 
     dtype: of the trainer's model; outlives: the server may have served an earlier run that was killed
     Raises EngineStartError or EngineError if it answers without the key, does not answer, refuses the key, serves a
@@ -70,7 +70,7 @@ def check_server(
     if info.drafts:
         text = f"engine {url} guesses tokens ahead ({info.drafts}), by weights that no sync changes: ever more slowly"
         notes.append(text)
-    return Checked(tuple(notes), info.has_tokenizer, info.tensor or cfg.tensor, info.has_prefix_cache)
+    return replace(info, tensor=info.tensor or cfg.tensor), notes
 
 
 def _notes(url: str, info: ServerInfo, cfg: RolloutConfig) -> Iterator[str]:

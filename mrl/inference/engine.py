@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -17,7 +17,6 @@ from mrl.inference.protocol import BEGIN_UPDATE, MemoryPart
 from mrl.inference.request_dispatcher import Generation, PromptGroup, RequestDispatcher, by_prompt
 from mrl.inference.routed import ASK, RoutedShape
 from mrl.inference.samples import Expected
-from mrl.inference.server_info import ServerInfo
 
 OnSamples = Callable[[list[Sample]], None]
 T = TypeVar("T")
@@ -74,35 +73,28 @@ class Engine:
 
     def check_experts(self) -> None:
         """Raises EngineStartError for a server that does not return routed experts."""
-        for url, info in self._infos().items():
-            if not info.returns_experts:
+        for server in self.pool.servers:
+            if not server.info.returns_experts:
                 raise EngineStartError(
-                    f"engine {url} does not say which experts tokens went to (actor.routing_replay: engine): "
+                    f"engine {server.url} does not say which experts tokens went to (actor.routing_replay: engine): "
                     f"start it with {ASK}"
                 )
 
     def check_room(self, tokens: int) -> None:
         """Raises EngineStartError for a server whose context is shorter than `tokens` of prompt and response: it would
         truncate responses, or reject them during the run."""
-        for url, info in self._infos().items():
-            if info.room is not None and info.room < tokens:
+        for server in self.pool.servers:
+            if (room := server.info.room) is not None and room < tokens:
                 raise EngineStartError(
-                    f"engine {url} has room for {info.room} tokens of prompt and response together (its context length "
-                    f"or its KV cache), and the run may ask for {tokens}: start it with more, or lower "
+                    f"engine {server.url} has room for {room} tokens of prompt and response together (its context "
+                    f"length or its KV cache), and the run may ask for {tokens}: start it with more, or lower "
                     "data.max_prompt_tokens, rollout.sampling.max_new_tokens or agent.max_tokens"
                 )
 
     @property
     def computes_in(self) -> set[tuple[str, str]]:
         """(device, dtype) of the current servers, as in `ServerInfo`."""
-        return {(info.device, info.dtype) for info in self._infos().values()}
-
-    def _infos(self) -> dict[str, ServerInfo]:
-        found = {}
-        for url in self.urls:
-            with closing(self.pool.client(url)) as client:
-                found[url] = client.server_info()
-        return found
+        return {(server.info.device, server.info.dtype) for server in self.pool.servers}
 
     def close(self) -> None:
         """Ends the servers that mrl started, and this run's requests at servers of rollout.urls."""
@@ -170,7 +162,7 @@ class Engine:
         Raises RolloutError for stop strings that the engines do not understand.
         """
         self.wait_ready()
-        if sampling.stop and not self.pool.accepts_stop_strings:
+        if sampling.stop and not all(server.info.has_tokenizer for server in self.pool.servers):
             raise RolloutError(
                 f"stop strings {list(sampling.stop)} need an engine with a tokenizer, but {self.urls[0]} was started "
                 "without one: set them in rollout.sampling.stop, or use stop_token_ids"

@@ -8,7 +8,6 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
 
 from mrl.inference.access import Access
 from mrl.inference.client import EngineClient
@@ -17,8 +16,10 @@ from mrl.inference.errors import EngineError, EngineStartError, PortTaken, Rollo
 from mrl.inference.load import Meter
 from mrl.inference.process import EngineProcess, Started
 from mrl.inference.server import DEATH_POLL_S, DEATH_WAIT_S, Parts, Restarts, Server
+from mrl.inference.server_info import ServerInfo
 from mrl.stopping import run_coroutine
 
+Check = Callable[[str], tuple[ServerInfo, Sequence[str]]]
 Weights = Callable[[str], Awaitable[None]]  # waits until the engine at an address has received them
 
 RESTART_POLL_S = 0.25
@@ -27,29 +28,12 @@ CHECKS_AT_ONCE = 64
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Checked:
-    """Result of the check of a server.
-
-    notes: remarks for the user, one sentence each
-    accepts_stop_strings: it has a tokenizer
-    tensor: tensor-parallel size
-    has_prefix_cache: it keeps the KV cache of prompts for later requests
-    """
-
-    notes: tuple[str, ...]
-    accepts_stop_strings: bool
-    tensor: int = 1
-    has_prefix_cache: bool = False
-
-
 class EnginePool:
     """The servers of a run.
 
     access: credentials for all servers
-    check: raises if the server at a URL must not be used
-    notes: of all checked servers
-    accepts_stop_strings: True if all checked servers do
+    check: returns the settings of the server at a URL, and notes for the user; raises if it must not be used
+    notes: of all checked servers, one sentence each
     tensor: tensor-parallel ranks of each checked server; 0 before the first check
     waiting: meter of requests that have not been sent to a server yet
     is_syncing: all engines are receiving weights
@@ -66,7 +50,7 @@ class EnginePool:
         self,
         servers: Sequence[Server],
         access: Access,
-        check: Callable[[str], Checked],
+        check: Check,
         *,
         startup_timeout_s: float,
         max_restarts: int,
@@ -76,9 +60,7 @@ class EnginePool:
         self.servers = tuple(servers)
         self.access = access
         self.notes: list[str] = []
-        self.accepts_stop_strings = True
         self.tensor = 0
-        self.prefix_caches: set[str] = set()  # addresses of servers that have one
         self.restarts = Restarts(max_restarts)
         self.waiting = Meter()
         self.is_syncing = False
@@ -110,7 +92,7 @@ class EnginePool:
             process.wait_ready(self._startup_timeout_s)
         with ThreadPoolExecutor(CHECKS_AT_ONCE) as pool:
             for server, found in zip(self.servers, pool.map(lambda one: self._check(one.url), self.servers)):
-                self._take_in(server.url, found)
+                self._take_in(server, found)
         self._ready = True
 
     def close(self) -> None:
@@ -226,7 +208,7 @@ class EnginePool:
         server.released = frozenset()
         while not await asyncio.to_thread(process.is_ready, self._startup_timeout_s):
             await asyncio.sleep(RESTART_POLL_S)
-        self._take_in(server.url, await asyncio.to_thread(self._check, server.url))
+        self._take_in(server, await asyncio.to_thread(self._check, server.url))
 
     # ---- memory
 
@@ -269,17 +251,16 @@ class EnginePool:
 
     # ---- checks
 
-    def _take_in(self, url: str, found: Checked) -> None:
-        if self.tensor not in (0, found.tensor):
+    def _take_in(self, server: Server, checked: tuple[ServerInfo, Sequence[str]]) -> None:
+        server.info, notes = checked
+        tensor = server.info.tensor or 1
+        if self.tensor not in (0, tensor):
             raise EngineStartError(
-                f"engine {url} has {found.tensor} tensor-parallel ranks (--tp-size), another one {self.tensor}: a sync "
-                "is made for engines that are alike"
+                f"engine {server.url} has {tensor} tensor-parallel ranks (--tp-size), another one {self.tensor}: a "
+                "sync is made for engines that are alike"
             )
-        self.tensor = found.tensor
-        if found.has_prefix_cache:
-            self.prefix_caches.add(url)
-        self.accepts_stop_strings &= found.accepts_stop_strings
-        for note in found.notes:
+        self.tensor = tensor
+        for note in notes:
             if note not in self.notes:
                 self.notes.append(note)
                 log.warning("%s", note)

@@ -107,7 +107,7 @@ class OpenEnginePool(EnginePool):
                 servers = tuple(Server(engine.url, engine, up=False, has_weights=False) for engine in node.engines)
                 try:
                     for server in servers:
-                        self._take_in(server.url, self._check(server.url))
+                        self._take_in(server, self._check(server.url))
                 except (EngineError, RolloutError, EngineStartError) as error:
                     self._refused[record.engines.agent] = f"refused: {error}"
                     self._drop(node)

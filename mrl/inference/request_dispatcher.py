@@ -352,7 +352,7 @@ class RequestDispatcher:
 
     async def _generate(self, server: Server, request: Request, how: Generation, group: PromptGroup | None) -> Sample:
         asks = how.expected.routed is not None
-        if group is not None and server.url in self._pool.prefix_caches and not asks:
+        if group is not None and server.info.has_prefix_cache and not asks:
             await self._prefill(server, how, group)
         body = generate_body(request, how.sampling, self._pool.adapter, experts=asks)
         content = await self._post(server, body, most_bytes(request, how.expected))

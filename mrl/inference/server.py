@@ -13,6 +13,7 @@ from mrl.inference.errors import EngineError, RolloutError
 from mrl.inference.load import Meter
 from mrl.inference.process import Started, describe_exit
 from mrl.inference.protocol import MEMORY_PARTS, RELEASE_MEMORY, MemoryPart
+from mrl.inference.server_info import UNCHECKED, ServerInfo
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ class Server:
     """One engine.
 
     process: None for a server that mrl did not start
+    info: its settings, once it has been checked
     meter: counts its requests
     restarts: number of restarts, by which a failure before a restart is told from one after it
     up: False from its loss until it has been restarted and checked, and has its weights
@@ -81,6 +83,7 @@ class Server:
 
     url: str
     process: Started | None = None
+    info: ServerInfo = UNCHECKED
     meter: Meter = field(default_factory=Meter)
     restarts: int = 0
     up: bool = True

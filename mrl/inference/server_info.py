@@ -78,6 +78,9 @@ class ServerInfo:
             )
 
 
+UNCHECKED = ServerInfo(device="cpu", is_deterministic=False, has_tokenizer=True)
+
+
 def read_server_info(answer: Any) -> ServerInfo:
     info = typed(answer, "the answer", dict)
     rounds = maybe(info, "quantization", str) or maybe(info, "torchao_config", str) or ""

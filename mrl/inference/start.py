@@ -18,7 +18,7 @@ from mrl.inference.agent import Home, Offered
 from mrl.inference.check import check_server
 from mrl.inference.elsewhere import Member, OtherNode, joined
 from mrl.inference.engine import Engine
-from mrl.inference.engine_pool import Checked, EnginePool
+from mrl.inference.engine_pool import EnginePool
 from mrl.inference.errors import EngineError, EngineStartError
 from mrl.inference.launch import CPU, Launch, Part, ServerSpec, launcher
 from mrl.inference.membership import RouterProcess, engines_at, engines_key, served
@@ -26,6 +26,7 @@ from mrl.inference.open_engine_pool import OpenEnginePool
 from mrl.inference.process import EnginePart, EngineProcess
 from mrl.inference.routed import RoutedShape
 from mrl.inference.server import Server
+from mrl.inference.server_info import ServerInfo
 from mrl.ports import free_port
 
 
@@ -79,7 +80,7 @@ def start_engine(
         servers = [Server(one.url, one) for one in joined(parts, part.nodes if part is not None else 1)]
     arch = engine_arch(model_path)
 
-    def check(url: str) -> Checked:
+    def check(url: str) -> tuple[ServerInfo, list[str]]:
         try:
             return check_server(url, access, cfg, model_path, arch.family, dtype, outlives=bool(cfg.urls))
         except (EngineError, EngineStartError) as error:

@@ -10,8 +10,9 @@ from aiohttp import web
 
 from mrl.inference.access import Access
 from mrl.inference.engine import Engine
-from mrl.inference.engine_pool import Checked, EnginePool
+from mrl.inference.engine_pool import EnginePool
 from mrl.inference.server import Server
+from mrl.inference.server_info import UNCHECKED
 from mrl.inference.serving import Route
 from mrl.inference.serving import Server as HttpServer
 
@@ -66,7 +67,7 @@ def start(
     pool = EnginePool(
         servers,
         Access(KEY),
-        lambda url: Checked((), True),
+        lambda url: (UNCHECKED, ()),
         startup_timeout_s=9.0,
         max_restarts=1,
         memory_timeout_s=9.0,

@@ -127,11 +127,11 @@ INSIDE: dict[str, dict[str, tuple[str, ...]]] = {
         "process": ("errors", "access", "client", "launch", "fork_server"),
         "agent": ("errors", "process", "serving"),
         "elsewhere": ("errors", "access", "agent", "process"),
-        "server": ("errors", "protocol", "client", "process", "load"),
+        "server": ("errors", "server_info", "protocol", "client", "process", "load"),
         "engine_pool": (*TALK, "process", "elsewhere", "load", "server"),
         "membership": ("errors", "access", "agent", "client", "launch", "process", "protocol"),
         "open_engine_pool": ("errors", "elsewhere", "server", "engine_pool", "membership"),
-        "check": (*TALK, "samples", "engine_pool"),
+        "check": (*TALK, "samples"),
         "request_dispatcher": (*TALK, "samples", "server", "engine_pool"),
         "engine": (*TALK, "routed", "samples", "load", "server", "engine_pool", "request_dispatcher"),
         "start": (

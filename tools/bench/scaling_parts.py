@@ -96,8 +96,9 @@ def sampling(samples: int, tokens: int, servers: int = 8) -> Row:
     from mrl.core import Prompt
     from mrl.inference.access import OPEN
     from mrl.inference.engine import Engine
-    from mrl.inference.engine_pool import Checked, EnginePool
+    from mrl.inference.engine_pool import EnginePool
     from mrl.inference.server import Server
+    from mrl.inference.server_info import UNCHECKED
     from mrl.reward.manager import RewardManager
     from mrl.trainers.rl import generate
 
@@ -114,7 +115,7 @@ def sampling(samples: int, tokens: int, servers: int = 8) -> Row:
     with far_engine(tokens) as port, tempfile.TemporaryDirectory() as folder, RewardManager(cfg.reward) as rewards:
         urls = [f"http://127.0.0.{i + 1}:{port}" for i in range(servers)]
         pool = EnginePool(
-            [Server(url) for url in urls], OPEN, lambda url: Checked((), False),
+            [Server(url) for url in urls], OPEN, lambda url: (UNCHECKED, ()),
             startup_timeout_s=60, max_restarts=0, memory_timeout_s=60,
         )  # fmt: skip
         engine = Engine(pool, vocab_size=VOCAB, concurrent_requests=256, request_timeout_s=600)
@@ -136,10 +137,11 @@ def client(samples: int, tokens: int, in_flight: int, servers: int = 8) -> Row:
     """Rank 0: one request per sample to engines, their answers to samples, which nobody keeps."""
     from mrl.core import Prompt, Request, SamplingParams
     from mrl.inference.access import OPEN
-    from mrl.inference.engine_pool import Checked, EnginePool
+    from mrl.inference.engine_pool import EnginePool
     from mrl.inference.request_dispatcher import Generation, PromptGroup, RequestDispatcher, by_prompt
     from mrl.inference.samples import Expected
     from mrl.inference.server import Server
+    from mrl.inference.server_info import UNCHECKED
 
     prompts, clock, answered = [Prompt(i, tuple(range(1, PROMPT + 1)), {}) for i in range(64)], Clock(), 0
 
@@ -155,7 +157,7 @@ def client(samples: int, tokens: int, in_flight: int, servers: int = 8) -> Row:
 
     with far_engine(tokens) as port:
         pool = EnginePool(
-            [Server(f"http://127.0.0.{i + 1}:{port}") for i in range(servers)], OPEN, lambda url: Checked((), False),
+            [Server(f"http://127.0.0.{i + 1}:{port}") for i in range(servers)], OPEN, lambda url: (UNCHECKED, ()),
             startup_timeout_s=60, max_restarts=0, memory_timeout_s=60,
         )  # fmt: skip
         how = Generation(SamplingParams(max_new_tokens=tokens), Expected(VOCAB, tokens))

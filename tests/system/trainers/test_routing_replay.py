@@ -22,7 +22,7 @@ from mrl.core import Prompt, Request, Sample, SamplingParams
 from mrl.data.collate import collate
 from mrl.data.packing import pack
 from mrl.families import load_arch
-from mrl.inference import Engine, EngineClient, EngineStartError, start_engine
+from mrl.inference import Engine, EngineStartError, start_engine
 from mrl.inference.errors import BadAnswer
 from mrl.inference.launch import started_with
 from mrl.inference.routed import ASK, RoutedShape, joined, whole
@@ -311,7 +311,7 @@ def served(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) ->
 
 def test_an_engine_that_does_not_say_is_refused_at_the_start(served: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     served.check_experts()
-    monkeypatch.setattr(EngineClient, "server_info", lambda client: ServerInfo("cpu", True, False))
+    monkeypatch.setattr(served.pool.servers[0], "info", ServerInfo("cpu", True, False))
     with pytest.raises(EngineStartError, match=f"start it with {ASK}"):
         served.check_experts()
 

@@ -12,9 +12,10 @@ from mrl.core import SamplingParams
 from mrl.inference import check, protocol
 from mrl.inference.access import OPEN
 from mrl.inference.engine import Engine
-from mrl.inference.engine_pool import Checked, EnginePool
+from mrl.inference.engine_pool import EnginePool
 from mrl.inference.errors import EngineError, EngineStartError, RolloutError
 from mrl.inference.server import Server
+from mrl.inference.server_info import UNCHECKED
 
 ALL, CACHE = protocol.RELEASED_PARTS["all"], protocol.RELEASED_PARTS["cache"]
 RELEASE, RESUME = protocol.RELEASE_MEMORY.name, protocol.RESUME_MEMORY.name
@@ -106,7 +107,7 @@ class Trainer:
         pool = EnginePool(
             servers,
             OPEN,
-            lambda url: Checked((), True),
+            lambda url: (UNCHECKED, ()),
             startup_timeout_s=9.0,
             max_restarts=restarts,
             memory_timeout_s=9.0,

@@ -26,9 +26,10 @@ from mrl.core import Prompt, Request, Rollout  # noqa: E402
 from mrl.data import collate, load_tokenizer  # noqa: E402
 from mrl.inference.access import OPEN  # noqa: E402
 from mrl.inference.client import EngineClient  # noqa: E402
-from mrl.inference.engine_pool import Checked, EnginePool  # noqa: E402
+from mrl.inference.engine_pool import EnginePool  # noqa: E402
 from mrl.inference.samples import Expected, read_answer  # noqa: E402
 from mrl.inference.server import Server  # noqa: E402
+from mrl.inference.server_info import ServerInfo  # noqa: E402
 from mrl.parallel import messages  # noqa: E402
 from mrl.platform import process  # noqa: E402
 from mrl.trainers.rl.experience import Passes, make_experience, token_weights  # noqa: E402
@@ -187,9 +188,9 @@ def test_engines_are_checked_and_opened_at_the_same_time(monkeypatch: pytest.Mon
     urls = [f"http://127.0.0.{number}:1" for number in range(1, 5)]
     together = threading.Barrier(len(urls), timeout=60)
 
-    def check(url: str) -> Checked:
+    def check(url: str) -> tuple[ServerInfo, list[str]]:
         together.wait()
-        return Checked((f"note of {url}",), True)
+        return ServerInfo("cpu", True, True), [f"note of {url}"]
 
     settings = {"startup_timeout_s": 1, "max_restarts": 0, "memory_timeout_s": 1}
     pool = EnginePool([Server(url) for url in urls], OPEN, check, **settings)  # type: ignore[arg-type]

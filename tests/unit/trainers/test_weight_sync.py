@@ -14,8 +14,9 @@ platform.install()
 from mrl.config.schema import RLConfig  # noqa: E402
 from mrl.inference.access import OPEN  # noqa: E402
 from mrl.inference.engine import Engine  # noqa: E402
-from mrl.inference.engine_pool import Checked, EnginePool  # noqa: E402
+from mrl.inference.engine_pool import EnginePool  # noqa: E402
 from mrl.inference.server import Server  # noqa: E402
+from mrl.inference.server_info import UNCHECKED  # noqa: E402
 from mrl.weights.errors import SyncError  # noqa: E402
 from tests.helpers.bare_run import bare_run  # noqa: E402
 
@@ -24,7 +25,7 @@ def test_a_weight_sync_is_over_when_it_has_failed() -> None:
     pool = EnginePool(
         [Server("http://127.0.0.1:1")],
         OPEN,
-        lambda url: Checked((), True),
+        lambda url: (UNCHECKED, ()),
         startup_timeout_s=9.0,
         max_restarts=0,
         memory_timeout_s=9.0,
