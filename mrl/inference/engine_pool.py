@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 from mrl.inference.access import Access
+from mrl.inference.agent import OtherNode
 from mrl.inference.client import EngineClient
-from mrl.inference.elsewhere import OtherNode
 from mrl.inference.errors import EngineError, EngineStartError, PortTaken, RolloutError
 from mrl.inference.load import Meter
 from mrl.inference.process import EngineProcess, Started

@@ -51,31 +51,19 @@ class Part:
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """Specification of a server to start.
-
-    model_path: Hugging Face directory; without safetensors the weights are random until the first weight sync
-    dtype: "float32" or "bfloat16"
-    port: to listen on
-    index: among the `cfg.servers` of its node
-    seed: for random numbers without a seed of the sample; the same for all servers of a node
-    machine: this machine; without GPUs the server runs on the CPU
-    folder: private folder, removed when the engine ends
-    api_key: key that every request must carry; None: no key is needed
-    host: the only address to listen on; the machine's own if other nodes must reach it
-    part: None if the whole engine is on this node
-    """
+    """Specification of a server to start."""
 
     cfg: RolloutConfig
-    model_path: str
-    dtype: str
+    model_path: str  # Hugging Face directory; without safetensors the weights are random until the first weight sync
+    dtype: str  # "float32" or "bfloat16"
     port: int
-    index: int
-    seed: int
-    machine: Machine
-    folder: Path
-    api_key: str | None = field(default=None, repr=False)
-    host: str = HERE
-    part: Part | None = None
+    index: int  # among the `cfg.servers` of its node
+    seed: int  # for random numbers without a seed of the sample; the same for all servers of a node
+    machine: Machine  # this machine; without GPUs the server runs on the CPU
+    folder: Path  # private folder, removed when the engine ends
+    api_key: str | None = field(default=None, repr=False)  # that every request must carry; None: no key is needed
+    host: str = HERE  # the only address to listen on; the machine's own if other nodes must reach it
+    part: Part | None = None  # None if the whole engine is on this node
 
     @property
     def arch(self) -> ModelArch:
@@ -128,15 +116,11 @@ class ServerSpec:
 
 @dataclass(frozen=True)
 class Launch:
-    """Command that starts an engine.
-
-    env: the whole environment, which may hold the API key
-    kind: name of the fork server that may start it
-    """
+    """Command that starts an engine."""
 
     command: list[str]
-    env: dict[str, str] = field(repr=False)
-    kind: str | None = None
+    env: dict[str, str] = field(repr=False)  # the whole environment, which may hold the API key
+    kind: str | None = None  # name of the fork server that may start it
 
 
 def keep_memory() -> None:
@@ -176,14 +160,14 @@ AT_ONCE = 2  # adapters in memory: the current one, and none
 def started_with(cfg: RLConfig) -> RolloutConfig:
     """Returns the run's rollout settings, with SGLang's arguments for adapters, deltas and routed experts."""
     rollout, words = cfg.engines()[0], list[str]()
-    if cfg.sync.delta is not None and "server_args" not in ENGINES[cfg.rollout.engine].ignores:
+    takes_words = "server_args" not in ENGINES[cfg.rollout.engine].ignores
+    if cfg.sync.delta is not None and takes_words:
         words += ["--custom-weight-loader", LOADER]
-    if cfg.actor.routing_replay == "engine" and "server_args" not in ENGINES[cfg.rollout.engine].ignores:
+    if cfg.actor.routing_replay == "engine" and takes_words:
         words.append(ASK)
     if cfg.sync.lora == "adapter":
         lora = cfg.actor.lora
         assert lora is not None
-        parts = adapted_parts(engine_arch(cfg.model.path), lora.spec)
         words += ["--enable-lora", "--max-lora-rank", str(lora.rank), "--max-loras-per-batch", str(AT_ONCE)]
-        words += ["--lora-target-modules", *parts]
+        words += ["--lora-target-modules", *adapted_parts(engine_arch(cfg.model.path), lora.spec)]
     return rollout.model_copy(update={"server_args": (*words, *rollout.server_args)})

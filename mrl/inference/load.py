@@ -12,18 +12,14 @@ from mrl.core import Sample
 
 @dataclass(frozen=True)
 class Load:
-    """Load over a span of time.
+    """Load over a span of time."""
 
-    requests: number begun; samples, tokens: number of finished samples, and of their response tokens
-    seconds: time with at least one request; mean, most: concurrent requests during that time
-    """
-
-    requests: int
-    samples: int
-    tokens: int
-    seconds: float
-    mean: float
-    most: int
+    requests: int  # begun
+    samples: int  # finished
+    tokens: int  # response tokens of the finished samples
+    seconds: float  # with at least one request
+    mean: float  # of concurrent requests during these seconds
+    most: int  # concurrent requests
 
     @property
     def tokens_per_s(self) -> float:

@@ -54,25 +54,20 @@ START = (
 
 @dataclass(frozen=True)
 class NodeRecord:
-    """The record that an engine node registers.
-
-    engines: their addresses, and that of the node's agent
-    serves: settings that the run must have too, by key
-    rendezvous: where the nodes of an engine over several meet; None: each node has its own engines
-    """
+    """The record that an engine node registers."""
 
     engines: Offered
-    serves: dict[str, Any]
+    serves: dict[str, Any]  # settings that the run must have too, by key
     state: Literal["starting", "ready"] = "starting"
-    rendezvous: str | None = None
+    rendezvous: str | None = None  # where the nodes of an engine over several meet; None: each has its own engines
 
 
 @dataclass(frozen=True)
 class ListedNode:
-    """A node as the router lists it. id: of its worker; healthy: its agent answers the router's checks"""
+    """A node as the router lists it."""
 
-    id: str
-    healthy: bool
+    id: str  # of its worker
+    healthy: bool  # its agent answers the router's checks
     record: NodeRecord
 
 

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from mrl.config.schema import PlacementConfig
-from mrl.inference.elsewhere import OtherNode
+from mrl.inference.agent import OtherNode
 from mrl.inference.engine_pool import EnginePool, Weights
 from mrl.inference.errors import EngineError, EngineStartError, RolloutError
 from mrl.inference.membership import ListedNode, NodeRecord, RouterProcess, differences

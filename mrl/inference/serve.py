@@ -14,8 +14,7 @@ from pathlib import Path
 from mrl.config.derived import Machine
 from mrl.config.schema import RLConfig
 from mrl.inference.access import Access
-from mrl.inference.agent import Agent, Home
-from mrl.inference.elsewhere import OtherNode, joined
+from mrl.inference.agent import Agent, Home, OtherNode, joined
 from mrl.inference.errors import EngineStartError, RolloutError
 from mrl.inference.launch import Part, started_with
 from mrl.inference.membership import ListedNode, NodeRecord, RouterClient, engines_key, router_file, served

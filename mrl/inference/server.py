@@ -70,25 +70,16 @@ Parts = frozenset[MemoryPart]
 
 @dataclass(eq=False)
 class Server:
-    """One engine.
-
-    process: None for a server that mrl did not start
-    info: its settings, once it has been checked
-    meter: counts its requests
-    restarts: number of restarts, by which a failure before a restart is told from one after it
-    up: False from its loss until it has been restarted and checked, and has its weights
-    released: parts of its memory that are released
-    has_weights: False after a release of its weights, or a restart without them, until the next weight sync
-    """
+    """One engine."""
 
     url: str
-    process: Started | None = None
-    info: ServerInfo = UNCHECKED
-    meter: Meter = field(default_factory=Meter)
-    restarts: int = 0
-    up: bool = True
-    released: Parts = frozenset()
-    has_weights: bool = True
+    process: Started | None = None  # None for a server that mrl did not start
+    info: ServerInfo = UNCHECKED  # its settings, once it has been checked
+    meter: Meter = field(default_factory=Meter)  # of its requests
+    restarts: int = 0  # by which a failure before a restart is told from one after it
+    up: bool = True  # False from its loss until it has been restarted and checked, and has its weights
+    released: Parts = frozenset()  # parts of its memory that are released
+    has_weights: bool = True  # False after their release, or a restart without them, until the next weight sync
 
     @property
     def has_ended(self) -> bool:
@@ -114,7 +105,13 @@ class Server:
         limit = client.timeout_s
         if more := wanted - self.released:
             self.has_weights &= "weights" not in more
-            self._wait_idle(client)
+            try:  # SGLang exits if it has to release memory while it runs requests
+                client.flush_when_idle(limit)
+            except EngineError as error:
+                if error.status != 400:
+                    raise
+                text = f"not asked: requests still run after {limit:g} s, and only an idle engine may give memory up"
+                raise EngineError(self.url, RELEASE_MEMORY.name, None, text) from error
             client.timeout_s = limit
             client.release_memory(_in_order(more))
             self.released |= more
@@ -122,17 +119,6 @@ class Server:
             client.timeout_s = limit
             client.resume_memory(_in_order(back))
             self.released -= back
-
-    def _wait_idle(self, client: EngineClient) -> None:
-        """Waits until no request runs: SGLang exits if it has to release memory while it runs requests."""
-        limit = client.timeout_s
-        try:
-            client.flush_when_idle(limit)
-        except EngineError as error:
-            if error.status != 400:
-                raise
-            text = f"not asked: requests still run after {limit:g} s, and only an idle engine may give memory up"
-            raise EngineError(self.url, RELEASE_MEMORY.name, None, text) from error
 
     def asleep(self) -> str | None:
         """Returns the reason why the server cannot sample now; None if it can."""

@@ -14,43 +14,25 @@ BEYOND_INPUT = 4  # tokens of prompt and response that SGLang has room for, beyo
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """Settings of an engine, as reported by its /server_info.
+    """Settings of an engine, as reported by its /server_info."""
 
-    device: "cpu" if the server does not report one
-    checksum: method of its weight checksums: "sha256" of the bytes, or "tiles", as SGLang on a GPU
-    dtype: compute dtype, such as "float32"; "" if unknown, or if weights or KV cache are quantized
-    is_deterministic: the same seed gives the same tokens in any batch
-    has_tokenizer: stop strings work
-    releases_memory: it can release GPU memory; None if it does not know the option
-    returns_experts: it can return routed experts
-    has_prefix_cache: it keeps the KV cache of prompts for later requests
-    tensor: tensor-parallel size; None if unknown
-    stages, copies: pipeline-parallel and data-parallel size
-    room: maximum tokens of prompt and response together; None if unknown
-    rounds_weights: quantization of its weights, such as "fp8"; "" if none
-    own_sampling: sampling parameters for which the server has its own defaults
-    drafts: method of speculative decoding, such as "EAGLE"; "" if off
-    drafts_exactly: speculative decoding does not change the distribution of samples
-    loads_deltas: it has mrl's loader of weight deltas
-    """
-
-    device: str
-    is_deterministic: bool
-    has_tokenizer: bool
-    checksum: Literal["sha256", "tiles"] = "sha256"
-    releases_memory: bool | None = None
-    returns_experts: bool = False
-    has_prefix_cache: bool = False
-    dtype: str = ""
-    tensor: int | None = None
-    stages: int = 1
-    copies: int = 1
-    room: int | None = None
-    rounds_weights: str = ""
-    own_sampling: frozenset[str] = frozenset()
-    drafts: str = ""
-    drafts_exactly: bool = True
-    loads_deltas: bool = False
+    device: str  # "cpu" if the server does not report one
+    is_deterministic: bool  # the same seed gives the same tokens in any batch
+    has_tokenizer: bool  # stop strings work
+    checksum: Literal["sha256", "tiles"] = "sha256"  # of weights: of the bytes, or "tiles", as SGLang on a GPU
+    releases_memory: bool | None = None  # it can release GPU memory; None if it does not know the option
+    returns_experts: bool = False  # it can return routed experts
+    has_prefix_cache: bool = False  # it keeps the KV cache of prompts for later requests
+    dtype: str = ""  # compute dtype, such as "float32"; "" if unknown, or if weights or KV cache are quantized
+    tensor: int | None = None  # tensor-parallel size; None if unknown
+    stages: int = 1  # pipeline-parallel size
+    copies: int = 1  # data-parallel size
+    room: int | None = None  # maximum tokens of prompt and response together; None if unknown
+    rounds_weights: str = ""  # quantization of its weights, such as "fp8"; "" if none
+    own_sampling: frozenset[str] = frozenset()  # sampling parameters for which the server has its own defaults
+    drafts: str = ""  # method of speculative decoding, such as "EAGLE"; "" if off
+    drafts_exactly: bool = True  # speculative decoding does not change the distribution of samples
+    loads_deltas: bool = False  # it has mrl's loader of weight deltas
 
     def hindrances(self, tensor: int | None, quantization: str, asked: Collection[str]) -> Iterator[str]:
         """Yields reasons why a run cannot use this server, with what to change.
@@ -88,6 +70,8 @@ def read_server_info(answer: Any) -> ServerInfo:
     longest = maybe(info, "max_req_input_len", int)
     thresholds = [info.get(f"speculative_accept_threshold_{kind}") for kind in ("single", "acc")]
     drafts = maybe(info, "speculative_algorithm", str) or ""
+    preferred = info.get("preferred_sampling_params")  # older servers report them as text of JSON
+    preferred = from_json(preferred.encode()) if isinstance(preferred, str) else preferred
     device, has_own = maybe(info, "device", str) or "cpu", maybe(info, "weights_checksum", str) == "sha256"
     return ServerInfo(
         device=device,
@@ -103,14 +87,8 @@ def read_server_info(answer: Any) -> ServerInfo:
         copies=maybe(info, "dp_size", int) or 1,
         room=None if longest is None else longest + BEYOND_INPUT,
         rounds_weights=rounds,
-        own_sampling=frozenset(_preferred(info.get("preferred_sampling_params"))),
+        own_sampling=frozenset(() if preferred is None else typed(preferred, "preferred_sampling_params", dict)),
         drafts=drafts,
         drafts_exactly=not drafts or all(threshold in (None, 1) for threshold in thresholds),
         loads_deltas=LOADER in (maybe(info, "custom_weight_loader", list) or ()),
     )
-
-
-def _preferred(given: Any) -> dict[str, Any]:
-    """Returns the preferred sampling parameters; older servers report them as text of JSON."""
-    found = from_json(given.encode()) if isinstance(given, str) else given
-    return {} if found is None else typed(found, "preferred_sampling_params", dict)

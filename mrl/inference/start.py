@@ -14,9 +14,8 @@ from mrl.config.schema import RLConfig, RolloutConfig
 from mrl.config.secret_file import read_secret
 from mrl.families import ModelArch, engine_arch
 from mrl.inference.access import Access
-from mrl.inference.agent import Home, Offered
+from mrl.inference.agent import Home, Member, Offered, OtherNode, joined
 from mrl.inference.check import check_server
-from mrl.inference.elsewhere import Member, OtherNode, joined
 from mrl.inference.engine import Engine
 from mrl.inference.engine_pool import EnginePool
 from mrl.inference.errors import EngineError, EngineStartError
@@ -32,16 +31,12 @@ from mrl.ports import free_port
 
 @dataclass(frozen=True)
 class Others:
-    """Nodes other than rank 0's, in order; their engines have been started there.
+    """Nodes other than rank 0's; their engines have been started there."""
 
-    key: key of all engines of the run
-    part: of rank 0's node, if engines extend over several nodes
-    """
-
-    key: str
-    home: Home
-    offered: Sequence[Offered] = ()
-    part: Part | None = None
+    key: str  # of all engines of the run
+    home: Home  # rank 0's node
+    offered: Sequence[Offered] = ()  # in the order of the nodes
+    part: Part | None = None  # of rank 0's node, if engines extend over several nodes
 
 
 def start_engine(

@@ -13,7 +13,7 @@ import pytest
 
 from mrl.inference import Access, Agent, Home, RolloutError
 from mrl.inference.access import listeners
-from mrl.inference.elsewhere import ElsewhereEngine, OtherNode
+from mrl.inference.agent import ElsewhereEngine, OtherNode
 from mrl.inference.errors import EngineStartError, PortTaken
 from mrl.inference.process import EngineProcess
 from mrl.parallel import Nodes
