@@ -241,12 +241,8 @@ class EnginePool:
         problem = RolloutError(f"{error}\n{server.exit_report()}".strip() if not refuses else str(error))
         if error.status is not None and not ended:
             raise problem from error
-        self._begin_anew(server, problem)
-
-    def _begin_anew(self, server: Server, problem: RolloutError) -> None:
-        """Restarts a lost server without the trainer's weights, which are not at hand now."""
         self.lose(server, problem)
-        server.has_weights = False
+        server.has_weights = False  # the trainer's are not at hand now
         run_coroutine(self.bring_back(server))
 
     # ---- checks

@@ -9,23 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
 
-from mrl.forks import (
-    ForkRequest,
-    ForkServer,
-    Process,
-    redirect_stdio,
-    request_fork,
-)
+from mrl.forks import ForkRequest, ForkServer, Process, redirect_stdio, request_fork
 from mrl.inference import supervisor
 
 try:
@@ -120,7 +113,8 @@ def become_supervisor(connection: Connection, imported: Mapping[str, str]) -> Fo
         _show("-m", *arguments)
         return replace(request, arguments=arguments)
     _show(str(supervisor.__file__), *arguments)
-    code = supervisor.supervise(engine, lambda: _is_readable(owner), float(grace_s), folder)
+    # the handle of a process that has ended is readable
+    code = supervisor.supervise(engine, lambda: bool(wait([owner], 0)), float(grace_s), folder)
     with contextlib.suppress(OSError):  # the owner is gone
         connection.send_bytes(str(code).encode())
     os._exit(code)
@@ -128,17 +122,11 @@ def become_supervisor(connection: Connection, imported: Mapping[str, str]) -> Fo
 
 def _is_like_here(env: Mapping[str, str]) -> bool:
     """True if a program with this environment would have imported the same."""
-    here = {name: value for name, value in os.environ.items() if name.startswith(_READ_BY_IMPORTS)}
-    there = {name: value for name, value in env.items() if name.startswith(_READ_BY_IMPORTS)}
-    more = {name for name in there.keys() - here.keys() if not name.startswith(_READ_LATER)}
-    return not more and all(there.get(name) == value for name, value in here.items())
-
-
-def _is_readable(file: int) -> bool:
-    """True for the handle of a process that has ended."""
-    poll = select.poll()  # `select` is limited to 1024 files
-    poll.register(file, select.POLLIN)
-    return bool(poll.poll(0))
+    names = {name for name in {**os.environ, **env} if name.startswith(_READ_BY_IMPORTS)}
+    return all(
+        env.get(name) == os.environ.get(name) or (name.startswith(_READ_LATER) and name not in os.environ)
+        for name in names
+    )
 
 
 def _show(*arguments: str) -> None:

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 
-from mrl.forks import (
-    ForkRequest,
-    ForkServer,
-    Process,
-    die_with_parent,
-    redirect_stdio,
-    request_fork,
-)
+from mrl.forks import ForkRequest, ForkServer, Process, die_with_parent, redirect_stdio, request_fork
 
 _ADOPT_ORPHANS = 36  # of prctl
 
@@ -34,8 +26,12 @@ class RankForkServer(ForkServer):
         """Returns a child of this process, or None; parameters and reasons as for `request_fork`."""
         if self.path is None:
             return None
-        with _orphans_adopted():
+        prctl = ctypes.CDLL(None, use_errno=True).prctl
+        prctl(_ADOPT_ORPHANS, 1, 0, 0, 0)  # the fork's parent ends at once
+        try:
             made = request_fork(self.path, command, env, files, folder)
+        finally:
+            prctl(_ADOPT_ORPHANS, 0, 0, 0, 0)
         if made is None:
             self.close()
             return None
@@ -70,14 +66,3 @@ def become_child(connection: Connection, imported: Mapping[str, str]) -> ForkReq
     connection.send_bytes(str(os.getpid()).encode())
     connection.close()
     return replace(request, env={**request.env, **imported})  # as the imports would set it in a program
-
-
-@contextlib.contextmanager
-def _orphans_adopted() -> Iterator[None]:
-    """Lets this process become the parent of orphaned descendants in the block."""
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-    prctl(_ADOPT_ORPHANS, 1, 0, 0, 0)
-    try:
-        yield
-    finally:
-        prctl(_ADOPT_ORPHANS, 0, 0, 0, 0)

@@ -111,7 +111,7 @@ class Noted(EngineClient):
         super().__init__("http://127.0.0.1:1")
         self.asked: list[str] = []
 
-    def _call(self, endpoint: Any, body: Any) -> Any:
+    def _call(self, endpoint: Any, body: Any = None) -> Any:
         self.asked.append(endpoint.name)
 
 
