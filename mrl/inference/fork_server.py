@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
 from mrl.forks import ForkRequest, ForkServer, Process, redirect_stdio, request_fork
 from mrl.inference import supervisor
@@ -41,10 +41,8 @@ class EngineForkServer(ForkServer):
         if self.path is not None:
             os.environ[VARIABLE] = str(self.path.parent)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
         if self.path is None:
             os.environ.pop(VARIABLE, None)
 

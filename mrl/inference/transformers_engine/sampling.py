@@ -138,16 +138,12 @@ class SeededSampler(LogitsProcessor):
             if job.live:
                 job.log_probs.append(value)
         self._step += 1
-        return self._decide(choice[:, None].to(scores.device), scores)
-
-    def _decide(self, choice: Tensor, scores: Tensor) -> Tensor:
-        """-inf but at the choices; the same memory at every step."""
-        if self._decided is None:
+        if self._decided is None:  # -inf but at the choices; the same memory at every step
             self._decided = torch.full_like(scores, -torch.inf)
         else:
             self._decided.scatter_(-1, self._chosen, -torch.inf)
-        self._chosen = choice
-        return self._decided.scatter_(-1, choice, 0.0)
+        self._chosen = choice[:, None].to(scores.device)
+        return self._decided.scatter_(-1, self._chosen, 0.0)
 
 
 class PerRowStop(StoppingCriteria):

@@ -21,10 +21,6 @@ from mrl.families.table import HF_OUTPUT, weight_table
 from mrl.inference.delta import LOADER
 
 
-def _tensor_from_bytes(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), weights_only=True)
-
-
 class TensorUnpickler(pickle.Unpickler):
     """Rebuilds tensors (by value, or in shared memory) inside plain containers, and nothing else."""
 
@@ -37,7 +33,7 @@ class TensorUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch.storage", "_load_from_bytes"):
-            return _tensor_from_bytes
+            return lambda data: torch.load(io.BytesIO(data), weights_only=True)
         if (module, name) == ("types", "SimpleNamespace"):
             return SimpleNamespace
         if (module, name) == ("collections", "OrderedDict"):
@@ -116,14 +112,11 @@ class ModelWeights:
         }
 
     def _fused(self, sources: Sequence[HubTensor]) -> Tensor:
-        tensor = torch.cat([self._in_sglang(source) for source in sources])
+        parts = [(one, self._places[one.name]) for one in sources]
+        tensor = torch.cat([x.mT if one.is_transposed else x.float() if one.is_wide else x for one, x in parts])
         if sources[0].row.kind == "vocab" and FAMILIES[self._arch.family].engine_cuts_vocab:
             return nn.functional.pad(tensor, (0, 0, 0, -tensor.shape[0] % VOCAB_MULTIPLE))
         return tensor
-
-    def _in_sglang(self, source: HubTensor) -> Tensor:
-        part = self._places[source.name]
-        return part.mT if source.is_transposed else part.float() if source.is_wide else part
 
     def _part(self, row: ParameterMapping, i: int) -> Tensor:
         """The tensor number `i` of a row, in the other form that it may have."""
