@@ -22,7 +22,7 @@ from mrl.config.trainers.base import AnyConfig
 from mrl.core import Prompt, Request, Rollout, Sample, SamplingParams, StepStats
 from mrl.data import collate
 from mrl.data.encoder import Encoder
-from mrl.inference import sample_seed
+from mrl.inference.seeds import sample_seed
 from mrl.kernels.linear_divergence import Divergence
 from mrl.learner import Learner, losses
 from mrl.learner.loss_terms import Distillation, Loss, LossParts

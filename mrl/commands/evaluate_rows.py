@@ -76,8 +76,7 @@ def _found(args: argparse.Namespace, cfg: Config, weights: str, run_dir: Path) -
     from mrl.config.schema import RewardModelTrainerConfig
     from mrl.data import DataError, TokenizerError
     from mrl.evaluation import evaluate_answers, held_out, lm_eval_scores, reward_model_agreement, why_unanswerable
-    from mrl.inference import EngineError, EngineStartError, RolloutError
-    from mrl.inference.errors import EngineUnavailable
+    from mrl.inference.errors import EngineError, EngineStartError, EngineUnavailable, RolloutError
     from mrl.reward.errors import RewardError
     from mrl.weights.errors import WeightError
 

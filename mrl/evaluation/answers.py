@@ -16,7 +16,8 @@ from mrl.config.schema import Config
 from mrl.core import Request, Sample, SamplingParams
 from mrl.data import PromptDataset, load_image_processor, load_tokenizer
 from mrl.evaluation.estimates import Estimate, majority_at, pass_at
-from mrl.inference import sample_seed, start_engine
+from mrl.inference.seeds import sample_seed
+from mrl.inference.start import start_engine
 from mrl.observe.progress import PlainDisplay, Progress
 from mrl.platform import gpu_count
 from mrl.reward.check import row_check

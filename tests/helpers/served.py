@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from mrl.config.schema import DeltaSyncConfig, SyncConfig
-from mrl.inference import Engine, EngineClient
+from mrl.inference.client import EngineClient
 from mrl.inference.delta import LOADER
+from mrl.inference.engine import Engine
 from mrl.weights.sync.weight_sync import WeightSync
 from tests.helpers.sync_tools import FileExporter
 from tests.helpers.world import run_world

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from mrl.inference import Engine
+from mrl.inference.engine import Engine
 from mrl.resilience.rank import process_name
 from tests.helpers import zygote
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from mrl.config.schema import RolloutConfig
-from mrl.inference import Engine, start_engine
+from mrl.inference.engine import Engine
+from mrl.inference.start import start_engine
 from tests.conftest import TinyModels
 from tests.helpers import engine_fork_servers
 from tests.helpers.served import DELTAS

@@ -138,7 +138,7 @@ INSIDE: dict[str, dict[str, tuple[str, ...]]] = {
             *("membership", "open_engine_pool"),
         ),
         "serve": ("errors", "access", "launch", "agent", "membership", "start"),
-        "__init__": (*TALK, "seeds", "launch", "agent", "load", "engine", "start"),
+        "__init__": (),
     },
     "weights": {
         "errors": (),

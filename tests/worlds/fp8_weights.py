@@ -25,7 +25,8 @@ from gradients import parse  # noqa: E402
 from mrl import checkpoint  # noqa: E402
 from mrl.config.schema import OptimizerConfig, SyncConfig, TrainConfig  # noqa: E402
 from mrl.families import load_arch  # noqa: E402
-from mrl.inference import Access, EngineClient  # noqa: E402
+from mrl.inference.access import Access  # noqa: E402
+from mrl.inference.client import EngineClient  # noqa: E402
 from mrl.learner import Learner, learner  # noqa: E402
 from mrl.models.build import build_model  # noqa: E402
 from mrl.models.initialise import initialise  # noqa: E402

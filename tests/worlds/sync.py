@@ -20,7 +20,8 @@ platform.install()
 
 from mrl.config.schema import ParallelConfig, SyncConfig, TrainConfig  # noqa: E402
 from mrl.families import load_arch  # noqa: E402
-from mrl.inference import Access, EngineClient  # noqa: E402
+from mrl.inference.access import Access  # noqa: E402
+from mrl.inference.client import EngineClient  # noqa: E402
 from mrl.models.build import build_model  # noqa: E402
 from mrl.parallel import Meshes, rank  # noqa: E402
 from mrl.weights.model.export import Exporter  # noqa: E402

@@ -18,7 +18,7 @@ import httpx
 import torch.distributed as dist
 
 from mrl.config.schema import SyncConfig
-from mrl.inference import Access
+from mrl.inference.access import Access
 from mrl.weights.errors import SyncError
 from mrl.weights.sync.payload import Bucket, plan_buckets
 from mrl.weights.sync.weight_sync import WeightSync

@@ -36,7 +36,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from mrl.config.schema import RolloutConfig  # noqa: E402
-from mrl.inference import Engine, start_engine  # noqa: E402
+from mrl.inference.engine import Engine  # noqa: E402
+from mrl.inference.start import start_engine  # noqa: E402
 from tests.helpers.tiny import make_tiny  # noqa: E402
 from tests.helpers.train_tools import given, write_config  # noqa: E402
 from tools.bench import record  # noqa: E402

@@ -10,7 +10,7 @@ from tools.gpu.stage import Failed, Numbers, Setting, require
 from tools.gpu.trained import with_weights
 
 if TYPE_CHECKING:
-    from mrl.inference import Engine
+    from mrl.inference.engine import Engine
 
 FRACTION = 0.3
 PROMPTS = [(5, 7, 9), (8, 9), tuple(range(3, 15))]
@@ -24,7 +24,8 @@ def sleep(setting: Setting, sizes: Path, server_args: tuple[str, ...]) -> Number
     """
     from mrl.config.derived import Machine
     from mrl.config.schema import RolloutConfig
-    from mrl.inference import RELEASED_PARTS, start_engine
+    from mrl.inference.protocol import RELEASED_PARTS
+    from mrl.inference.start import start_engine
 
     cfg = RolloutConfig(
         engine="transformers" if setting.rehearsal else "sglang",

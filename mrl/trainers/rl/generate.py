@@ -17,8 +17,9 @@ from mrl.config.schema import RLConfig
 from mrl.config.trainers.rl import prompts_per_round
 from mrl.core import Prompt, Request, Rollout, Sample, SamplingParams
 from mrl.data import PromptDataset, Tokenizer, collate, data_notes
-from mrl.inference import Engine, sample_seed
+from mrl.inference.engine import Engine
 from mrl.inference.request_dispatcher import PromptGroup, by_prompt
+from mrl.inference.seeds import sample_seed
 from mrl.observe import ENGINES, LEFT_OUT, append_jsonl, sample_row, save_pictures, save_samples, write_guarded
 from mrl.resilience.sections import section
 from mrl.reward.errors import RewardError

@@ -15,8 +15,10 @@ from mrl.config.trainers.rl import counts_turns, most_tokens
 from mrl.data import Tokenizer, conversation, read_template_variables
 from mrl.data.open_data import open_prompts
 from mrl.families import engine_arch
-from mrl.inference import Access, Engine, Others, join_engines, start_engine
+from mrl.inference.access import Access
+from mrl.inference.engine import Engine
 from mrl.inference.launch import cpu_threads, started_with
+from mrl.inference.start import Others, join_engines, start_engine
 from mrl.inference.teacher_engine import TeacherEngine
 from mrl.observe import Recorder, SilentRecorder
 from mrl.reward.check import row_check

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from mrl.inference import Engine, MemoryPart
+from mrl.inference.engine import Engine
+from mrl.inference.protocol import MemoryPart
 from mrl.learner.memory import Level
 from mrl.trainers.shared.memory import AWAKE, PhaseMemory
 from mrl.trainers.shared.world import World

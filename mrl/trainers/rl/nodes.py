@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 
 from mrl.config.derived import Machine
 from mrl.config.schema import RLConfig
-from mrl.inference import Access, Agent, Home, Offered, Others, Part, start_servers
-from mrl.inference.launch import started_with
+from mrl.inference.access import Access
+from mrl.inference.agent import Agent, Home, Offered
+from mrl.inference.launch import Part, started_with
+from mrl.inference.start import Others, start_servers
 from mrl.parallel import CollectiveErrorCheck, Nodes
 from mrl.ports import HERE, address_towards, free_port
 from mrl.trainers.shared.run import RunSetup

@@ -16,7 +16,8 @@ from mrl.config import placement
 from mrl.config.schema import RLConfig
 from mrl.config.trainers.rl import samples_per_step
 from mrl.core import Rollout, Sample
-from mrl.inference import RELEASED_PARTS, sample_seed
+from mrl.inference.protocol import RELEASED_PARTS
+from mrl.inference.seeds import sample_seed
 from mrl.inference.teacher_engine import TeacherEngine
 from mrl.learner import Learner
 from mrl.learner.policy_copy import PolicyCopy

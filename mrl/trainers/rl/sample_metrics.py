@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from mrl.core import Sample
-from mrl.inference import Load
+from mrl.inference.load import Load
 
 
 def load_metrics(loads: Sequence[Load], waiting: Load) -> dict[str, float]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mrl import platform
-from mrl.inference import RELEASED_PARTS, MemoryPart
+from mrl.inference.protocol import RELEASED_PARTS, MemoryPart
 from mrl.learner import Learner
 from mrl.learner.memory import Level
 from mrl.parallel import CollectiveErrorCheck

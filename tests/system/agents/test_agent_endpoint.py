@@ -24,7 +24,7 @@ from mrl.agents.runner import AgentRunner
 from mrl.config.schema import AgentConfig
 from mrl.core import Prompt, Request, Sample
 from mrl.data import collate
-from mrl.inference import Engine
+from mrl.inference.engine import Engine
 from tests.conftest import TinyModels
 from tests.helpers.runs import results, samples, train
 from tests.helpers.train_tools import given, write_config

@@ -22,7 +22,7 @@ from mrl.config.schema import AgentConfig, DataConfig, SourceConfig
 from mrl.core import Prompt, Request, Sample, SamplingParams
 from mrl.data import Tokenizer, collate
 from mrl.data.columns import read_template_variables
-from mrl.inference import Engine
+from mrl.inference.engine import Engine
 from tests.conftest import TinyModels
 from tests.helpers.runs import results, samples, train
 from tests.helpers.tiny import EOS, tiny_tokenizer

@@ -23,15 +23,17 @@ from mrl.config.loader import load
 from mrl.config.schema import RLConfig, RolloutConfig
 from mrl.core import SamplingParams
 from mrl.files import write_privately
-from mrl.inference import Agent, Engine, Home, RolloutError, join_engines, start_engine
 from mrl.inference.access import Access
+from mrl.inference.agent import Agent, Home
 from mrl.inference.check import check_server
-from mrl.inference.errors import EngineStartError
+from mrl.inference.engine import Engine
+from mrl.inference.errors import EngineStartError, RolloutError
 from mrl.inference.launch import Part, ServerSpec
 from mrl.inference.membership import NodeRecord, RouterClient, RouterProcess, engines_key, router_file
 from mrl.inference.serve import EngineNode, Reason
 from mrl.inference.serving import Server
 from mrl.inference.sglang.command import sglang_launch
+from mrl.inference.start import join_engines, start_engine
 from mrl.ports import free_port, listen
 from tests.conftest import TinyModels
 from tests.helpers.train_tools import write_config

@@ -17,7 +17,8 @@ from typing import Any
 import httpx
 import pytest
 
-from mrl.inference import Access, EngineClient
+from mrl.inference.access import Access
+from mrl.inference.client import EngineClient
 from mrl.inference.membership import NodeRecord, RouterClient, engines_folder, engines_key, router_file
 from mrl.resilience.protocol import EXIT_PREEMPTED
 from tests.conftest import TinyModels

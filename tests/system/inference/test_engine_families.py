@@ -17,8 +17,10 @@ from mrl.config.schema import RolloutConfig
 from mrl.core import Prompt, Request, Sample, SamplingParams
 from mrl.families import load_arch
 from mrl.families.engine_names import joined_tensors
-from mrl.inference import Engine, sample_seed, start_engine
+from mrl.inference.engine import Engine
 from mrl.inference.routed import ASK
+from mrl.inference.seeds import sample_seed
+from mrl.inference.start import start_engine
 from mrl.weights.errors import SyncError, SyncMismatch
 from mrl.weights.sync.payload import Bucket, plan_buckets
 from mrl.weights.sync.weight_sync import WeightSync

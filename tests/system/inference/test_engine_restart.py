@@ -17,7 +17,9 @@ from safetensors.torch import load_file
 
 from mrl.config.schema import RolloutConfig
 from mrl.core import Sample, SamplingParams
-from mrl.inference import Engine, RolloutError, start_engine
+from mrl.inference.engine import Engine
+from mrl.inference.errors import RolloutError
+from mrl.inference.start import start_engine
 from mrl.observe import read_metrics
 from tests.conftest import TinyModels
 from tests.helpers.train_tools import Train, write_config

@@ -14,8 +14,10 @@ from mrl.config.loader import load
 from mrl.config.problems import ConfigError
 from mrl.config.schema import RLConfig, RolloutConfig, SyncConfig
 from mrl.core import SamplingParams
-from mrl.inference import EngineError, protocol, start_engine
+from mrl.inference import protocol
+from mrl.inference.errors import EngineError
 from mrl.inference.launch import launcher
+from mrl.inference.start import start_engine
 from mrl.weights.sync.weight_sync import WeightSync
 from tests.conftest import TinyModels
 from tests.helpers.sync_tools import FileExporter

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mrl.config.schema import RolloutConfig
-from mrl.inference import start_engine
+from mrl.inference.start import start_engine
 from tests.distributed.models.test_fp8_layers import SIZES
 from tests.helpers.slow import slow_cases
 from tests.helpers.tiny import make_tiny

@@ -19,16 +19,13 @@ from transformers import AutoModelForCausalLM
 
 from mrl.config.schema import RolloutConfig, SyncConfig
 from mrl.core import Prompt, Request, Sample, SamplingParams
-from mrl.inference import (
-    RELEASED_PARTS,
-    Engine,
-    EngineError,
-    RolloutError,
-    request_dispatcher,
-    sample_seed,
-    start_engine,
-)
+from mrl.inference import request_dispatcher
+from mrl.inference.engine import Engine
+from mrl.inference.errors import EngineError, RolloutError
+from mrl.inference.protocol import RELEASED_PARTS
 from mrl.inference.samples import read_answer
+from mrl.inference.seeds import sample_seed
+from mrl.inference.start import start_engine
 from mrl.weights.errors import SyncError
 from mrl.weights.sync.weight_sync import WeightSync
 from tests.conftest import TinyModels

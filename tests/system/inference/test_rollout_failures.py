@@ -20,8 +20,11 @@ from transformers import AutoModelForCausalLM
 
 from mrl.config.schema import RolloutConfig, SamplingConfig
 from mrl.core import Prompt, Request, SamplingParams
-from mrl.inference import Engine, EngineError, EngineStartError, RolloutError, client, start_engine
+from mrl.inference import client
+from mrl.inference.engine import Engine
+from mrl.inference.errors import EngineError, EngineStartError, RolloutError
 from mrl.inference.samples import generate_body
+from mrl.inference.start import start_engine
 from tests.conftest import TinyModels
 from tests.helpers.tiny import tiny_tokenizer
 from tests.system.inference.test_rollout_engines import greedy, requests

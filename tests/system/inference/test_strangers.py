@@ -21,11 +21,14 @@ import pytest
 from mrl import ports
 from mrl.config.schema import RolloutConfig
 from mrl.config.secret_file import read_secret
-from mrl.inference import Access, Engine, EngineClient, EngineError, EngineStartError, access, membership, start_engine
-from mrl.inference.access import listeners
-from mrl.inference.errors import PortTaken
+from mrl.inference import access, membership
+from mrl.inference.access import Access, listeners
+from mrl.inference.client import EngineClient
+from mrl.inference.engine import Engine
+from mrl.inference.errors import EngineError, EngineStartError, PortTaken
 from mrl.inference.launch import Launch
 from mrl.inference.process import EngineProcess
+from mrl.inference.start import start_engine
 from mrl.ports import free_port
 from tests.conftest import TinyModels
 from tests.system.agents.test_agent_endpoint import Model

@@ -21,9 +21,12 @@ from mrl.core import Prompt, Request, Sample, SamplingParams
 from mrl.families import ModelArch, load_arch
 from mrl.families.adapters import LoRA, adapter_table
 from mrl.families.peft import PREFIX
-from mrl.inference import Engine, EngineError, sample_seed, start_engine
+from mrl.inference.engine import Engine
+from mrl.inference.errors import EngineError
 from mrl.inference.launch import started_with
 from mrl.inference.protocol import Endpoint, read_adapters
+from mrl.inference.seeds import sample_seed
+from mrl.inference.start import start_engine
 from mrl.weights.disk import adapter_files
 from mrl.weights.errors import SyncError, SyncMismatch
 from mrl.weights.meta import TensorMeta

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mrl.config.schema import SyncConfig
-from mrl.inference import Engine
+from mrl.inference.engine import Engine
 from mrl.weights.errors import SyncError, SyncMismatch
 from mrl.weights.sync.payload import Bucket
 from mrl.weights.sync.transports.shared_memory import SharedMemory

@@ -12,7 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from mrl.config.schema import RolloutConfig, SyncConfig
-from mrl.inference import Engine, start_engine
+from mrl.inference.engine import Engine
+from mrl.inference.start import start_engine
 from mrl.inference.transformers_engine.weights import ModelWeights
 from mrl.weights.errors import SyncError
 from mrl.weights.sync.engine_params import EngineLayout, engine_params

@@ -10,7 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from mrl.config.schema import RolloutConfig
-from mrl.inference import Engine, start_engine
+from mrl.inference.engine import Engine
+from mrl.inference.start import start_engine
 from mrl.inference.teacher_engine import TeacherEngine
 from tests.conftest import TinyModels
 

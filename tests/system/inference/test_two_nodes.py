@@ -12,7 +12,9 @@ from mrl.config.derived import Machine
 from mrl.config.engines import ENGINES, EngineKind
 from mrl.config.schema import RolloutConfig
 from mrl.core import SamplingParams
-from mrl.inference import Access, Agent, Home, Others, start_engine, start_servers
+from mrl.inference.access import Access
+from mrl.inference.agent import Agent, Home
+from mrl.inference.start import Others, start_engine, start_servers
 from tests.conftest import TinyModels
 from tests.system.inference.test_rollout_engines import requests
 from tests.unit.inference.test_nodes import KEY, wait_for

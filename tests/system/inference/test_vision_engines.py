@@ -16,7 +16,10 @@ import pytest
 from mrl.config.schema import DataConfig, RolloutConfig, SyncConfig
 from mrl.core import Prompt, Request, Sample, SamplingParams
 from mrl.data import PromptDataset, load_image_processor, load_tokenizer
-from mrl.inference import Engine, RolloutError, sample_seed, start_engine
+from mrl.inference.engine import Engine
+from mrl.inference.errors import RolloutError
+from mrl.inference.seeds import sample_seed
+from mrl.inference.start import start_engine
 from mrl.weights.sync.weight_sync import WeightSync
 from tests.helpers.served import Served, check_transport
 from tests.helpers.slow import slow_cases

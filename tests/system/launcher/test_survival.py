@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mrl.config.schema import RolloutConfig
-from mrl.inference import start_engine
+from mrl.inference.start import start_engine
 from mrl.observe import read_metrics
 from mrl.resilience import EXIT_PREEMPTED
 from tests.conftest import TinyModels

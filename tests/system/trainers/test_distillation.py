@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from mrl.config.schema import RolloutConfig
-from mrl.inference import start_engine
+from mrl.inference.start import start_engine
 from mrl.ports import free_port
 from tests.conftest import TinyModels
 from tests.helpers.runs import Runs, assert_the_same, results, train

@@ -22,9 +22,11 @@ from transformers import AutoModelForCausalLM
 from mrl.config.engines import ENGINES, EngineKind
 from mrl.config.schema import RolloutConfig
 from mrl.core import Prompt, Request, Sample, SamplingParams
-from mrl.inference import Engine, sample_seed, start_engine
 from mrl.inference.client import EngineClient
+from mrl.inference.engine import Engine
 from mrl.inference.errors import EngineError
+from mrl.inference.seeds import sample_seed
+from mrl.inference.start import start_engine
 from tests.conftest import TinyModels
 from tests.helpers.runs import difference, results, samples, train
 from tests.helpers.train_tools import ROOT, Train, given, write_config

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from mrl.config.checkpoint_size import checkpoint_bytes
 from mrl.config.loader import load
 from mrl.families import load_arch
-from mrl.inference import Engine
+from mrl.inference.engine import Engine
 from mrl.observe import read_metrics
 from mrl.weights.disk.digest import file_digests, weight_files, whole_digest
 from tests.conftest import TinyModels

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from mrl.inference import Engine
+from mrl.inference.engine import Engine
 from tests.conftest import TinyModels
 from tests.helpers.runs import difference, results, samples, train, train_and_kill
 from tests.helpers.train_tools import Train, given, write_config

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from mrl.config.schema import AlgorithmConfig, BatchConfig, RLConfig, RolloutConfig, ValidationConfig
 from mrl.config.sections.models import ActorConfig
-from mrl.inference import MemoryPart
+from mrl.inference.protocol import MemoryPart
 from mrl.observe import read_metrics
 from mrl.resilience import EXIT_PREEMPTED
 from mrl.trainers.rl.memory_order import ORDER, Engines

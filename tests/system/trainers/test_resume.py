@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from mrl.inference import Engine
+from mrl.inference.engine import Engine
 from tests.conftest import TinyModels
 from tests.helpers import zygote
 from tests.helpers.runs import (

@@ -22,12 +22,13 @@ from mrl.core import Prompt, Request, Sample, SamplingParams
 from mrl.data.collate import collate
 from mrl.data.packing import pack
 from mrl.families import load_arch
-from mrl.inference import Engine, EngineStartError, start_engine
-from mrl.inference.errors import BadAnswer
+from mrl.inference.engine import Engine
+from mrl.inference.errors import BadAnswer, EngineStartError
 from mrl.inference.launch import started_with
 from mrl.inference.routed import ASK, RoutedShape, joined, whole
 from mrl.inference.samples import Expected, generate_body, read_answer
 from mrl.inference.server_info import ServerInfo
+from mrl.inference.start import start_engine
 from mrl.sampling.saved_samples import plain, restored
 from mrl.weights.sync.payload import plan_buckets
 from mrl.weights.sync.weight_sync import WeightSync

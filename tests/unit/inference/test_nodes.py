@@ -11,10 +11,9 @@ from typing import cast
 import httpx
 import pytest
 
-from mrl.inference import Access, Agent, Home, RolloutError
-from mrl.inference.access import listeners
-from mrl.inference.agent import ElsewhereEngine, OtherNode
-from mrl.inference.errors import EngineStartError, PortTaken
+from mrl.inference.access import Access, listeners
+from mrl.inference.agent import Agent, ElsewhereEngine, Home, OtherNode
+from mrl.inference.errors import EngineStartError, PortTaken, RolloutError
 from mrl.inference.process import EngineProcess
 from mrl.parallel import Nodes
 from mrl.ports import free_port, is_here, listen

@@ -13,9 +13,9 @@ import torch
 
 from mrl.config.schema import MismatchConfig
 from mrl.core import Prompt, Request, Rollout, SamplingParams
-from mrl.inference import EngineClient, EngineError
 from mrl.inference.answers import error_message, from_json
-from mrl.inference.errors import BadAnswer
+from mrl.inference.client import EngineClient
+from mrl.inference.errors import BadAnswer, EngineError
 from mrl.inference.protocol import SamplingBody
 from mrl.inference.samples import Expected, generate_body, read_answer
 from mrl.inference.server_info import read_server_info

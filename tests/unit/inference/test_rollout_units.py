@@ -22,10 +22,9 @@ from mrl.config.schema import RolloutConfig, SamplingConfig
 from mrl.core import Prompt, Request, SamplingParams
 from mrl.families import load_arch
 from mrl.families.engine_cache import CPU_BYTES, cache_bytes_a_token
-from mrl.inference import sample_seed
 from mrl.inference.launch import CPU, Launch, ServerSpec
 from mrl.inference.samples import prefill_body
-from mrl.inference.seeds import _splitmix64
+from mrl.inference.seeds import _splitmix64, sample_seed
 from mrl.inference.sglang.command import CONTEXT_KEPT, SHIM, sglang_launch
 from mrl.inference.sglang.cpu_shim.mrl_cpu_engine import adaptations, batched_attention, layers, pictures
 from mrl.inference.sglang.cpu_shim.mrl_cpu_engine.batch_invariance import BatchInvariance

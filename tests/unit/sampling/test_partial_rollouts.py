@@ -14,7 +14,7 @@ import torch
 from mrl.config.schema import MismatchConfig
 from mrl.core import Prompt, Request, Sample
 from mrl.data import collate
-from mrl.inference import sample_seed
+from mrl.inference.seeds import sample_seed
 from mrl.sampling.dynamic_sampling import in_order
 from mrl.sampling.partial_rollouts import PartialRollouts
 from mrl.sampling.scheduler import Group

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mrl.core import Prompt, Request, Sample
-from mrl.inference import sample_seed
 from mrl.inference.request_dispatcher import PromptGroup
+from mrl.inference.seeds import sample_seed
 from mrl.sampling.dynamic_sampling import DynamicSampling, SamplingError
 from mrl.sampling.first_done import FirstDone
 from mrl.sampling.scheduler import Group, Policy, Scheduler, WholeSteps

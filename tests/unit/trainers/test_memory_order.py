@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mrl.inference import MemoryPart
+from mrl.inference.protocol import MemoryPart
 from mrl.platform import OffloadBuffer, host_bytes
 from mrl.trainers.rl.memory_order import ORDER
 from mrl.trainers.shared.memory import AWAKE, PhaseMemoryManager

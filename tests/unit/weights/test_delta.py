@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mrl.config.schema import DeltaSyncConfig, SyncConfig
-from mrl.inference import Access
+from mrl.inference.access import Access
 from mrl.inference.delta import DeltaMessage, apply, decode, encode, load
 from mrl.inference.serving import Server
 from mrl.inference.transformers_engine.server import Endpoints
