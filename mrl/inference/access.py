@@ -122,7 +122,6 @@ class Access:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of every request."""
         return {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
 
     def check(self, url: str, endpoint: str) -> None:

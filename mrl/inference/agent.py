@@ -83,15 +83,9 @@ class Agent:
 
     @property
     def offered(self) -> Offered:
-        """Description of this node's engines for rank 0."""
-        return Offered(
-            self._home.node,
-            self._where,
-            f"http://{self._home.host}:{self._server.port}",
-            tuple(engine.name for engine in self._engines),
-            tuple(engine.url for engine in self._engines),
-            tuple(str(engine.log) for engine in self._engines),
-        )
+        engines = [(engine.name, engine.url, str(engine.log)) for engine in self._engines]
+        names, urls, logs = zip(*engines) if engines else ((), (), ())
+        return Offered(self._home.node, self._where, f"http://{self._home.host}:{self._server.port}", names, urls, logs)
 
     def is_ready(self, timeout_s: float) -> bool:
         """Returns True if all its engines respond. Raises EngineStartError, as `EngineProcess.is_ready`."""
@@ -106,7 +100,6 @@ class Agent:
         self._is_leaving = True
 
     def close(self) -> None:
-        """Ends the engines."""
         self._is_leaving = self._closed = True
         self._server.close()
         for engine in self._engines:
@@ -236,7 +229,6 @@ class ElsewhereEngine(Started):
         return bool(self._node.ask(READY, ANSWER_S, engine=self._index, timeout_s=timeout_s)["value"])
 
     def close(self) -> None:
-        """Ends it."""
         self._node.ask(END, RESTART_S, engine=self._index)
 
     def restart(self) -> None:

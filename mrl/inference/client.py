@@ -56,7 +56,6 @@ class EngineClient:
         )
 
     def close(self) -> None:
-        """Closes its connections."""
         self._http.close()
 
     # ---- generation
@@ -116,7 +115,6 @@ class EngineClient:
         return self._call(protocol.MODEL_INFO)
 
     def server_info(self) -> ServerInfo:
-        """Returns the engine's settings."""
         return self._call(protocol.SERVER_INFO)
 
     def workers(self) -> tuple[str, ...] | None:

@@ -60,7 +60,6 @@ class Engine:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """Base URLs of the servers."""
         return tuple(server.url for server in self.pool.servers)
 
     def wait_ready(self) -> None:

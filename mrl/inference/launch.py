@@ -67,7 +67,6 @@ class ServerSpec:
 
     @property
     def arch(self) -> ModelArch:
-        """Architecture of the model."""
         return engine_arch(self.model_path)
 
     @property

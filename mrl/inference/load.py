@@ -37,7 +37,6 @@ class Meter:
         self._clear()
 
     def begin(self, requests: int) -> None:
-        """Counts requests that begin."""
         with self._lock:
             self._pass()
             self.running += requests
@@ -45,7 +44,6 @@ class Meter:
             self._most = max(self._most, self.running)
 
     def end(self, requests: int, samples: Sequence[Sample] = ()) -> None:
-        """Counts requests that end, and their samples."""
         tokens = sum(len(sample.response_ids) for sample in samples)
         with self._lock:
             self._pass()

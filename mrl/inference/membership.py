@@ -130,7 +130,6 @@ class RouterClient:
         )
 
     def close(self) -> None:
-        """Closes its connections."""
         self._http.close()
 
     def nodes(self) -> list[ListedNode]:

@@ -33,18 +33,15 @@ _STOP_S = 2  # for ranks to end by themselves before a restart, with nothing to 
 
 @dataclass(frozen=True)
 class ElasticJob:
-    """Job of torchrun or ft_launcher. arguments: of `python -m`. save_s: seconds to save, None without saving.
-
-    limits: seconds by section; ft_config: ft_launcher's file with these limits. torchrun has neither
-    """
+    """Job of torchrun or ft_launcher."""
 
     kind: Literal["torchrun", "ft"]
-    arguments: Sequence[str]
+    arguments: Sequence[str]  # of `python -m`
     nproc: int
     max_restarts: int
-    save_s: float | None
-    limits: Mapping[str, float]
-    ft_config: Path | None
+    save_s: float | None  # seconds to save, None without saving
+    limits: Mapping[str, float]  # seconds by section; torchrun has none
+    ft_config: Path | None  # ft_launcher's file with these limits
 
     @property
     def program(self) -> str:
@@ -53,16 +50,14 @@ class ElasticJob:
 
 @dataclass(frozen=True)
 class NodeRank:
-    """Number of a node among the nodes of a run. number: from 0, the head's. head: HOST:PORT, where node 0 listens for
-    the others."""
+    """Number of a node among the nodes of a run."""
 
-    number: int
+    number: int  # from 0, the head's
     count: int
-    head: str
+    head: str  # HOST:PORT, where node 0 listens for the others
 
     @property
     def label(self) -> str:
-        """Text for messages."""
         return f"node {self.number} of {self.count} ({os.uname().nodename})"
 
 

@@ -23,14 +23,13 @@ SECTIONS = ("setup", "rollout", "reward", "update", "sync", "checkpoint")
 
 @dataclass(frozen=True)
 class RankStatus:
-    """Current section of a rank. attempt: incremented by each restart. section: the innermost open one. since: Unix
-    time."""
+    """Current section of a rank."""
 
     rank: int
     pid: int
-    attempt: int
-    section: str | None
-    since: float
+    attempt: int  # incremented by each restart
+    section: str | None  # the innermost open one
+    since: float  # Unix time
     ended: bool = False
 
     @classmethod

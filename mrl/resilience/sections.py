@@ -136,11 +136,8 @@ def _client(timeouts: SectionTimeouts, run_dir: Path) -> Any:
 
     client = RankMonitorClient()
     _call_monitor(client.init_workload_monitoring)
-    wanted, there = (
-        timeouts.model_dump(),
-        {**client.section_timeouts.section, "out_of_section": client.section_timeouts.out_of_section},
-    )
-    if there != wanted:
+    there = {**client.section_timeouts.section, "out_of_section": client.section_timeouts.out_of_section}
+    if there != (wanted := timeouts.model_dump()):
         raise MonitorError(
             f"ft_launcher has different timeouts from resilience.timeouts_s: {there} instead of {wanted}; "
             f"start it with --ft-cfg-path {ft_config.write(run_dir, timeouts)}"

@@ -24,11 +24,10 @@ Gather = Callable[[Sequence[float]], list[list[float]]]
 
 @dataclass
 class StragglerDetector:
-    """Collects work times. gather: gathers a rank's numbers on all ranks, collective. peers: equal on ranks with the
-    same work."""
+    """Collects work times."""
 
-    gather: Gather
-    peers: int
+    gather: Gather  # gathers a rank's numbers on all ranks, collective
+    peers: int  # equal on ranks with the same work
     every_steps: int
     ratio: float
     _busy: dict[str, float] = field(default_factory=dict)
@@ -58,12 +57,11 @@ class StragglerDetector:
 
 @dataclass(frozen=True)
 class StragglerReport:
-    """Work times of all ranks. peers, seconds by section: one number a rank. steps: summed over (not for the
-    device)."""
+    """Work times of all ranks."""
 
-    peers: list[int]
-    seconds: dict[str, list[float]]
-    steps: int
+    peers: list[int]  # of each rank
+    seconds: dict[str, list[float]]  # by section, of each rank
+    steps: int  # summed over, except for the device
     ratio: float
 
     def slowest(self) -> tuple[float, int, str]:

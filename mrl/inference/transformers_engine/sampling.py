@@ -29,9 +29,7 @@ INERT = {  # values of parameters that this engine does not know
 
 @dataclass
 class Job:
-    """One sample being generated. inputs: its pictures; asks: whether it is to say which experts its tokens went to, as
-    `experts` [tokens of prompt and response - 1, layers with experts, experts a token] then does. `log_probs` grows
-    with the tokens. is_aborted: it is to end with its next token."""
+    """One sample being generated."""
 
     prompt: list[int]
     temperature: float
@@ -41,12 +39,12 @@ class Job:
     stop: tuple[str, ...]
     stop_ids: frozenset[int]
     seed: int
-    inputs: Inputs | None = None
-    asks: bool = False
-    experts: Tensor | None = None
-    log_probs: list[float] = field(default_factory=list)
+    inputs: Inputs | None = None  # its pictures
+    asks: bool = False  # for the experts that its tokens go to
+    experts: Tensor | None = None  # [tokens of prompt and response - 1, layers with experts, experts a token]
+    log_probs: list[float] = field(default_factory=list)  # grows with the tokens
     finish: dict[str, Any] | None = None
-    is_aborted: bool = False
+    is_aborted: bool = False  # it is to end with its next token
 
     @property
     def live(self) -> bool:
