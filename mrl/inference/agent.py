@@ -182,7 +182,6 @@ class OtherNode:
         return answer
 
     def end_of_run(self) -> None:
-        """Tells the node that the run has made its last step."""
         self.ask(END_OF_RUN, ANSWER_S)
 
     def close(self) -> None:

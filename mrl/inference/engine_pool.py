@@ -126,7 +126,7 @@ class EnginePool:
         return False
 
     def present(self) -> tuple[Server, ...]:
-        """Returns all servers that the next weight sync is for."""
+        """Returns all servers that the next weight sync is for; raises RolloutError if there has been none for long."""
         return self.all
 
     async def bring_in(self, server: Server, weights: Weights) -> None:

@@ -49,7 +49,6 @@ class OpenEnginePool(EnginePool):
 
     @property
     def all(self) -> tuple[Server, ...]:
-        """All servers, also those that are joining."""
         return (*self.servers, *self.joining)
 
     def wait_ready(self) -> None:
@@ -82,7 +81,6 @@ class OpenEnginePool(EnginePool):
         self._router.close()
 
     def end_of_run(self) -> None:
-        """Tells all nodes that the run has made its last step: `mrl serve` ends."""
         self._look(at_once=True)
 
         def tell(record: NodeRecord) -> None:
@@ -125,7 +123,6 @@ class OpenEnginePool(EnginePool):
         return found
 
     def use_joined(self, *servers: Server) -> None:
-        """Makes joining servers, these or all, ordinary servers: they have the weights now."""
         joined = servers or self.joining
         for server in joined:
             server.up = server.has_weights = True
@@ -133,7 +130,6 @@ class OpenEnginePool(EnginePool):
         self.joining = tuple(server for server in self.joining if server not in joined)
 
     def has_left(self, server: Server) -> bool:
-        """Returns True if the server is gone with its node; the run continues without it."""
         if server.process is None or not server.process.is_gone:
             return False
         server.up = False
@@ -146,17 +142,13 @@ class OpenEnginePool(EnginePool):
         return True
 
     async def leaves_soon(self, server: Server) -> bool:
-        """Returns True if the server `has_left`, now or soon: the end of a node's engines may be noticed before that of
-        the node."""
-        end = time.monotonic() + DEATH_WAIT_S
+        end = time.monotonic() + DEATH_WAIT_S  # the end of a node's engines may be noticed before that of the node
         while not (has_left := self.has_left(server)) and time.monotonic() < end:
             await asyncio.sleep(DEATH_POLL_S)
         return has_left
 
     def present(self) -> tuple[Server, ...]:
-        """Returns all servers that need weights, including those that are joining. Waits while there is none; raises as
-        `admit`."""
-        while True:
+        while True:  # until there is one; `admit` has a limit
             for server in self.all:
                 self.has_left(server)
             self.admit()
@@ -165,7 +157,6 @@ class OpenEnginePool(EnginePool):
             time.sleep(WAIT_POLL_S)
 
     async def bring_in(self, server: Server, weights: Weights) -> None:
-        """Waits until a joining server has its weights or has left."""
         try:
             await weights(server.url)
         except Exception:
