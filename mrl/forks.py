@@ -5,7 +5,7 @@ the seconds of the imports.
 and only its maker can use it: a rank could not start an engine.
 
 The server decides what a fork becomes: a rank is a child of its launcher (launcher/fork_server.py), an engine has a
-supervisor that reports its end (rollout/fork_server.py). Where forking is impossible (no Linux; imports that fail,
+supervisor that reports its end (inference/fork_server.py). Where forking is impossible (no Linux; imports that fail,
 start threads or open a GPU), programs are started instead.
 """
 
