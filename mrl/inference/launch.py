@@ -105,13 +105,6 @@ class ServerSpec:
         """OpenMP threads of each process of this engine on a CPU."""
         return cpu_threads(self.cfg, self.arch, self.machine)
 
-    def secret_file(self, name: str, content: str) -> Path:
-        """Writes a file that only this account can read, unlike a command line."""
-        file = self.folder / name
-        file.touch(0o600)
-        file.write_text(content)
-        return file
-
 
 @dataclass(frozen=True)
 class Launch:
