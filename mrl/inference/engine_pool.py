@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 class EnginePool:
     """The servers of a run.
 
+    joining: checked servers without the run's weights, which take no requests
     access: credentials for all servers
     check: returns the settings of the server at a URL, and notes for the user; raises if it must not be used
     notes: of all checked servers, one sentence each
@@ -39,7 +40,7 @@ class EnginePool:
     is_syncing: all engines are receiving weights
     adapter: name of the LoRA adapter to sample with, where weight syncs send adapters
     restarts: restarts of lost servers; none are allowed before `restarts.allow`
-    silence_s: seconds without an answer after which a node counts as gone
+    silence_s: seconds without an answer after which a node counts as gone; 0: the run needs all nodes
     nodes: other nodes that run some of the servers
     memory_timeout_s: limit for releasing or restoring the memory of a server
     """
@@ -57,7 +58,7 @@ class EnginePool:
         nodes: Sequence[OtherNode] = (),
         memory_timeout_s: float,
     ) -> None:
-        self.servers = tuple(servers)
+        self.servers, self.joining = tuple(servers), tuple[Server, ...]()
         self.access = access
         self.notes: list[str] = []
         self.tensor = 0
@@ -103,34 +104,63 @@ class EnginePool:
         for process in self.processes:
             process.close()
 
-    # ---- servers that come and go: see `OpenEnginePool`
+    # ---- servers that come and go with nodes that may leave: see `OpenEnginePool`
 
     @property
     def all(self) -> tuple[Server, ...]:
         """All servers that receive weights."""
-        return self.servers
+        return (*self.servers, *self.joining)
 
     def admit(self) -> tuple[Server, ...]:
         """Returns servers that have joined since the last call and need weights: none in this pool."""
         return ()
 
     def use_joined(self, *servers: Server) -> None:
-        """Marks joining servers, these or all, as having the weights."""
+        """Makes joining servers, these or all, ordinary servers: they have the weights now."""
+        joined = servers or self.joining
+        for server in joined:
+            server.up = server.has_weights = True
+        self.servers += tuple(server for server in joined if server not in self.servers)
+        self.joining = tuple(server for server in self.joining if server not in joined)
 
     def has_left(self, server: Server) -> bool:
-        """Returns True if the server is gone with its node, so that the run goes on without it."""
-        return False
+        """Returns True if the server is gone with its node; the run goes on without it."""
+        if server.process is None or not server.process.is_gone:
+            return False
+        server.up = False
+        if server in self.all:
+            self.servers = tuple(one for one in self.servers if one is not server)
+            self.joining = tuple(one for one in self.joining if one is not server)
+            self.restarts.say(f"{server.process.name} has left; engines that go on: {len(self.servers)}")
+        return True
 
     async def leaves_soon(self, server: Server) -> bool:
-        """Returns True if the server `has_left`, now or within a moment."""
-        return False
+        """Returns True if the server `has_left`, now or soon: the end of a node's engines may be noticed before that of
+        the node."""
+        end = time.monotonic() + (DEATH_WAIT_S if self.silence_s else 0.0)
+        while not (has_left := self.has_left(server)) and time.monotonic() < end:
+            await asyncio.sleep(DEATH_POLL_S)
+        return has_left
 
     def present(self) -> tuple[Server, ...]:
-        """Returns all servers that the next weight sync is for; raises RolloutError if there has been none for long."""
-        return self.all
+        """Returns all servers that the next weight sync is for. Waits while there is none; raises as `admit`."""
+        while True:
+            for server in self.all:
+                self.has_left(server)
+            self.admit()
+            if self.all:
+                return self.all
+            time.sleep(RESTART_POLL_S)
 
     async def bring_in(self, server: Server, weights: Weights) -> None:
-        """Waits until a joining server has its weights, unless it leaves again."""
+        """Waits until a joining server has its weights or has left."""
+        try:
+            await weights(server.url)
+        except Exception:
+            if not await self.leaves_soon(server):
+                raise
+        else:
+            self.use_joined(server)
 
     def end_of_run(self) -> None:
         """Ends all `mrl serve` of this run, after its last step; none in this pool."""

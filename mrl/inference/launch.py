@@ -152,14 +152,14 @@ AT_ONCE = 2  # adapters in memory: the current one, and none
 def started_with(cfg: RLConfig) -> RolloutConfig:
     """Returns the run's rollout settings, with SGLang's arguments for adapters, deltas and routed experts."""
     rollout, words = cfg.engines()[0], list[str]()
-    takes_words = "server_args" not in ENGINES[cfg.rollout.engine].ignores
-    if cfg.sync.delta is not None and takes_words:
+    if cfg.sync.delta is not None and "server_args" not in ENGINES[cfg.rollout.engine].ignores:
         words += ["--custom-weight-loader", LOADER]
-    if cfg.actor.routing_replay == "engine" and takes_words:
+    if cfg.actor.routing_replay == "engine" and "server_args" not in ENGINES[cfg.rollout.engine].ignores:
         words.append(ASK)
     if cfg.sync.lora == "adapter":
         lora = cfg.actor.lora
         assert lora is not None
+        parts = adapted_parts(engine_arch(cfg.model.path), lora.spec)
         words += ["--enable-lora", "--max-lora-rank", str(lora.rank), "--max-loras-per-batch", str(AT_ONCE)]
-        words += ["--lora-target-modules", *adapted_parts(engine_arch(cfg.model.path), lora.spec)]
+        words += ["--lora-target-modules", *parts]
     return rollout.model_copy(update={"server_args": (*words, *rollout.server_args)})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import threading
 import time
@@ -12,10 +11,10 @@ from typing import Any
 
 from mrl.config.schema import PlacementConfig
 from mrl.inference.agent import OtherNode
-from mrl.inference.engine_pool import EnginePool, Weights
+from mrl.inference.engine_pool import EnginePool
 from mrl.inference.errors import EngineError, EngineStartError, RolloutError
 from mrl.inference.membership import ListedNode, NodeRecord, RouterProcess, differences
-from mrl.inference.server import DEATH_POLL_S, DEATH_WAIT_S, Server
+from mrl.inference.server import Server
 
 LOOK_S = 0.5  # between questions to the router
 WAIT_POLL_S = 0.25
@@ -28,7 +27,6 @@ class OpenEnginePool(EnginePool):
 
     router: the nodes register with it; it ends with the pool
     serves: settings that the nodes must share, by key
-    joining: checked servers without the run's weights, which take no requests
     """
 
     def __init__(
@@ -37,7 +35,6 @@ class OpenEnginePool(EnginePool):
         super().__init__((), *pool, **settings)
         self._router, self._placement, self._serves = router, placement, serves
         self.silence_s = placement.silence_s
-        self.joining: tuple[Server, ...] = ()
         self._listed: list[ListedNode] = []
         self._next_look = 0.0
         self._taken: dict[str, OtherNode] = {}  # by agent
@@ -46,10 +43,6 @@ class OpenEnginePool(EnginePool):
         self._empty_since: float | None = None
         self._gone: set[str] = set()  # agents that are to be removed from the router's list
         self._admitting, self._looking = threading.Lock(), threading.Lock()
-
-    @property
-    def all(self) -> tuple[Server, ...]:
-        return (*self.servers, *self.joining)
 
     def wait_ready(self) -> None:
         """Blocks until the nodes that the run waits for are ready, and their servers have been checked. Raises
@@ -122,48 +115,11 @@ class OpenEnginePool(EnginePool):
                 raise RolloutError(f"no engine is left, and {within}:\n{self._known}")
         return found
 
-    def use_joined(self, *servers: Server) -> None:
-        joined = servers or self.joining
-        for server in joined:
-            server.up = server.has_weights = True
-        self.servers += tuple(server for server in joined if server not in self.servers)
-        self.joining = tuple(server for server in self.joining if server not in joined)
-
     def has_left(self, server: Server) -> bool:
-        if server.process is None or not server.process.is_gone:
-            return False
-        server.up = False
-        if server in self.all:
-            self.servers = tuple(one for one in self.servers if one is not server)
-            self.joining = tuple(one for one in self.joining if one is not server)
-            self.restarts.say(f"{server.process.name} has left; engines that go on: {len(self.servers)}")
-        if (node := self._node_of.pop(server, None)) is not None:
+        has_left = super().has_left(server)
+        if has_left and (node := self._node_of.pop(server, None)) is not None:
             self._drop(node)
-        return True
-
-    async def leaves_soon(self, server: Server) -> bool:
-        end = time.monotonic() + DEATH_WAIT_S  # the end of a node's engines may be noticed before that of the node
-        while not (has_left := self.has_left(server)) and time.monotonic() < end:
-            await asyncio.sleep(DEATH_POLL_S)
         return has_left
-
-    def present(self) -> tuple[Server, ...]:
-        while True:  # until there is one; `admit` has a limit
-            for server in self.all:
-                self.has_left(server)
-            self.admit()
-            if self.all:
-                return self.all
-            time.sleep(WAIT_POLL_S)
-
-    async def bring_in(self, server: Server, weights: Weights) -> None:
-        try:
-            await weights(server.url)
-        except Exception:
-            if not await self.leaves_soon(server):
-                raise
-        else:
-            self.use_joined(server)
 
     # ---- nodes
 
