@@ -213,23 +213,21 @@ class EnginePool:
         Returns whether there was such a server and a restart left for it.
         """
         end = time.monotonic() + DEATH_WAIT_S + self.silence_s
-        while not (dead := self._dead()) and self._started and time.monotonic() < end:
+        while not (dead := [one for one in self.all if one.has_ended]) and self._started and time.monotonic() < end:
             time.sleep(DEATH_POLL_S)
-        for server, process in dead:
+        for server in dead:
+            assert server.process is not None, "only servers that mrl started have ended"
             if self.has_left(server):
                 continue
             if not self.restarts.is_left():
                 return False
-            self.restarts.take(process, error)
+            self.restarts.take(server.process, error)
             released = server.released
             server.has_weights = False
-            run_coroutine(self._start_again(server, process))
+            run_coroutine(self._start_again(server, server.process))
             server.restarts += 1
             self._settle(server, released)
         return bool(dead)
-
-    def _dead(self) -> list[tuple[Server, Started]]:
-        return [(server, server.process) for server in self.all if server.process and server.has_ended]
 
     async def _start_again(self, server: Server, process: Started) -> None:
         """Restarts the process and returns when it has been checked, with the weights of its model directory. All that
