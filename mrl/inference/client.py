@@ -48,7 +48,6 @@ class EngineClient:
         # trust_env=False: a proxy set for the internet must not see engine traffic
         self._http = httpx.Client(
             base_url=self.url,
-            timeout=self._timeout(timeout_s),
             headers=access.headers | PLAIN,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
             trust_env=False,
@@ -232,9 +231,8 @@ class EngineClient:
         self._access.check(self.url, endpoint.name)
         limit = self.timeout_s if timeout_s is None else timeout_s
         end = time.monotonic() + limit
-        request = self._http.build_request(
-            endpoint.method, endpoint.path, json=body, headers=headers, timeout=self._timeout(limit)
-        )
+        timeout = httpx.Timeout(limit, connect=min(CONNECT_TIMEOUT_S, limit))
+        request = self._http.build_request(endpoint.method, endpoint.path, json=body, headers=headers, timeout=timeout)
         try:
             reply = self._http.send(request, stream=True)
             with contextlib.closing(reply):
@@ -251,7 +249,3 @@ class EngineClient:
             raise EngineError(self.url, endpoint.name, reply.status_code, str(error)) from error
         kind = {"Content-Type": reply.headers.get("content-type", "")}
         return httpx.Response(reply.status_code, headers=kind, content=incoming.content)
-
-    @staticmethod
-    def _timeout(limit: float) -> httpx.Timeout:
-        return httpx.Timeout(limit, connect=min(CONNECT_TIMEOUT_S, limit))
