@@ -467,14 +467,12 @@ class RequestDispatcher:
                     await self._lose(server, server.restarts, lambda: _death(server))  # noqa: B023
 
     def _abort_running(self) -> None:
-        urls = [server.url for server in self._pool.servers if not server.has_ended]
-        with ThreadPoolExecutor(ABORTS_AT_ONCE) as threads:
-            list(threads.map(self._abort_all, urls))
+        def abort_all(url: str) -> None:
+            with closing(self._pool.client(url, ABORT_TIMEOUT_S)) as client, suppress(EngineError):
+                client.abort_all()  # the error that brought us here is the one to report
 
-    def _abort_all(self, url: str) -> None:
-        with closing(self._pool.client(url, ABORT_TIMEOUT_S)) as client:
-            with suppress(EngineError):  # the error that brought us here is the one to report
-                client.abort_all()
+        with ThreadPoolExecutor(ABORTS_AT_ONCE) as threads:
+            list(threads.map(abort_all, [server.url for server in self._pool.servers if not server.has_ended]))
 
 
 def by_prompt(requests: Sequence[Request]) -> Iterator[PromptGroup]:

@@ -72,7 +72,7 @@ def generate_body(
         "return_logprob": True,
     }
     if prompt.pictures:  # only what mrl has encoded itself: servers open paths and URLs
-        body["image_data"] = [_url(picture) for picture in prompt.pictures]
+        body["image_data"] = ["data:image/png;base64," + base64.b64encode(png).decode() for png in prompt.pictures]
     if experts:
         body["return_routed_experts"] = True
         if request.routed_experts_start:
@@ -91,10 +91,6 @@ def prefill_body(
     if len(requests) == 1 or len(prompt.token_ids) < SHARED_TOKENS or prompt.pictures:
         return None
     return generate_body(requests[0], replace(sampling, max_new_tokens=0), adapter)
-
-
-def _url(png: bytes) -> str:
-    return "data:image/png;base64," + base64.b64encode(png).decode()
 
 
 @dataclass(frozen=True)
@@ -137,10 +133,10 @@ def read_answer(request: Request, content: bytes, expected: Expected, name: str 
     """Returns the sample of an answer's JSON. name: the `rid` that the request was sent with. Raises BadAnswer, which
     names sample and field, if anything is not as `expected`."""
     answer = from_json(content)
-    if name is not None:
-        _check_name(request, answer, name)
     try:
         meta = field(answer, "meta_info", dict)
+        if name is not None and meta.get("id", name) != name:
+            raise BadAnswer(f"the answer is to another request ({shown(meta['id'])})")
         reason = _finish_reason(meta, expected.is_interruptible)
         version = field(meta, "weight_version", str)
         if not (expected.versions is None or version in expected.versions):
@@ -163,12 +159,6 @@ def read_answer(request: Request, content: bytes, expected: Expected, name: str 
         return Sample(request, np.array(ids), log_probs, reason, version, routed_experts=every)
     except BadAnswer as error:
         raise BadAnswer(f"sample {request.sample_id}: {error}") from error
-
-
-def _check_name(request: Request, answer: Any, name: str) -> None:
-    meta = answer.get("meta_info") if isinstance(answer, dict) else None
-    if isinstance(meta, dict) and meta.get("id", name) != name:
-        raise BadAnswer(f"sample {request.sample_id}: the answer is to another request ({shown(meta['id'])})")
 
 
 def _check_prompt(prompt: Prompt, seen: int) -> None:

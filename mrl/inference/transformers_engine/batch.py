@@ -65,13 +65,17 @@ def responses(
     ids, mask = ids.to(model.device), mask.to(model.device)
     while True:
         rows = [jobs[place] for place in places]
+        left = max(job.max_new_tokens for job in rows) - ids.size(1) + width
+        settings = GenerationConfig(
+            max_new_tokens=left, do_sample=False, pad_token_id=0, eos_token_id=None, return_dict_in_generate=True
+        )
         with tap if tap is not None else contextlib.nullcontext(), invariant():
             made = model.generate(
                 input_ids=ids,
                 attention_mask=mask,
                 past_key_values=cache,
                 **(seen or {}),
-                generation_config=_settings(max(job.max_new_tokens for job in rows) - ids.size(1) + width),
+                generation_config=settings,
                 logits_processor=[SeededSampler(rows, ids.size(1) - width)],
                 stopping_criteria=[PerRowStop(rows, width, tokenizer, 0 if stays else LEAVE)],
             )
@@ -97,9 +101,3 @@ def padded(jobs: list[Job]) -> tuple[Tensor, Tensor]:
         ids[row, width - len(job.prompt) :] = torch.tensor(job.prompt)
         mask[row, width - len(job.prompt) :] = 1
     return ids, mask
-
-
-def _settings(new_tokens: int) -> GenerationConfig:
-    return GenerationConfig(
-        max_new_tokens=new_tokens, do_sample=False, pad_token_id=0, eos_token_id=None, return_dict_in_generate=True
-    )
