@@ -13,12 +13,15 @@ _SAMPLES = re.compile(r"(?:validation_|validation_ema_)?step_(\d+)\.jsonl")
 
 
 def rewind(run_dir: Path, step: int) -> str:
-    """Drops rows and files of RUN_DIR/rollouts of steps after `step`; everything for step 0.
+    """Drops rows and files of RUN_DIR/rollouts of steps after `step`, also of RUN_DIR/adapters/NAME; everything for
+    step 0.
 
     Returns text such as "2 rows of metrics.jsonl, 2 files of rollouts/", empty if nothing was dropped. Each file is cut
     or removed at once, and a writer that appends to it may have it open.
     """
-    dropped = []
+    dropped = [
+        f"{found} of {folder.name}" for folder in sorted(run_dir.glob("adapters/*")) if (found := rewind(folder, step))
+    ]
     for file in filter(Path.is_file, (run_dir / name for name in sorted(BY_STEP))):
         if rows := _cut(file, step):
             dropped.append(f"{_count(rows, 'row')} of {file.name}")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from mrl.config.checks import data, layout, lora, models, precision, run, vision
 from mrl.config.checks.base import Archs
 from mrl.config.derived import Machine
 from mrl.config.problems import Problem, printable
-from mrl.config.trainers.base import AnyConfig, Config
+from mrl.config.trainers.base import AnyConfig, Config, renamed
 from mrl.config.trainers.table import trainer_of
 
 MAX_SECONDS = 2e6  # operating systems store timeouts as milliseconds in 31 bits
@@ -20,7 +21,13 @@ def check_all(cfg: AnyConfig, machine: Machine) -> list[Problem]:
     """Runs `check`, after checks of the files that the configuration names."""
     problems = [] if machine.planned else [*data.check_sources(cfg), *trainer_of(cfg).check_files(cfg)]
     archs = models.read_archs(cfg, problems, shapes_only=machine.planned) if isinstance(cfg, Config) else {}
-    return problems + check(cfg, archs, machine)
+    problems += check(cfg, archs, machine)
+    for part, moved in cfg.parts():
+        found = [
+            replace(each, keys=tuple(renamed(key, moved) for key in each.keys)) for each in check_all(part, machine)
+        ]
+        problems += [problem for problem in found if problem not in problems]
+    return problems
 
 
 def check(cfg: AnyConfig, archs: Archs, machine: Machine) -> list[Problem]:

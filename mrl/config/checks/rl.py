@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mrl.config.checks import (
+    adapters,
     agent,
     algorithm,
     asynchronous,
@@ -37,6 +38,7 @@ def check_files(cfg: RLConfig) -> Iterator[Problem]:
 
 
 def check(cfg: RLConfig, archs: Archs, machine: Machine) -> Iterator[Problem]:
+    yield from adapters.check(cfg)
     yield from batch.check(cfg, machine)
     yield from models.check_critic(cfg)
     yield from models.check_heads(cfg, archs)

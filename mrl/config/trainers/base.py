@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -136,6 +136,12 @@ class StepSize:
     served_tokens: int = 0
 
 
+def renamed(key: str, moved: Mapping[str, str]) -> str:
+    """Returns `key`, or if it is in a section of `moved` its name there."""
+    section = next((own for own in moved if f"{key}.".startswith(f"{own}.")), "")
+    return moved[section] + key.removeprefix(section) if section else key
+
+
 class AnyConfig(Section):
     """The keys of every trainer. Other packages call these methods and never check which trainer it is."""
 
@@ -173,6 +179,11 @@ class AnyConfig(Section):
     def engines(self) -> tuple[RolloutConfig, SyncConfig] | None:
         """Returns the settings of the engines and of weight syncs; None if the run generates nothing."""
         return None
+
+    def parts(self) -> Iterator[tuple[AnyConfig, dict[str, str]]]:
+        """Yields the configurations that this one holds besides its own, each with the keys that differ: the key there
+        -> the key here."""
+        yield from ()
 
     def nodes_per_engine(self) -> int:
         """Returns the number of nodes that each engine spans."""

@@ -60,6 +60,7 @@ class Exports:
         if actor.adapters is None:
             return
         self._phase.memory.begin("export")
+        actor.adapters.activate()
         save_adapter(
             *(actor.bare, actor.arch, actor.mesh),
             actor.adapters.spec,
@@ -84,6 +85,24 @@ class Exports:
                 self._phase.recorder.note(note)
 
         return describe
+
+
+class AdapterExports:
+    """Exports of a run of several adapters: each one's adapter, in RUN_DIR/adapters/NAME. No weights are merged."""
+
+    def __init__(self, cfg: Config, phase: Phases, config: Mapping[str, Any], learners: Mapping[str, Learner]) -> None:
+        self._each = {name: Exports(cfg, phase, config, learner) for name, learner in learners.items()}
+
+    def of_step(self, step: int) -> None:
+        """Writes RUN_DIR/adapters/NAME/adapter_step_N."""
+        self.adapter(f"adapter_step_{step}", step)
+
+    def whole(self, name: str, step: int) -> None:
+        """Writes nothing: `adapter` does."""
+
+    def adapter(self, name: str, step: int) -> None:
+        for part, exports in self._each.items():
+            exports.adapter(f"{part}/{name}", step)
 
 
 def _digests(files: list[Path]) -> dict[str, str]:
