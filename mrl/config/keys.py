@@ -115,7 +115,8 @@ def nearest_keys(
     for part in path[:-1]:
         there = [below for key in there if key.name == part for below in key.below] or there
     beside = _once(key for key in there if not (chosen and key.only_with) or key.only_with[1] in chosen)
-    elsewhere = _once(key for key in walk(keys) if key.name == path[-1])
+    same = _once(key for key in walk(keys) if key.name == path[-1])
+    elsewhere = [key for key in same if ".NAME." not in key.path] or same
     found = _close(beside, path[-1], 0.75) or elsewhere or _close(_once(there), path[-1], 0.75)
     return beside, found or _close(beside, path[-1], 0.5)
 

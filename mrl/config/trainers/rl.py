@@ -53,6 +53,8 @@ class RLConfig(Config):
             given["actor"] = self.actor.model_copy(update={"lora": lora, "optimizer": optimizer})
             sampling = given.pop("sampling", self.rollout.sampling)
             given["rollout"] = self.rollout.model_copy(update={"sampling": sampling})
+            if own.data is not None and own.data.validation is None and own.validation is None:
+                given["validation"] = ValidationConfig()  # the run's is for other adapters
             found[name] = self.model_copy(update={**given, "adapters": {}})
         return found
 
