@@ -217,9 +217,6 @@ class RLConfig(Config):
         minibatch = batch.samples_per_minibatch or new + reused
         updates = f"{batch.epochs_per_step} x {(new + reused) // minibatch} mini-batches of {minibatch} samples"
         rows = [("step", f"{batch.prompts_per_step} prompts x {batch.samples_per_prompt} = {new} samples")]
-        if self.adapters:  # the steps of each
-            each = {name: samples_per_step(cfg) for name, cfg in self.adapter_configs().items()}
-            return [("adapters", ", ".join(f"{name} ({samples} samples a step)" for name, samples in each.items()))]
         if (groups := self.algorithm.filter_groups).is_on:
             bound = f"at most {groups.max_num_gen_batches} rounds of {prompts_per_round(self)} prompts per step"
             rows.append(("dynamic sampling", bound))
@@ -236,6 +233,9 @@ class RLConfig(Config):
             where = f"{own} {each} (mrl serve)"
         elif (size := self.placement.nodes_per_engine) > 1:
             where = f"{own} on each group of {size} nodes"
+        if self.adapters:
+            steps = (f"{name} ({samples_per_step(cfg)} samples a step)" for name, cfg in self.adapter_configs().items())
+            rows = [("adapters", ", ".join(steps))]
         return [*rows, ("engine", f"{self.rollout.engine}, {where}")]
 
 
