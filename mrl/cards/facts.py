@@ -45,12 +45,33 @@ class DataSource:
 
 @dataclass(frozen=True)
 class WeightsOrigin:
-    """Weights of a run. state: has a checkpoint's `config` and `data_contents`; part: name of the model"""
+    """Weights of a run.
+
+    state: has a checkpoint's `config` and `data_contents`; part: name of the model; adapter: its name, if the
+    run trains several adapters
+    """
 
     run_dir: Path
     state: Mapping[str, Any]
     step: int
     part: str = "actor"
+    adapter: str = ""
+
+    @property
+    def rows(self) -> list[Row]:
+        """Returns the metrics up to these weights; of an adapter its own, and those of the whole run's speed."""
+        rows = [row for row in read_metrics(self.run_dir) if row["step"] <= self.step]
+        if not self.adapter:
+            return rows
+        own, shared = f"{self.adapter}/", ("time/", "perf/")
+        return [
+            {
+                name.removeprefix(own): value
+                for name, value in row.items()
+                if name.startswith((own, *shared)) or "/" not in name
+            }
+            for row in rows
+        ]
 
     @property
     def config(self) -> dict[str, Any]:
@@ -58,8 +79,8 @@ class WeightsOrigin:
 
     @property
     def name(self) -> str:
-        run = self.run_dir.resolve().name
-        return run if self.part == "actor" else f"{run} ({self.part})"
+        run, own = self.run_dir.resolve().name, self.adapter or self.part
+        return run if own == "actor" else f"{run} ({own})"
 
     @property
     def base(self) -> Path | None:
@@ -112,7 +133,7 @@ class CardFacts:
             name=origin.name,
             step=origin.step,
             config=portable({key: value for key, value in origin.config.items() if value is not None}),
-            rows=[row for row in read_metrics(origin.run_dir) if row["step"] <= origin.step],
+            rows=origin.rows,
             data=tuple(DataSource(last_part(path), of["bytes"], of["digest"]) for path, of in found.items()),
             notes=tuple(notes),
             base=base_model(origin.base) if origin.base else None,

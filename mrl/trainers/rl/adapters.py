@@ -16,7 +16,7 @@ from mrl import platform
 from mrl.config import placement
 from mrl.config.schema import RLConfig
 from mrl.config.trainers.rl import needs_ref
-from mrl.core import StepStats
+from mrl.core import Rollout, StepStats
 from mrl.inference import RELEASED_PARTS
 from mrl.learner import Learner
 from mrl.parallel import world_size
@@ -56,10 +56,14 @@ class AdaptersRun(Run):
         own = {name: StepStats(step + 1) for name in self.adapters}
         with self.phase("rollout", stats):
             self.world.from_main("rollout", lambda: self._start_sampling(step))
-        rollouts = {name: loop.generate(run, step, own[name]) for name, run in self.adapters.items()}
+        rollouts: dict[str, Rollout] = {}
+        for name, run in self.adapters.items():
+            with _errors_of(name):
+                rollouts[name] = loop.generate(run, step, own[name])
         loads = self.world.from_main("rollout", lambda: self._load_metrics(step))
         for name, run in self.adapters.items():
-            loop.learn(run, step, rollouts[name], own[name])
+            with _errors_of(name):
+                loop.learn(run, step, rollouts[name], own[name])
         with self.phase("sync", stats):
             stats.metrics |= self.sync(step + 1)
         self._add(stats, own)
@@ -116,7 +120,8 @@ class AdaptersRun(Run):
 
     def _validate(self, name: str, step: int, stats: StepStats) -> None:
         own = StepStats(step)
-        loop.validate(self.adapters[name], step, own)
+        with _errors_of(name):
+            loop.validate(self.adapters[name], step, own)
         self._add(stats, {name: own})
 
     @staticmethod
@@ -126,6 +131,16 @@ class AdaptersRun(Run):
             stats.metrics |= {f"{name}/{metric}": value for metric, value in each.metrics.items()}
             for phase, seconds in each.seconds.items():
                 stats.seconds[phase] = stats.seconds.get(phase, 0.0) + seconds
+
+
+@contextlib.contextmanager
+def _errors_of(name: str) -> Iterator[None]:
+    """Names the adapter in errors."""
+    try:
+        yield
+    except Exception as error:
+        error.args = (f"adapter {name}: {error}",)
+        raise
 
 
 @contextlib.contextmanager

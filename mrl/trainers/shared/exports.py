@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.cards import WeightsOrigin, write_run_card
+from mrl.config.loader import dump_tree
 from mrl.config.schema import Config
 from mrl.learner import Learner
 from mrl.parallel import gather, rank, world_size
@@ -22,16 +23,23 @@ from mrl.weights.model.save_adapter import save_adapter
 class Exports:
     """Exports of one run. All methods are collective; `step` is the step of the weights.
 
-    config: configuration as stored in checkpoints; ends: stop tokens that the actor learns, on rank 0
+    config: configuration as stored in checkpoints; ends: stop tokens that the actor learns, on rank 0; adapter: name
+    of the actor's adapter, if the run trains several
     """
 
     def __init__(
-        self, cfg: Config, phase: Phases, config: Mapping[str, Any], actor: Learner, end_tokens: Collection[int] = ()
+        self,
+        cfg: Config,
+        phase: Phases,
+        config: Mapping[str, Any],
+        actor: Learner,
+        end_tokens: Collection[int] = (),
+        adapter: str = "",
     ) -> None:
         self._model, self._phase, self._config, self._actor = cfg.model.path, phase, config, actor
         self._template, self._eos, self._ends = cfg.model.chat_template, cfg.model.eos_token, end_tokens
         self._drafts = None if cfg.model.from_scratch else Path(cfg.model.path)
-        self._allow_pickle = cfg.model.allow_pickle
+        self._allow_pickle, self._adapter = cfg.model.allow_pickle, adapter
 
     def of_step(self, step: int) -> None:
         """Writes RUN_DIR/adapter_step_N if the actor has adapters, else RUN_DIR/hf_step_N."""
@@ -72,7 +80,7 @@ class Exports:
         )
 
     def _describe(self, target: Path, step: int) -> Describe:
-        origin = WeightsOrigin(self._phase.run_dir, self._config, step)
+        origin = WeightsOrigin(self._phase.run_dir, self._config, step, adapter=self._adapter)
         base = _digests(origin.base_files())
 
         def describe(export: Path, digests: dict[str, str]) -> None:
@@ -91,7 +99,13 @@ class AdapterExports:
     """Exports of a run of several adapters: each one's adapter, in RUN_DIR/adapters/NAME. No weights are merged."""
 
     def __init__(self, cfg: Config, phase: Phases, config: Mapping[str, Any], learners: Mapping[str, Learner]) -> None:
-        self._each = {name: Exports(cfg, phase, config, learner) for name, learner in learners.items()}
+        """learners: by folder; config: of the whole run, as stored in checkpoints."""
+        self._each = {}
+        for (folder, learner), (own, moved) in zip(learners.items(), cfg.parts(), strict=True):
+            assert isinstance(own, Config)
+            data = {"data.train": config["data_contents"][f"{moved.get('data', 'data')}.train"]}
+            state = {**config, "config": dump_tree(own), "data_contents": data}
+            self._each[folder] = Exports(own, phase, state, learner, adapter=Path(folder).name)
 
     def of_step(self, step: int) -> None:
         """Writes RUN_DIR/adapters/NAME/adapter_step_N."""

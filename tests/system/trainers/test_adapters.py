@@ -118,6 +118,15 @@ def test_each_adapter_becomes_to_the_bit_what_a_run_of_it_alone_makes(
         assert mine == {key: alone_rows[step][key] for key in mine}
 
 
+def test_an_export_describes_its_own_adapter(run_dir: Path) -> None:
+    cards = {name: (run_dir / f"adapters/{name}/adapter/README.md").read_text() for name in ("lower", "upper")}
+    rewards = {name: f"{results(run_dir)[STEPS][f'{name}/reward/mean']:.4g}" for name in cards}
+    assert "names.jsonl" in cards["upper"] and "train.jsonl" not in cards["upper"]
+    assert "train.jsonl" in cards["lower"] and "names.jsonl" not in cards["lower"]
+    for name, card in cards.items():
+        assert f"both ({name})" in card and rewards[name] in card
+
+
 def test_samples_are_of_the_adapter_that_is_trained(run_dir: Path) -> None:
     rows = results(run_dir)
     assert max(row[f"{name}/mismatch/max_abs"] for row in rows.values() for name in ("lower", "upper")) < 1e-4
