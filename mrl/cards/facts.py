@@ -47,15 +47,20 @@ class DataSource:
 class WeightsOrigin:
     """Weights of a run.
 
-    state: has a checkpoint's `config` and `data_contents`; part: name of the model; adapter: its name, if the
-    run trains several adapters
+    state: has a checkpoint's `config` and `data_contents`; part: name of the model, adapters/NAME if the run trains
+    several adapters
     """
 
     run_dir: Path
     state: Mapping[str, Any]
     step: int
     part: str = "actor"
-    adapter: str = ""
+
+    @property
+    def adapter(self) -> str:
+        """Name of the adapter, if the run trains several; else empty."""
+        folder, _, name = self.part.partition("/")
+        return name if folder == "adapters" else ""
 
     @property
     def rows(self) -> list[Row]:
@@ -75,7 +80,23 @@ class WeightsOrigin:
 
     @property
     def config(self) -> dict[str, Any]:
-        return dict(self.state["config"])
+        """Returns the run's configuration; of an adapter as that of a run of it alone."""
+        config = dict(self.state["config"])
+        if not self.adapter:
+            return config
+        own = {key: value for key, value in config.pop("adapters")[self.adapter].items() if value is not None}
+        for key, section in (("optimizer", "actor"), ("lora", "actor"), ("sampling", "rollout")):
+            if key in own:
+                config[section] = config[section] | {key: own.pop(key)}
+        return config | own
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """Returns size and digest of the training data, by path."""
+        found = dict(self.state.get("data_contents", {}))
+        if self.adapter:
+            found = {"data.train": found.get(f"adapters.{self.adapter}.data.train", found.get("data.train", {}))}
+        return {path: contents for sources in found.values() for path, contents in sources.items()}
 
     @property
     def name(self) -> str:
@@ -125,7 +146,7 @@ class CardFacts:
 
         Raises UnreadableFile if the run's metrics are malformed.
         """
-        found = {p: of for sources in dict(origin.state.get("data_contents", {})).values() for p, of in sources.items()}
+        found = origin.data
         notes = read_data_notes(origin.run_dir)
         for path in sorted(found, key=len, reverse=True):
             notes = [note.replace(path, last_part(path)) for note in notes]

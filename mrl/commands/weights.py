@@ -81,7 +81,8 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--role", choices=("policy", "critic"), help="critic: with a score head (default: as config.json says)"
     )
-    parser.add_argument("--model", choices=("actor", "critic"), help="which model of a run's step_N (actor)")
+    what = "which model of a run's step_N: actor (default), critic, or adapters/NAME if the run trains several adapters"
+    parser.add_argument("--model", metavar="MODEL", help=what)
     parser.add_argument(
         "--model-files", type=Path, metavar="DIR", help="config.json and tokenizer, for a checkpoint without them"
     )

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from mrl.cards import WeightsOrigin, write_run_card
-from mrl.config.loader import dump_tree
 from mrl.config.schema import Config
 from mrl.learner import Learner
 from mrl.parallel import gather, rank, world_size
@@ -23,8 +22,8 @@ from mrl.weights.model.save_adapter import save_adapter
 class Exports:
     """Exports of one run. All methods are collective; `step` is the step of the weights.
 
-    config: configuration as stored in checkpoints; ends: stop tokens that the actor learns, on rank 0; adapter: name
-    of the actor's adapter, if the run trains several
+    config: configuration as stored in checkpoints; ends: stop tokens that the actor learns, on rank 0; part: the
+    actor's name in checkpoints
     """
 
     def __init__(
@@ -34,12 +33,12 @@ class Exports:
         config: Mapping[str, Any],
         actor: Learner,
         end_tokens: Collection[int] = (),
-        adapter: str = "",
+        part: str = "actor",
     ) -> None:
         self._model, self._phase, self._config, self._actor = cfg.model.path, phase, config, actor
         self._template, self._eos, self._ends = cfg.model.chat_template, cfg.model.eos_token, end_tokens
         self._drafts = None if cfg.model.from_scratch else Path(cfg.model.path)
-        self._allow_pickle, self._adapter = cfg.model.allow_pickle, adapter
+        self._allow_pickle, self._part = cfg.model.allow_pickle, part
 
     def of_step(self, step: int) -> None:
         """Writes RUN_DIR/adapter_step_N if the actor has adapters, else RUN_DIR/hf_step_N."""
@@ -80,7 +79,7 @@ class Exports:
         )
 
     def _describe(self, target: Path, step: int) -> Describe:
-        origin = WeightsOrigin(self._phase.run_dir, self._config, step, adapter=self._adapter)
+        origin = WeightsOrigin(self._phase.run_dir, self._config, step, self._part)
         base = _digests(origin.base_files())
 
         def describe(export: Path, digests: dict[str, str]) -> None:
@@ -99,13 +98,8 @@ class AdapterExports:
     """Exports of a run of several adapters: each one's adapter, in RUN_DIR/adapters/NAME. No weights are merged."""
 
     def __init__(self, cfg: Config, phase: Phases, config: Mapping[str, Any], learners: Mapping[str, Learner]) -> None:
-        """learners: by folder; config: of the whole run, as stored in checkpoints."""
-        self._each = {}
-        for (folder, learner), (own, moved) in zip(learners.items(), cfg.parts(), strict=True):
-            assert isinstance(own, Config)
-            data = {"data.train": config["data_contents"][f"{moved.get('data', 'data')}.train"]}
-            state = {**config, "config": dump_tree(own), "data_contents": data}
-            self._each[folder] = Exports(own, phase, state, learner, adapter=Path(folder).name)
+        """learners: by their names in checkpoints, which are folders of the run directory too."""
+        self._each = {name: Exports(cfg, phase, config, learner, part=name) for name, learner in learners.items()}
 
     def of_step(self, step: int) -> None:
         """Writes RUN_DIR/adapters/NAME/adapter_step_N."""

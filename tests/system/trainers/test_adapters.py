@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mrl.cli import main
 from mrl.config.loader import load
 from mrl.config.schema import RLConfig
 from mrl.inference import Engine, start_engine
@@ -125,6 +126,14 @@ def test_an_export_describes_its_own_adapter(run_dir: Path) -> None:
     assert "train.jsonl" in cards["lower"] and "names.jsonl" not in cards["lower"]
     for name, card in cards.items():
         assert f"both ({name})" in card and rewards[name] in card
+
+
+def test_an_adapter_of_a_checkpoint_is_converted_by_its_name(run_dir: Path, tmp_path: Path) -> None:
+    step = str(run_dir / f"checkpoints/step_{STEPS}")
+    convert = ["convert", "megatron-to-hf", step, str(tmp_path / "upper"), "--adapter", "--model"]
+    assert main([*convert, "adapters/upper"]) == 0
+    assert (tmp_path / "upper" / WEIGHTS).read_bytes() == (run_dir / "adapters/upper/adapter" / WEIGHTS).read_bytes()
+    assert "names.jsonl" in (tmp_path / "upper/README.md").read_text()
 
 
 def test_samples_are_of_the_adapter_that_is_trained(run_dir: Path) -> None:
