@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
+
+from mrl.commands.shared import CommandError
 
 
 def add(commands: Any) -> None:
@@ -26,8 +27,7 @@ def run(args: argparse.Namespace) -> int:
     run_dir = args.run_dir
     if not run_dir.is_dir() or not any((run_dir / name).exists() for name in ("config.yaml", "metrics.jsonl")):
         what = "contains no run" if run_dir.is_dir() else "is not a directory"
-        print(f"{run_dir} {what}: expected a run directory, such as runs/NAME", file=sys.stderr)
-        return 1
+        raise CommandError(f"{run_dir} {what}: expected a run directory, such as runs/NAME")
     from mrl.observe import UnreadableFile, before_after_table, follow_run, write_report
 
     try:
@@ -40,8 +40,7 @@ def run(args: argparse.Namespace) -> int:
             raise
         page = write_report(run_dir)
     except (UnreadableFile, OSError) as error:
-        print(f"mrl: {error}", file=sys.stderr)
-        return 1
+        raise CommandError(str(error)) from error
     print(f"run      {run_dir}")
     print(f"report   {page}")
     if (picture := run_dir / "reward_curve.png").exists():  # once there is something to draw

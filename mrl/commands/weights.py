@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mrl.commands.shared import CommandError
 from mrl.weights.convert import WORKERS
 
 if TYPE_CHECKING:
@@ -132,8 +132,7 @@ def run_merge(args: argparse.Namespace) -> int:
     try:
         merged = merge(*of, _file_bytes(args), allow_pickle=args.allow_pickle, describe=describe)
     except (WeightError, ValueError, OSError) as error:
-        print(f"mrl: {error}", file=sys.stderr)
-        return 1
+        raise CommandError(str(error)) from error
     print("\n".join(merged.lines(args.target)))
     return 0
 
@@ -149,8 +148,7 @@ def _in_a_world(action: Callable[[Meshes], bool]) -> int:
     try:
         init_process_group(JOIN_TIMEOUT_S, "gloo")
     except WorldError as error:
-        print(f"mrl: {error}", file=sys.stderr)
-        return 1
+        raise CommandError(str(error)) from error
     try:
         from mrl.parallel import Meshes
 
@@ -159,9 +157,6 @@ def _in_a_world(action: Callable[[Meshes], bool]) -> int:
         if dist.get_rank() == 0:
             print(f"mrl: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("mrl: stopped by Ctrl-C", file=sys.stderr)
-        return 128 + signal.SIGINT
     finally:
         dist.destroy_process_group()
 
