@@ -24,9 +24,9 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from mrl.config.sections.base import MAX_INT
 from mrl.config.sections.variants import Variants
 from mrl.config.yaml_dialect import Dumper
+from mrl.options.base import MAX_INT
 
 _TYPES = {bool: "true | false", int: "integer", float: "number", str: "string"}
 _BOUNDS = {Gt: (">", "gt"), Ge: (">=", "ge"), Lt: ("<", "lt"), Le: ("<=", "le")}

@@ -13,12 +13,12 @@ from mrl.config.checks.all import check_all
 from mrl.config.derived import Machine
 from mrl.config.keys import Key, keys_of, nearest_keys, walk
 from mrl.config.problems import ConfigError, Problem
-from mrl.config.sections.base import Section
 from mrl.config.sections.variants import TAG
 from mrl.config.trainers.base import AnyConfig
 from mrl.config.trainers.table import TRAINERS
 from mrl.config.tree import Node, Source, describe, name_of, read
 from mrl.config.yaml_dialect import Dumper
+from mrl.options.base import Section
 from mrl.redaction import redact_tree
 
 MAX_ERRORS = 200  # errors reported; a file with more is not a configuration of mrl

@@ -15,9 +15,9 @@ from pydantic import BaseModel
 
 from mrl.config.file_fingerprint import changed_files, fingerprint
 from mrl.config.named_rows import is_name, named_rows
-from mrl.config.sections.base import Section
 from mrl.config.sections.variants import Variants
 from mrl.config.trainers.base import AnyConfig
+from mrl.options.base import Section
 from mrl.redaction import redact_tree
 
 # These keys affect the place, length, speed and output of a run, but not what it computes. The longest entry of

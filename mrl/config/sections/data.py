@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
-from mrl.config.sections.base import FilePath, PositiveFloat, PositiveInt, Section
+from mrl.options.base import FilePath, PositiveFloat, PositiveInt, Section
 
 
 class SourceConfig(Section):

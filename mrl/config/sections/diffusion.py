@@ -6,10 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from mrl.config.sections.base import FilePath, NonNegativeFloat, PositiveFloat, PositiveInt, Section
 from mrl.config.sections.data import Sources
 from mrl.config.sections.models import OptimizerConfig
 from mrl.config.sections.reward import ServerConfig
+from mrl.options.base import FilePath, NonNegativeFloat, PositiveFloat, PositiveInt, Section
 
 
 class DiffusionModelConfig(Section):

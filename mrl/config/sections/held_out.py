@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from mrl.config.sections.base import NonNegativeFloat, PositiveInt, Section
+from mrl.options.base import NonNegativeFloat, PositiveInt, Section
 
 
 class HeldOutConfig(Section):

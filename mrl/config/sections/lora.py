@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from mrl.config.sections.base import PositiveFloat, PositiveInt, Section
 from mrl.families.adapters import LoRA
+from mrl.options.base import PositiveFloat, PositiveInt, Section
 
 
 class LoRAConfig(Section):

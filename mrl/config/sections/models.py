@@ -7,7 +7,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from mrl.config.sections.base import (
+from mrl.config.sections.lora import LoRAConfig
+from mrl.config.sections.precision import PrecisionConfig
+from mrl.options.base import (
     FilePath,
     Fraction,
     NonNegativeFloat,
@@ -16,8 +18,6 @@ from mrl.config.sections.base import (
     PositiveInt,
     Section,
 )
-from mrl.config.sections.lora import LoRAConfig
-from mrl.config.sections.precision import PrecisionConfig
 
 
 class ParallelConfig(Section):

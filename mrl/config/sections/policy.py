@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, TypeAdapter
 
-from mrl.config.sections.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section
 from mrl.config.sections.variants import Variants
+from mrl.options.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section
 from mrl.options.losses import POLICY_LOSSES, AggMode, LossOptions, TokenShare
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from mrl.config.sections.base import FilePath, PositiveInt, Section
 from mrl.options import preference as losses
+from mrl.options.base import FilePath, PositiveInt, Section
 from mrl.options.preference import PreferenceOptions
 
 

@@ -6,8 +6,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from mrl.config.sections.base import PositiveFloat, PositiveInt, Section
 from mrl.config.sections.data import DataConfig
+from mrl.options.base import PositiveFloat, PositiveInt, Section
 
 
 class EMAConfig(Section):

@@ -6,7 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from mrl.config.sections.base import (
+from mrl.config.sections.models import ParallelConfig
+from mrl.config.sections.precision import PrecisionConfig
+from mrl.options.base import (
     FilePath,
     NonNegativeFloat,
     NonNegativeInt,
@@ -15,8 +17,6 @@ from mrl.config.sections.base import (
     Section,
     Url,
 )
-from mrl.config.sections.models import ParallelConfig
-from mrl.config.sections.precision import PrecisionConfig
 
 
 class FormatConfig(Section):

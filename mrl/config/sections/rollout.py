@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from mrl.config.engines import EngineName
-from mrl.config.sections.base import (
+from mrl.options.base import (
     FilePath,
     Fraction,
     NonNegativeFloat,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from mrl.config.sections.base import FilePath, NonNegativeInt, PositiveFloat, PositiveInt, Section, Seed
+from mrl.options.base import FilePath, NonNegativeInt, PositiveFloat, PositiveInt, Section, Seed
 
 TrackerName = Literal[
     "tensorboard",

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from mrl.config.sections.base import PositiveFloat, PositiveInt, Section
+from mrl.options.base import PositiveFloat, PositiveInt, Section
 
 
 class ImitationConfig(Section):

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from mrl.config.sections.base import FilePath, NonNegativeFloat, PositiveFloat, PositiveInt, Section, Url
 from mrl.config.sections.models import ParallelConfig
+from mrl.options.base import FilePath, NonNegativeFloat, PositiveFloat, PositiveInt, Section, Url
 
 Mix = Annotated[float, Field(gt=0, lt=1)]
 

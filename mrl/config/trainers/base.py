@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mrl.config.sections.algorithm import AlgorithmConfig
-from mrl.config.sections.base import Section
 from mrl.config.sections.data import DataConfig, Form, PreferenceDataConfig, SFTDataConfig, SourceConfig
 from mrl.config.sections.held_out import HeldOutConfig
 from mrl.config.sections.models import ModelConfig, ParallelConfig, TrainConfig
@@ -18,6 +17,7 @@ from mrl.config.sections.rollout import RolloutConfig, SyncConfig
 from mrl.config.sections.run import CheckpointConfig, ResilienceConfig, RunConfig
 from mrl.config.tokenizer_files import TOKENIZER_FILES
 from mrl.families import has_draft_layers
+from mrl.options.base import Section
 
 
 @dataclass(frozen=True)
