@@ -31,13 +31,11 @@ class Variants:
 
     def sections(self, common: type[Section]) -> dict[str, type[Section]]:
         """Returns, for every value of the key, the class of the whole section."""
-        if common not in self._made:
-            self._made[common] = {name: self._section(common, name, kind) for name, kind in self.kinds.items()}
-        return self._made[common]
-
-    def _section(self, common: type[Section], name: str, kind: type[Options]) -> type[Section]:
-        chosen: Any = {self.by: (Literal[name], name)}
-        return create_model(f"{common.__name__}[{name}]", __base__=(kind, common), **chosen)
+        made = self._made.setdefault(common, {})
+        for name, kind in self.kinds.items() if not made else ():
+            chosen: Any = {self.by: (Literal[name], name)}
+            made[name] = create_model(f"{common.__name__}[{name}]", __base__=(kind, common), **chosen)
+        return made
 
     def chosen(self, common: type[Section], given: Mapping[str, Any]) -> Any:
         """Returns the value of the key: as given, as implied by another key, or its default."""
