@@ -91,16 +91,15 @@ def _found(args: argparse.Namespace) -> tuple[list[Finding], bool]:
 def _show(args: argparse.Namespace, findings: list[Finding], is_configured: bool) -> int:
     from rich.console import Console
 
-    from mrl.preflight import show
-    from mrl.preflight.finding import problems
+    from mrl.preflight.finding import as_json, problems, table, verdict
 
     source, code = str(args.config), int(bool(problems(findings))) if is_configured else shared.CONFIG_ERROR
     if args.json:
-        print(show.as_json(findings, source, code), flush=True)
+        print(as_json(findings, source, code), flush=True)
         return code
     console = Console()
-    console.print(show.table(findings, source))
-    console.print(show.verdict(findings))
+    console.print(table(findings, source))
+    console.print(verdict(findings))
     return code
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ def run(args: argparse.Namespace) -> int:
     run_dir = args.run_dir
     if not run_dir.is_dir() or not any((run_dir / name).exists() for name in ("config.yaml", "metrics.jsonl")):
         what = "contains no run" if run_dir.is_dir() else "is not a directory"
-        raise CommandError(f"{run_dir} {what}: expected a run directory, such as runs/NAME")
+        print(f"{run_dir} {what}: expected a run directory, such as runs/NAME", file=sys.stderr)
+        return 1
     from mrl.observe import UnreadableFile, before_after_table, follow_run, write_report
 
     try:

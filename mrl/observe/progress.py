@@ -203,7 +203,7 @@ class LiveDisplay:
         p = self._progress
         body: list[RenderableType] = [self._bars(), Text(), self._metrics()]
         if p.latest.seconds:
-            body += [Text(), self._phases()]
+            body += [Text(), Text(shares(p.latest, 2), style="cyan")]
         return Panel(Group(*body), title=f"step {p.latest.step} of {p.total_steps}", border_style="blue", expand=False)
 
     def _bars(self) -> Table:
@@ -223,6 +223,3 @@ class LiveDisplay:
             cells = [Text.assemble((f"{label:>18} ", "dim"), (value, "bold")) for label, value in pairs[i : i + 2]]
             grid.add_row(*cells)
         return grid
-
-    def _phases(self) -> Text:
-        return Text(shares(self._progress.latest, 2), style="cyan")

@@ -136,8 +136,9 @@ class TrackerQueue:
             rows, outcome = self._await_work(failures)
             try:
                 if not is_open:
-                    self._opened(self._remote.open(self.run_id))
-                    is_open = True
+                    self.run_id, is_open = self._remote.open(self.run_id), True
+                    self._note(f"{self.name}: {self._remote.where()}")
+                    self._write()
                 if rows:
                     self._remote.send(rows)
                     self._has(rows, failures)
@@ -157,11 +158,6 @@ class TrackerQueue:
         with self._changed:
             self._changed.wait_for(lambda: self._outcome is not None or (self._waiting and not failures), patience)
             return list(self._waiting), self._outcome
-
-    def _opened(self, run_id: str) -> None:
-        self.run_id = run_id
-        self._note(f"{self.name}: {self._remote.where()}")
-        self._write()
 
     def _has(self, rows: list[TrackedStep], failures: int) -> None:
         with self._changed:

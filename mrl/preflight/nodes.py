@@ -114,8 +114,11 @@ def check_nodes(
         if others:
             told = [(number, text) for number, text in others if number != node.number]
             return [Finding("nodes", "problem", f"{rendezvous.name(number)}: {text}") for number, text in told]
-        if unlike := _unlike(rendezvous, [each["gpus"] for each in reports]):
-            return [unlike]
+        gpus = [each["gpus"] for each in reports]
+        few = [f"{rendezvous.name(n)} has {count} GPUs" for n, count in enumerate(gpus) if count < max(gpus)]
+        if few:
+            text = f"{', '.join(few)}, and other nodes have {max(gpus)}"
+            return [Finding("nodes", "problem", text, "check nvidia-smi and CUDA_VISIBLE_DEVICES there")]
         host = node.head.rpartition(":")[0]
         port, *_ = rendezvous.exchange("port", ports.free_port(host) if node.number == 0 else None, rendezvous.meet_s)
         result = _measured(rendezvous, f"{host}:{port}", mib)
@@ -124,15 +127,6 @@ def check_nodes(
         remedy = "read its own output, ping it, and check its interfaces, GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
         return [Finding("nodes", "problem", str(error), remedy)]
     return [Finding("nodes", "ok", f"all {node.count} have joined"), *_judged(rendezvous, results, at_least)]
-
-
-def _unlike(rendezvous: NodeRendezvous, gpus: Sequence[int]) -> Finding | None:
-    """Finding if some nodes have fewer GPUs than others."""
-    few = [f"{rendezvous.name(number)} has {count} GPUs" for number, count in enumerate(gpus) if count < max(gpus)]
-    if not few:
-        return None
-    text = f"{', '.join(few)}, and other nodes have {max(gpus)}"
-    return Finding("nodes", "problem", text, "check nvidia-smi and CUDA_VISIBLE_DEVICES there")
 
 
 def _measured(rendezvous: NodeRendezvous, head: str, mib: int | None) -> dict[str, Any]:
@@ -187,10 +181,6 @@ def _judged(rendezvous: NodeRendezvous, results: Sequence[dict[str, Any]], at_le
     found = network.NetworkBandwidth(**results[0]["network"])
     is_steady = found.backend == "nccl" or at_least is not None  # on CPUs, other programs disturb the measurement
     for text in network.slow_nodes(found, at_least):
-        yield Finding(
-            "network",
-            "problem" if is_steady else "warning",
-            text,
-            "exclude the node, or check its cables and NICs with NCCL_DEBUG=INFO",
-        )
+        remedy = "exclude the node, or check its cables and NICs with NCCL_DEBUG=INFO"
+        yield Finding("network", "problem" if is_steady else "warning", text, remedy)
     yield Finding("network", "ok", network.words(found))
