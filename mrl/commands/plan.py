@@ -14,7 +14,6 @@ from mrl.files import write_atomically
 if TYPE_CHECKING:
     from mrl.config.derived import Machine
     from mrl.config.schema import AnyConfig, Config
-    from mrl.config.trainers.table import OwnPlan
     from mrl.plan.chips import Assumptions, Cluster
 
 DOES_NOT_FIT = 1
@@ -61,8 +60,13 @@ def run(args: argparse.Namespace) -> int:
     if ranks % per_node:
         raise shared.UsageError(f"{ranks} ranks are not a multiple of {per_node} per node (--per-node)")
     cluster = Cluster(KINDS[kind], ranks, per_node)
-    if (own := trainer_of(cfg).load_plan()) is not None:
-        return _own(args, cfg, own(cfg, cluster))
+    if (make_own := trainer_of(cfg).load_plan()) is not None:
+        if args.search or args.svg is not None:
+            what = f"language models only, and this is trainer {cfg.trainer}: leave them out"
+            raise shared.UsageError(f"--search and --svg plan {what}")
+        own = make_own(cfg, cluster)
+        print(json.dumps(own.data(), indent=2) if args.json else "\n".join(own.lines()))
+        return DOES_NOT_FIT if own.problems else 0
     assert isinstance(cfg, Config)
     assumed, prompts = _assumptions(cfg)
     if args.search:
@@ -132,15 +136,6 @@ def _gpu_model(information: Path) -> str:
     """Returns a GPU's name from its driver, without importing torch, since a plan takes a second."""
     lines = dict(line.split(":", 1) for line in information.read_text().splitlines() if ":" in line)
     return lines.get("Model", "").strip()
-
-
-def _own(args: argparse.Namespace, cfg: AnyConfig, plan: OwnPlan) -> int:
-    """Prints the plan of a trainer with its own planner."""
-    if args.search or args.svg is not None:
-        what = f"language models only, and this is trainer {cfg.trainer}: leave them out"
-        raise shared.UsageError(f"--search and --svg plan {what}")
-    print(json.dumps(plan.data(), indent=2) if args.json else "\n".join(plan.lines()))
-    return DOES_NOT_FIT if plan.problems else 0
 
 
 def dry_run(config: Path, overrides: Sequence[str], gpu: str | None) -> int:

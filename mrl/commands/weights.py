@@ -32,12 +32,7 @@ def add_parsers(commands: Any) -> None:
     convert.add_argument("source", type=Path, metavar="SRC", help="the directory to convert")
     convert.add_argument("target", type=Path, metavar="DST", help="a directory that does not exist, or is empty")
     convert.add_argument("--dtype", choices=DTYPES, help="dtype of all written tensors (default: as stored)")
-    convert.add_argument(
-        "--workers",
-        type=_positive,
-        metavar="N",
-        help=f"threads per rank (default: {WORKERS})",
-    )
+    convert.add_argument("--workers", type=_positive, metavar="N", help=f"threads per rank (default: {WORKERS})")
     convert.add_argument("--verify", action="store_true", help="compare SRC and DST after the conversion")
     convert.add_argument(
         "--adapter", action="store_true", help="convert only the LoRA adapters of a run, to the PEFT format"

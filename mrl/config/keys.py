@@ -112,8 +112,7 @@ def nearest_keys(
 
     Returns:
         (keys beside the unknown key, candidates). Candidates are the first of these that exist: a close name beside it;
-            the
-        same name elsewhere; a close name in another variant of the section; a less close name beside it.
+        the same name elsewhere; a close name in another variant of the section; a less close name beside it.
     """
     there = list(keys)
     for part in path[:-1]:

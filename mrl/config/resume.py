@@ -12,8 +12,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from mrl.config.file_fingerprint import changed_files, digests, files_below, fingerprint
+from mrl.config.json_rows import is_name, named_rows
 from mrl.config.keys import keys_of, walk
-from mrl.config.named_rows import is_name, named_rows
 from mrl.config.trainers.base import AnyConfig
 from mrl.options.base import Section
 from mrl.redaction import redact_tree

@@ -21,25 +21,12 @@ from mrl.config.sections.data import (
 )
 from mrl.config.sections.held_out import HeldOutConfig
 from mrl.config.sections.lora import LoRAConfig
-from mrl.config.sections.models import (
-    ModelConfig,
-    MuonConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    RefConfig,
-    TrainConfig,
-)
+from mrl.config.sections.models import ModelConfig, MuonConfig, OptimizerConfig, ParallelConfig, RefConfig, TrainConfig
 from mrl.config.sections.placement import PlacementConfig
 from mrl.config.sections.policy import PolicyLossConfig, RolloutCorrectionConfig
 from mrl.config.sections.precision import FP8Config, PrecisionConfig
 from mrl.config.sections.reuse import EMAConfig, ReplayConfig
-from mrl.config.sections.reward import (
-    CodeConfig,
-    FormatConfig,
-    RewardConfig,
-    RewardModelConfig,
-    ServerConfig,
-)
+from mrl.config.sections.reward import CodeConfig, FormatConfig, RewardConfig, RewardModelConfig, ServerConfig
 from mrl.config.sections.reward_model import RewardModelTrainingConfig
 from mrl.config.sections.rollout import (
     DeltaSyncConfig,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from statistics import median_high
 from typing import Any
 
 from mrl.files import write_atomically
@@ -128,15 +129,13 @@ def _tiles(run: RunContent) -> str:
         values = next((v for name in names if (v := [row[name] for row in rows if name in row])), [])
         if values:
             tiles.append((label, f"{number(values[0], form)} → {number(values[-1], form)}"))
-    mismatch = [row["mismatch/max_abs"] for row in rows if "mismatch/max_abs" in row]
-    if mismatch:
-        tiles.append(("largest log-prob mismatch", f"{max(mismatch):.1e}"))
-    speeds = sorted(row["perf/tokens_per_s"] for row in rows if "perf/tokens_per_s" in row)
-    if speeds:
-        tiles.append(("tokens / s, median", f"{speeds[len(speeds) // 2]:,.0f}"))
-    shares = sorted(row["perf/mfu"] for row in rows if "perf/mfu" in row)
-    if shares:
-        tiles.append(("MFU, median", f"{shares[len(shares) // 2]:.1%}"))
+    for label, name, form, of in (
+        ("largest log-prob mismatch", "mismatch/max_abs", ".1e", max),
+        ("tokens / s, median", "perf/tokens_per_s", ",.0f", median_high),
+        ("MFU, median", "perf/mfu", ".1%", median_high),
+    ):
+        if values := [row[name] for row in rows if name in row]:
+            tiles.append((label, format(of(values), form)))
     seconds = sum(value for row in rows for name, value in row.items() if name.startswith("time/"))
     if seconds:
         tiles.append(("total time of all phases", clock(seconds)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -116,7 +116,11 @@ class Plan:
         if not self.on_gpu:
             return []
         engine, nodes = self.engine, self.cfg.engine_nodes()
-        found = [*shortages(self.work, self.worst, engine, limit), *self._without_fp8()]
+        found = [*shortages(self.work, self.worst, engine, limit)]
+        chip, fp8 = self.cluster.chip, [model.train.precision.fp8 for model in self.cfg.built().values()]
+        for recipe in sorted({one.recipe for one in fp8 if one.is_real}):
+            if (problem := chip_problem(recipe, chip.capability, None, chip.name)) is not None:
+                found.append(Shortage(f"precision.fp8.recipe: {problem}", "another recipe, or other GPUs"))
         if engine is not None and nodes is not None:
             there, wanted = self.cluster.per_node, engine.engines * engine.tensor // nodes.nodes
             if wanted > there:
@@ -128,13 +132,6 @@ class Plan:
     def problems(self) -> list[str]:
         """The shortages, one sentence each."""
         return [str(shortage) for shortage in self.shortages]
-
-    def _without_fp8(self) -> Iterator[Shortage]:
-        """Yields recipes that these GPUs cannot compute."""
-        chip, fp8 = self.cluster.chip, [model.train.precision.fp8 for model in self.cfg.built().values()]
-        for recipe in sorted({one.recipe for one in fp8 if one.recipe != "none" and not one.emulate}):
-            if (problem := chip_problem(recipe, chip.capability, None, chip.name)) is not None:
-                yield Shortage(f"precision.fp8.recipe: {problem}", "another recipe, or other GPUs")
 
     def host(self, rank: int) -> list[MemoryItem]:
         """Returns the host memory of a rank's process."""

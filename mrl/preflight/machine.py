@@ -72,8 +72,8 @@ def check_dtype(cfg: AnyConfig) -> Iterator[Finding]:
 def check_fp8(cfg: AnyConfig) -> Iterator[Finding]:
     """Checks fp8 if it is configured and not emulated."""
     wanted = {name: model.train.precision.fp8 for name, model in cfg.built().items()}
-    for recipe in {fp8.recipe for fp8 in wanted.values() if fp8.recipe != "none" and not fp8.emulate}:
-        models = ", ".join(name for name, fp8 in wanted.items() if fp8.recipe == recipe and not fp8.emulate)
+    for recipe in {fp8.recipe for fp8 in wanted.values() if fp8.is_real}:
+        models = ", ".join(name for name, fp8 in wanted.items() if fp8.recipe == recipe and fp8.is_real)
         if (problem := platform.fp8_problem(recipe)) is not None:
             text = f"{models}: precision.fp8.recipe {recipe} cannot be computed here: {problem}"
             yield Finding("fp8", "problem", text, "see mrl doctor, or set precision.fp8.emulate: true")

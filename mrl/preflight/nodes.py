@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -140,17 +140,13 @@ def _measured(rendezvous: NodeRendezvous, head: str, mib: int | None) -> dict[st
         made, ranks = Path(folder), []
         for number in range(local):
             mine = env | {"RANK": str(node.number * local + number), "LOCAL_RANK": str(number)}
-            ranks.append(_start(number, mib or network.default_mib(), mine, made))
+            options = [str(mib or network.default_mib()), str(made / f"{number}.json")]
+            command = [sys.executable, "-m", "mrl.preflight.network", *options]
+            with (made / f"{number}.log").open("wb") as log:  # nobody reads a pipe while ranks wait for each other
+                ranks.append(signals.start_program(command, mine, log, log))
         error = next((text for text in _errors(ranks, made) if text), "")
         is_first = node.number == 0 and not error
         return {"network": json.loads((made / "0.json").read_text()) if is_first else None, "error": error}
-
-
-def _start(number: int, mib: int, env: Mapping[str, str], folder: Path) -> subprocess.Popen[bytes]:
-    """Starts a rank with its output in a file, since nobody reads a pipe while ranks wait for each other."""
-    command = [sys.executable, "-m", "mrl.preflight.network", str(mib), str(folder / f"{number}.json")]
-    with (folder / f"{number}.log").open("wb") as log:
-        return signals.start_program(command, env, log, log)
 
 
 def _errors(ranks: Sequence[subprocess.Popen[bytes]], folder: Path) -> Iterator[str]:

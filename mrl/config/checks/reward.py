@@ -144,18 +144,13 @@ def _beside(reward: RewardConfig) -> list[str]:
 
 
 def _sections(cfg: RLConfig) -> Iterator[Problem]:
-    reward = cfg.reward
+    reward, limit = cfg.reward, cfg.rollout.sampling.max_new_tokens
     used = {spec for _, spec in _functions(reward)} | ({"overlong"} if reward.manager == "dapo" else set())
     for name in WITH_SECTION:
         if name not in used:
             yield from without_effect(reward, "reward", [name], f"the built-in {name} is not used", "reward.manager")
         elif dict(reward)[name] is None:
             yield Problem((f"reward.{name}", "reward.manager"), f"required by the built-in {name}")
-    yield from _limits(cfg, used)
-
-
-def _limits(cfg: RLConfig, used: set[str]) -> Iterator[Problem]:
-    reward, limit = cfg.reward, cfg.rollout.sampling.max_new_tokens
     if "overlong" in used and reward.overlong is not None and reward.overlong.buffer_tokens > limit:
         message = f"{reward.overlong.buffer_tokens} is longer than a response of at most {limit} tokens"
         yield Problem(("reward.overlong.buffer_tokens", "rollout.sampling.max_new_tokens"), message)
@@ -163,10 +158,8 @@ def _limits(cfg: RLConfig, used: set[str]) -> Iterator[Problem]:
         message = "must differ from zero_tokens: the score goes from 1 to 0 between them"
         yield Problem(("reward.length.full_tokens", "reward.length.zero_tokens"), message)
     if "code" in used and reward.code.wall_s + SANDBOX_START_S > reward.timeout_s:
-        message = (
-            f"{reward.code.wall_s:g} s for the tests and up to {SANDBOX_START_S:g} s for the sandbox's start exceed "
-            f"the {reward.timeout_s:g} s of the function"
-        )
+        times = f"{reward.code.wall_s:g} s for the tests and up to {SANDBOX_START_S:g} s for the sandbox's start"
+        message = f"{times} exceed the {reward.timeout_s:g} s of the function"
         yield Problem(("reward.code.wall_s", "reward.timeout_s"), message)
     if "format" in used:
         try:
