@@ -14,12 +14,12 @@ from mrl.config.sections.data import (
     BatchConfig,
     DataConfig,
     Form,
+    HeldOutConfig,
     PreferenceDataConfig,
     RewardDataConfig,
     SFTDataConfig,
     SourceConfig,
 )
-from mrl.config.sections.held_out import HeldOutConfig
 from mrl.config.sections.lora import LoRAConfig
 from mrl.config.sections.models import ModelConfig, MuonConfig, OptimizerConfig, ParallelConfig, RefConfig, TrainConfig
 from mrl.config.sections.placement import PlacementConfig

@@ -157,23 +157,20 @@ class PlainDisplay:
         eta = p.eta_s()
         if eta is not None:
             parts.append(f"eta {clock(eta)}")
-        self._say(" | ".join(parts))
+        self.note(" | ".join(parts))
 
     def tick(self) -> None:
         p = self._progress
         with self._lock:
             if p.expected and time.monotonic() - self._last_sign >= PLAIN_TICK_S:
-                self._say(f"{p.phase}: {p.finished}/{p.expected} after {clock(time.monotonic() - p.phase_began)}")
-
-    def note(self, text: str) -> None:
-        self._say(text)
+                self.note(f"{p.phase}: {p.finished}/{p.expected} after {clock(time.monotonic() - p.phase_began)}")
 
     def close(self) -> None:
         self._closed.set()
 
-    def _say(self, line: str) -> None:
+    def note(self, text: str) -> None:
         with self._lock:
-            self._console.print(line)
+            self._console.print(text)
             self._console.file.flush()
             self._last_sign = time.monotonic()
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mrl.config.sections.algorithm import AlgorithmConfig
-from mrl.config.sections.data import DataConfig, Form, PreferenceDataConfig, SFTDataConfig, SourceConfig
-from mrl.config.sections.held_out import HeldOutConfig
+from mrl.config.sections.data import DataConfig, Form, HeldOutConfig, PreferenceDataConfig, SFTDataConfig, SourceConfig
 from mrl.config.sections.models import ModelConfig, ParallelConfig, TrainConfig
 from mrl.config.sections.placement import PlacementConfig
 from mrl.config.sections.reward import RewardConfig, ServerConfig

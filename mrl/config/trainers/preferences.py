@@ -10,8 +10,7 @@ from mrl.config.checks.data import check_held_out, check_preferences
 from mrl.config.checks.layout import check_shares
 from mrl.config.derived import Machine
 from mrl.config.problems import Problem
-from mrl.config.sections.data import PreferenceBatchConfig, PreferenceDataConfig
-from mrl.config.sections.held_out import ComparisonConfig
+from mrl.config.sections.data import ComparisonConfig, PreferenceBatchConfig, PreferenceDataConfig
 from mrl.config.trainers.base import Config, StepSize
 
 

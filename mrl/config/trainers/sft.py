@@ -10,8 +10,7 @@ from mrl.config.checks.data import check_held_out
 from mrl.config.checks.layout import check_shares
 from mrl.config.derived import Machine
 from mrl.config.problems import Problem
-from mrl.config.sections.data import SFTBatchConfig, SFTDataConfig
-from mrl.config.sections.held_out import LikelihoodConfig
+from mrl.config.sections.data import LikelihoodConfig, SFTBatchConfig, SFTDataConfig
 from mrl.config.sections.sft import ImitationConfig, PackingConfig
 from mrl.config.trainers.base import Config, DataUse, StepSize
 
