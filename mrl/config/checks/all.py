@@ -34,29 +34,14 @@ def check(cfg: AnyConfig, archs: Archs, machine: Machine) -> list[Problem]:
     """Returns contradictions, impossible layouts and settings without effect, each with all keys involved."""
     problems = list(layout.check(cfg, archs, machine))
     problems += _values(cfg.model_dump())
-    problems += run.check_directory(cfg.run)
-    problems += run.check_trackers(cfg.run)
-    problems += run.check_profile(cfg, machine)
-    problems += run.check_checkpoint(cfg)
-    problems += run.check_resilience(cfg)
+    problems += run.check(cfg, machine)
     if isinstance(cfg, Config):
-        problems += _language(cfg, archs, machine)
-    problems += trainer_of(cfg).check(cfg, archs, machine)
-    return problems
-
-
-def _language(cfg: Config, archs: Archs, machine: Machine) -> Iterator[Problem]:
-    """Checks of language models: files, optimizers, layers, precision and answers."""
-    yield from models.check_pickle(cfg)
-    yield from models.check_template(cfg)
-    yield from models.check_optimizers(cfg)
-    yield from models.check_layers(cfg, machine)
-    yield from models.check_local(cfg, archs)
-    yield from models.check_offload(cfg)
-    yield from precision.check(cfg, archs, machine)
-    yield from lora.check(cfg, archs)
-    yield from vision.check(cfg, archs)
-    yield from data.check_answers(cfg, archs)
+        problems += models.check(cfg, archs, machine)
+        problems += precision.check(cfg, archs, machine)
+        problems += lora.check(cfg, archs)
+        problems += vision.check(cfg, archs)
+        problems += data.check_answers(cfg, archs)
+    return problems + list(trainer_of(cfg).check(cfg, archs, machine))
 
 
 def _values(value: Any, key: str = "") -> Iterator[Problem]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from mrl.config.sections.agent import AgentConfig
 from mrl.config.sections.algorithm import Algorithm
-from mrl.config.sections.base import Section
 from mrl.config.sections.data import BatchConfig, DataConfig
 from mrl.config.sections.lora import LoRAConfig
 from mrl.config.sections.models import OptimizerConfig
 from mrl.config.sections.reward import RewardConfig
 from mrl.config.sections.rollout import SamplingConfig, ValidationConfig
+from mrl.options.base import Section
 
 
 class AdapterConfig(Section):
