@@ -26,7 +26,7 @@ from mrl.commands import (
     train,
     weights,
 )
-from mrl.commands.shared import CONFIG_ERROR
+from mrl.commands.shared import CONFIG_ERROR, exit_code_of
 
 COMMANDS = (
     train.add,
@@ -77,8 +77,7 @@ def _run(argv: Sequence[str], is_program: bool) -> int:
             print(f"mrl: an argument is not UTF-8: {os.fsencode(word)!r}", file=sys.stderr)
             return CONFIG_ERROR
     args = _parsed(argv, is_program)
-    exit_code: int = args.run(args)
-    return exit_code
+    return exit_code_of(lambda: args.run(args))
 
 
 def _parsed(argv: Sequence[str], is_program: bool) -> argparse.Namespace:

@@ -35,11 +35,11 @@ def main() -> int:
     if is_a_rank():
         sys.path += [entry for entry in paths if entry not in sys.path]  # for what the callbacks import
         return _train(config, overrides, callbacks)
-    from mrl.commands import train
+    from mrl.commands import shared, train
 
     args = argparse.Namespace(config=config, overrides=overrides, nodes=1, is_program=True)
     try:
-        return train.lead(args, ["mrl.api.rank", sys.argv[1]])
+        return shared.exit_code_of(lambda: train.lead(args, ["mrl.api.rank", sys.argv[1]]))
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
 

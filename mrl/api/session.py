@@ -17,7 +17,7 @@ from torch import Tensor
 from mrl.api import inputs
 from mrl.api.trainers import RLTrainer
 from mrl.config.problems import Problem
-from mrl.config.schema import TeacherConfig
+from mrl.config.schema import RLConfig, TeacherConfig
 from mrl.config.trainers.base import AnyConfig
 from mrl.core import Prompt, Request, Rollout, Sample, SamplingParams, StepStats
 from mrl.data import collate
@@ -189,10 +189,14 @@ class Teacher:
 class _SessionTrainer(RLTrainer):
     def _check(self, cfg: AnyConfig) -> Iterator[Problem]:
         yield from super()._check(cfg)
-        teacher: TeacherConfig | None = getattr(cfg, "teacher", None)
-        if teacher is not None and teacher.teachers:
+        if not isinstance(cfg, RLConfig):  # `super` has said so
+            return
+        if cfg.teacher is not None and cfg.teacher.teachers:
             message = "a session's samples have no data source, so they have one teacher: use teacher.path"
             yield Problem(("teacher.teachers",), message)
+        if cfg.adapters:
+            message = "a session trains one policy: remove the section, or train with mrl.RLTrainer(...).fit()"
+            yield Problem(("adapters",), message)
 
 
 class SessionEngine:

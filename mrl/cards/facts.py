@@ -45,7 +45,11 @@ class DataSource:
 
 @dataclass(frozen=True)
 class WeightsOrigin:
-    """Weights of a run. state: has a checkpoint's `config` and `data_contents`; part: name of the model"""
+    """Weights of a run.
+
+    state: has a checkpoint's `config` and `data_contents`; part: name of the model, adapters/NAME if the run trains
+    several adapters
+    """
 
     run_dir: Path
     state: Mapping[str, Any]
@@ -53,13 +57,51 @@ class WeightsOrigin:
     part: str = "actor"
 
     @property
+    def adapter(self) -> str:
+        """Name of the adapter, if the run trains several; else empty."""
+        folder, _, name = self.part.partition("/")
+        return name if folder == "adapters" else ""
+
+    @property
+    def rows(self) -> list[Row]:
+        """Returns the metrics up to these weights; of an adapter its own, and those of the whole run's speed."""
+        rows = [row for row in read_metrics(self.run_dir) if row["step"] <= self.step]
+        if not self.adapter:
+            return rows
+        own, shared = f"{self.adapter}/", ("time/", "perf/")
+        return [
+            {
+                name.removeprefix(own): value
+                for name, value in row.items()
+                if name.startswith((own, *shared)) or "/" not in name
+            }
+            for row in rows
+        ]
+
+    @property
     def config(self) -> dict[str, Any]:
-        return dict(self.state["config"])
+        """Returns the run's configuration; of an adapter as that of a run of it alone."""
+        config = dict(self.state["config"])
+        if not self.adapter:
+            return config
+        own = {key: value for key, value in config.pop("adapters")[self.adapter].items() if value is not None}
+        for key, section in (("optimizer", "actor"), ("lora", "actor"), ("sampling", "rollout")):
+            if key in own:
+                config[section] = config[section] | {key: own.pop(key)}
+        return config | own
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """Returns size and digest of the training data, by path."""
+        found = dict(self.state.get("data_contents", {}))
+        if self.adapter:
+            found = {"data.train": found.get(f"adapters.{self.adapter}.data.train", found.get("data.train", {}))}
+        return {path: contents for sources in found.values() for path, contents in sources.items()}
 
     @property
     def name(self) -> str:
-        run = self.run_dir.resolve().name
-        return run if self.part == "actor" else f"{run} ({self.part})"
+        run, own = self.run_dir.resolve().name, self.adapter or self.part
+        return run if own == "actor" else f"{run} ({own})"
 
     @property
     def base(self) -> Path | None:
@@ -104,7 +146,7 @@ class CardFacts:
 
         Raises UnreadableFile if the run's metrics are malformed.
         """
-        found = {p: of for sources in dict(origin.state.get("data_contents", {})).values() for p, of in sources.items()}
+        found = origin.data
         notes = read_data_notes(origin.run_dir)
         for path in sorted(found, key=len, reverse=True):
             notes = [note.replace(path, last_part(path)) for note in notes]
@@ -112,7 +154,7 @@ class CardFacts:
             name=origin.name,
             step=origin.step,
             config=portable({key: value for key, value in origin.config.items() if value is not None}),
-            rows=[row for row in read_metrics(origin.run_dir) if row["step"] <= origin.step],
+            rows=origin.rows,
             data=tuple(DataSource(last_part(path), of["bytes"], of["digest"]) for path, of in found.items()),
             notes=tuple(notes),
             base=base_model(origin.base) if origin.base else None,

@@ -201,20 +201,20 @@ def _require_trainable(learners: Mapping[str, Checkpointable]) -> None:
 
 
 def _stage_part(part: Checkpointable, path: Path, copy: bool) -> ShardedWrite:
-    mesh = part.mesh if isinstance(part, Learner) else part.learner.mesh
+    learner = part if isinstance(part, Learner) else part.learner
 
     def collect() -> tuple[dict[str, Any], dict[str, int]]:
         return state_to_save(part) if isinstance(part, Learner) else (copy_shards(part), {})
 
-    with mesh.active():
+    with learner.active():
         state, counters = RANKS.together(f"collecting the state for {path}", collect)
-        return torch_dist.plan(state, counters, path, mesh.dp_cp_group, copy=copy)
+        return torch_dist.plan(state, counters, path, learner.mesh.dp_cp_group, copy=copy)
 
 
 def _load_learner(learner: Learner, path: Path) -> None:
     """Loads on the device, then restores the previous offload level: one model at a time fits there."""
     level = RANKS.together(f"making room for {path}", lambda: learner.memory.move("all"))
-    with learner.mesh.active():
+    with learner.active():
         state = RANKS.together(f"making room for {path}", lambda: StateToLoad(learner))
         loaded = torch_dist.read(state.sharded(), path)
         RANKS.together(f"restoring {path}", lambda: _restore(state, loaded))
@@ -222,7 +222,7 @@ def _load_learner(learner: Learner, path: Path) -> None:
 
 
 def _load_copy(copy: PolicyCopy, path: Path) -> None:
-    with copy.learner.mesh.active():
+    with copy.learner.active():
         torch_dist.read(RANKS.together(f"making room for {path}", lambda: copy_shards(copy)), path)
 
 

@@ -26,7 +26,6 @@ def add(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Shows the data. Returns exit code 0, or 1 if the data is unusable."""
-    from mrl.config.problems import ConfigError
     from mrl.config.schema import Config
     from mrl.config.trainers.table import trainer_of
     from mrl.preflight.finding import problems
@@ -37,14 +36,9 @@ def run(args: argparse.Namespace) -> int:
         from mrl.preflight.checks import INPUT_CHECKS, run_checks
         from mrl.preflight.inputs import sampled_row_check
 
-    try:
-        cfg = shared.load_read_only(args.config, args.overrides)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return shared.CONFIG_ERROR
+    cfg = shared.load_read_only(args.config, args.overrides)
     if args.sheet is not None and not cfg.sees_pictures:
-        print(f"mrl: --sheet: the data of trainer {cfg.trainer} has no images: leave --sheet out", file=sys.stderr)
-        return shared.CONFIG_ERROR
+        raise shared.UsageError(f"--sheet: the data of trainer {cfg.trainer} has no images: leave --sheet out")
     own = trainer_of(cfg).load_preview()
     if own is None and (wrong := problems(list(run_checks(cfg, INPUT_CHECKS)))):
         print("\n".join(map(str, wrong)), file=sys.stderr)

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mrl.commands import evaluate_rows, shared
 from mrl.files import write_atomically
-
-if TYPE_CHECKING:
-    from mrl.config.schema import Config
 
 
 def add(commands: Any) -> None:
@@ -43,34 +39,15 @@ def run(args: argparse.Namespace) -> int:
     """Prints the table and draws the picture. Returns 2 for a wrong configuration or argument, 1 without samples."""
     if not args.precision_report:
         return evaluate_rows.run(args)
-    from mrl.config.problems import ConfigError
     from mrl.precision.measure import RECIPES
 
     recipes = args.recipes.split(",") if args.recipes else list(RECIPES)
-    if problem := _wrong(args.samples, recipes, RECIPES):
-        print(f"mrl: {problem}", file=sys.stderr)
-        return shared.CONFIG_ERROR
-    try:
-        loaded = shared.load_read_only(args.config, args.overrides)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return shared.CONFIG_ERROR
-    if (cfg := shared.require_language_model(loaded, "mrl eval")) is None:
-        return shared.CONFIG_ERROR
-    return _report(args, cfg, recipes)
-
-
-def _wrong(samples: int, recipes: list[str], known: tuple[str, ...]) -> str | None:
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        return f"WORLD_SIZE={os.environ['WORLD_SIZE']}: mrl eval runs in one process: start it without torchrun"
-    if samples < 1:
-        return f"--samples {samples}: must be at least 1"
-    if unknown := [name for name in recipes if name not in known]:
-        return f"--recipes {','.join(unknown)}: expected some of {', '.join(known)}"
-    return None
-
-
-def _report(args: argparse.Namespace, cfg: Config, recipes: list[str]) -> int:
+    shared.require_one_process()
+    if args.samples < 1:
+        raise shared.UsageError(f"--samples {args.samples}: must be at least 1")
+    if unknown := [name for name in recipes if name not in RECIPES]:
+        raise shared.UsageError(f"--recipes {','.join(unknown)}: expected some of {', '.join(RECIPES)}")
+    cfg = shared.load_for_eval(args)
     from mrl.data import DataError, TokenizerError
     from mrl.observe import UnreadableFile
     from mrl.precision import NoSamplesError, lines, measure, picture, samples_of
@@ -81,18 +58,14 @@ def _report(args: argparse.Namespace, cfg: Config, recipes: list[str]) -> int:
     try:
         samples = samples_of(cfg, weights, args.samples)
     except (NoSamplesError, DataError, TokenizerError, UnreadableFile) as error:
-        print(f"mrl: {error}", file=sys.stderr)
-        return 1
+        raise shared.CommandError(str(error)) from error
     count, tokens = samples.rollout.num_samples, samples.rollout.num_response_tokens
     print(f"weights  {weights}\nsamples  {samples.source}: {count}, {tokens} response tokens")
     rows = measure(cfg, weights, samples, recipes, lambda name: print(f"computing {name}", file=sys.stderr))
     print("\n".join(["", *lines(rows), ""]))
     file = args.svg or run_dir / "precision.svg"
-    try:
+    with shared.writing(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, picture(rows, f"{cfg.run.name}: fp8 recipes compared with float32, {tokens} tokens"))
-    except OSError as error:
-        print(f"mrl: {file} cannot be written: {error.strerror or error}", file=sys.stderr)
-        return 1
     print(f"picture  {file}")
     return 0

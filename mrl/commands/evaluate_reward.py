@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mrl import strict_json
-from mrl.commands.shared import CONFIG_ERROR
+from mrl.commands import shared
 from mrl.files import write_atomically
 
 if TYPE_CHECKING:
@@ -46,9 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
     Returns 1 for unusable rows, an accuracy below --at-least, or scores that differ from transformers'.
     """
-    if problem := _wrong(args):
-        print(f"mrl: {problem}", file=sys.stderr)
-        return CONFIG_ERROR
+    _check(args)
     from mrl.data import DataError, TokenizerError, preference_notes
     from mrl.scoring import lines, report, score_rows
     from mrl.scoring.measure import read
@@ -63,32 +60,30 @@ def run(args: argparse.Namespace) -> int:
             print("If the rows are whole prompts, with a chat template applied already: --no-chat-template")
         judged = score_rows(str(args.model), data, args.tokens_at_once, _progress)
     except (DataError, TokenizerError, WeightError) as error:
-        print(f"mrl: {error}", file=sys.stderr)
-        return 1
+        raise shared.CommandError(str(error)) from error
     found = report(judged)
     print("\n".join(lines(found)))
-    if args.json is not None and not _written(args.json, found, judged, data):
-        return 1
+    if args.json is not None:
+        _write(args.json, found, judged, data)
     agrees = not args.compare or _compared(str(args.model), data, judged)
     return int(not agrees or (args.at_least is not None and found.accuracy < args.at_least))
 
 
-def _wrong(args: argparse.Namespace) -> str | None:
+def _check(args: argparse.Namespace) -> None:
+    """Raises UsageError for an argument that cannot be used."""
     from mrl.families import UnsupportedModel, is_reward_model, load_arch
 
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        return f"WORLD_SIZE={os.environ['WORLD_SIZE']}: mrl eval runs in one process: start it without torchrun"
+    shared.require_one_process()
     if args.tokens_at_once < 1 or (args.max_tokens is not None and args.max_tokens < 2):
-        return "--tokens-at-once must be at least 1, and --max-tokens at least 2"
+        raise shared.UsageError("--tokens-at-once must be at least 1, and --max-tokens at least 2")
     if args.at_least is not None and not 0 <= args.at_least <= 1:
-        return f"--at-least {args.at_least:g}: must be an accuracy between 0 and 1"
+        raise shared.UsageError(f"--at-least {args.at_least:g}: must be an accuracy between 0 and 1")
     try:
-        arch = load_arch(args.model)
-        if not is_reward_model(args.model) or arch.scores_steps:
-            return f"{args.model} does not score texts: expected a ...ForSequenceClassification"
+        scores_texts = not load_arch(args.model).scores_steps and is_reward_model(args.model)
     except (UnsupportedModel, OSError, ValueError, KeyError) as error:
-        return str(error)
-    return None
+        raise shared.UsageError(str(error)) from error
+    if not scores_texts:
+        raise shared.UsageError(f"{args.model} does not score texts: expected a ...ForSequenceClassification")
 
 
 def _progress(done: int, rows: int) -> None:
@@ -96,19 +91,15 @@ def _progress(done: int, rows: int) -> None:
         print(f"\r{done}/{rows} rows", end="\n" if done == rows else "", file=sys.stderr, flush=True)
 
 
-def _written(file: Path, found: AccuracyReport, judged: list[ScoredRow], data: PreferenceDataset) -> bool:
+def _write(file: Path, found: AccuracyReport, judged: list[ScoredRow], data: PreferenceDataset) -> None:
     rows = [
         {"row": data.where(row), "scores": one.scores, "right": one.is_right}
         for row, one in zip(data.rows, judged, strict=True)
     ]
     left_out = sum(source.num_dropped for source in data.sources)
     content = strict_json.finite(asdict(found) | {"left_out": left_out, "scored": rows})
-    try:
+    with shared.writing(file):
         write_atomically(file, strict_json.dumps(content, indent=1) + "\n")
-    except OSError as error:
-        print(f"mrl: {file} cannot be written: {error.strerror or error}", file=sys.stderr)
-        return False
-    return True
 
 
 def _compared(model: str, data: PreferenceDataset, judged: list[ScoredRow]) -> bool:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mrl import strict_json
-from mrl.commands.shared import CONFIG_ERROR, load_read_only, require_language_model
+from mrl.commands import shared
 from mrl.files import write_atomically
 
 if TYPE_CHECKING:
@@ -32,49 +31,35 @@ def run(args: argparse.Namespace) -> int:
 
     Returns 2 for a wrong configuration or argument, 1 for unusable rows, weights or engine.
     """
-    from mrl.config.problems import ConfigError
-
-    if problem := _wrong(args):
-        print(f"mrl: {problem}", file=sys.stderr)
-        return CONFIG_ERROR
-    try:
-        loaded = load_read_only(args.config, args.overrides)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return CONFIG_ERROR
-    if (cfg := require_language_model(loaded, "mrl eval")) is None:
-        return CONFIG_ERROR
+    _check(args)
+    cfg = shared.load_for_eval(args)
     if cfg.data.validation is None and not args.lm_eval:
-        print("mrl: data.validation is not set: name the held-out rows to evaluate on", file=sys.stderr)
-        return CONFIG_ERROR
+        raise shared.UsageError("data.validation is not set: name the held-out rows to evaluate on")
     run_dir = Path(cfg.run.root) / cfg.run.name
     weights = args.weights or (run_dir / "hf" if (run_dir / "hf").is_dir() else Path(cfg.model.path))
-    found = _found(args, cfg, str(weights), run_dir)
-    if isinstance(found, str):
-        print(f"mrl: {found}", file=sys.stderr)
-        return 1
     rows = args.lm_eval or ", ".join(source.path for source in cfg.data.validation or ())
-    return _written(args.out or run_dir, {"weights": str(weights), "data": rows, **found})
+    found = {"weights": str(weights), "data": rows, **_measurements(args, cfg, str(weights), run_dir)}
+    _write(args.out or run_dir, found)
+    return 0
 
 
-def _wrong(args: argparse.Namespace) -> str | None:
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        return f"WORLD_SIZE={os.environ['WORLD_SIZE']}: mrl eval runs in one process: start it without torchrun"
+def _check(args: argparse.Namespace) -> None:
+    """Raises UsageError for an argument that cannot be used."""
+    shared.require_one_process()
     if args.per_prompt < 1 or (args.rows is not None and args.rows < 1):
-        return "--rows and --per-prompt must be at least 1"
+        raise shared.UsageError("--rows and --per-prompt must be at least 1")
     if args.lm_eval and (args.per_prompt != 1 or args.temperature is not None):
-        return "--per-prompt and --temperature have no effect: with --lm-eval the tasks define how answers are sampled"
+        why = "with --lm-eval the tasks define how answers are sampled"
+        raise shared.UsageError(f"--per-prompt and --temperature have no effect: {why}")
     if args.lm_eval_path is not None and not (args.lm_eval and args.lm_eval_path.is_dir()):
-        return f"--lm-eval-path {args.lm_eval_path}: must be a directory, beside --lm-eval"
+        raise shared.UsageError(f"--lm-eval-path {args.lm_eval_path}: must be a directory, beside --lm-eval")
     if args.temperature is not None and args.temperature < 0:
-        return f"--temperature {args.temperature:g}: must be at least 0"
-    return None
+        raise shared.UsageError(f"--temperature {args.temperature:g}: must be at least 0")
 
 
-def _found(args: argparse.Namespace, cfg: Config, weights: str, run_dir: Path) -> dict[str, Any] | str:
-    """Returns the measurements, or the problem as text."""
+def _measurements(args: argparse.Namespace, cfg: Config, weights: str, run_dir: Path) -> dict[str, Any]:
+    """Returns the measurements. Raises CommandError if rows, weights or engine cannot be used."""
     from mrl.config.schema import RewardModelTrainerConfig
-    from mrl.data import DataError, TokenizerError
     from mrl.evaluation import evaluate_answers, held_out, lm_eval_scores, reward_model_agreement, why_unanswerable
     from mrl.inference.errors import EngineError, EngineStartError, EngineUnavailable, RolloutError
     from mrl.reward.errors import RewardError
@@ -89,34 +74,30 @@ def _found(args: argparse.Namespace, cfg: Config, weights: str, run_dir: Path) -
         if isinstance(cfg, RewardModelTrainerConfig):
             return reward_model_agreement(cfg, weights, args.rows)
         if not cfg.is_sampling:
-            return f"trainer {cfg.trainer} has nothing to evaluate: no target responses, no reward and no reward model"
+            what = "no target responses, no reward and no reward model"
+            raise shared.CommandError(f"trainer {cfg.trainer} has nothing to evaluate: {what}")
         if (why := why_unanswerable(cfg, weights)) is not None:
-            return why
+            raise shared.CommandError(why)
         logs = (args.out or run_dir) / "eval_logs"
         logs.mkdir(parents=True, exist_ok=True)
         rows = args.rows or sys.maxsize
         return evaluate_answers(cfg, weights, logs, rows, args.per_prompt, temperature, args.right_from)
-    except (EngineError, EngineStartError, EngineUnavailable, RolloutError) as error:
-        return str(error)
-    except (DataError, TokenizerError, RewardError, WeightError) as error:
-        return str(error)
     except OSError as error:
-        return str(error) if error.filename is None else f"{error.filename}: {error.strerror or error}"
-    except ValueError as error:
-        return str(error)
+        why = str(error) if error.filename is None else f"{error.filename}: {error.strerror or error}"
+        raise shared.CommandError(why) from error
+    except (EngineError, EngineStartError, EngineUnavailable, RolloutError) as error:
+        raise shared.CommandError(str(error)) from error
+    except (ValueError, RewardError, WeightError) as error:  # of the data, the tokenizer or a library
+        raise shared.CommandError(str(error)) from error
 
 
-def _written(out: Path, found: dict[str, Any]) -> int:
+def _write(out: Path, found: dict[str, Any]) -> None:
     from mrl.evaluation import lines, page
 
     print(f"weights  {found['weights']}\ndata     {found['data']}\n")
     print("\n".join(lines(found)))
-    try:
+    with shared.writing(out):
         out.mkdir(parents=True, exist_ok=True)
         write_atomically(out / "eval.json", strict_json.dumps(strict_json.finite(found), indent=1) + "\n")
         write_atomically(out / "eval.html", page(found))
-    except OSError as error:
-        print(f"mrl: {out} cannot be written: {error.strerror or error}", file=sys.stderr)
-        return 1
     print(f"\nresults  {out / 'eval.json'}, {out / 'eval.html'}")
-    return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any
 
 from mrl.commands import shared
@@ -25,6 +24,5 @@ def run(args: argparse.Namespace) -> int:
     try:
         print(manual.markdown() if args.markdown else manual.text(args.key), end="" if args.markdown else "\n")
     except manual.UnknownKey as error:
-        print(f"mrl: {error}", file=sys.stderr)
-        return shared.CONFIG_ERROR
+        raise shared.UsageError(str(error)) from None
     return 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,6 @@ from mrl.files import write_atomically
 if TYPE_CHECKING:
     from mrl.config.derived import Machine
     from mrl.config.schema import AnyConfig, Config
-    from mrl.config.trainers.table import OwnPlan
     from mrl.plan.chips import Assumptions, Cluster
 
 DOES_NOT_FIT = 1
@@ -46,40 +44,37 @@ def add(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the plan and returns the exit code."""
-    from mrl.config.loader import ConfigError, load
+    from mrl.config.loader import load
     from mrl.config.schema import Config
     from mrl.config.trainers.table import trainer_of
     from mrl.plan import picture, text
-    from mrl.plan.chips import KINDS, Cluster, kind_problem
+    from mrl.plan.chips import KINDS, Cluster
     from mrl.plan.plan import machine_of, make_plan, read_shapes
 
-    if problem := (kind_problem(args.gpu) if args.gpu else None) or _wrong(args):
-        print(f"mrl: {problem}", file=sys.stderr)
-        return shared.CONFIG_ERROR
-    try:
-        asked = None if args.search else args.gpus  # a search may need another world size than the written layout
-        cfg = load(args.config, args.overrides, planned=lambda cfg: machine_of(cfg, asked, args.per_node))
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return shared.CONFIG_ERROR
+    _check(args)
+    asked = None if args.search else args.gpus  # a search may need another world size than the written layout
+    cfg = load(args.config, args.overrides, planned=lambda cfg: machine_of(cfg, asked, args.per_node))
     machine = machine_of(cfg, args.gpus, args.per_node)
+    ranks, per_node = machine.world_size, machine.local_world_size
     kind, why = (args.gpu, "") if args.gpu else _default_kind(cfg, machine, args.search or args.svg is not None)
-    if machine.world_size % machine.local_world_size:
-        print(
-            f"mrl: {machine.world_size} ranks are not a multiple of {machine.local_world_size} per node (--per-node)",
-            file=sys.stderr,
-        )
-        return shared.CONFIG_ERROR
-    cluster = Cluster(KINDS[kind], machine.world_size, machine.local_world_size)
-    if (own := trainer_of(cfg).load_plan()) is not None:
-        return _own(args, cfg, own(cfg, cluster))
+    if ranks % per_node:
+        raise shared.UsageError(f"{ranks} ranks are not a multiple of {per_node} per node (--per-node)")
+    cluster = Cluster(KINDS[kind], ranks, per_node)
+    if (make_own := trainer_of(cfg).load_plan()) is not None:
+        if args.search or args.svg is not None:
+            what = f"language models only, and this is trainer {cfg.trainer}: leave them out"
+            raise shared.UsageError(f"--search and --svg plan {what}")
+        own = make_own(cfg, cluster)
+        print(json.dumps(own.data(), indent=2) if args.json else "\n".join(own.lines()))
+        return DOES_NOT_FIT if own.problems else 0
     assert isinstance(cfg, Config)
     assumed, prompts = _assumptions(cfg)
     if args.search:
         return _search(args, cfg, cluster, assumed)
     plan = make_plan(cfg, cluster, read_shapes(cfg), assumed)
-    if args.svg is not None and not _is_written(args.svg, picture.draw(plan.placement)):
-        return DOES_NOT_FIT
+    if args.svg is not None:
+        with shared.writing(args.svg):
+            write_atomically(args.svg, picture.draw(plan.placement))
     if why and not args.json:
         print(f"planned for {kind}: {why} (--gpu KIND selects another)")
     if prompts and not args.json:
@@ -143,36 +138,19 @@ def _gpu_model(information: Path) -> str:
     return lines.get("Model", "").strip()
 
 
-def _own(args: argparse.Namespace, cfg: AnyConfig, plan: OwnPlan) -> int:
-    """Prints the plan of a trainer with its own planner."""
-    if args.search or args.svg is not None:
-        what = f"--search and --svg plan language models only, and this is trainer {cfg.trainer}: leave them out"
-        print(f"mrl: {what}", file=sys.stderr)
-        return shared.CONFIG_ERROR
-    print(json.dumps(plan.data(), indent=2) if args.json else "\n".join(plan.lines()))
-    return DOES_NOT_FIT if plan.problems else 0
-
-
 def dry_run(config: Path, overrides: Sequence[str], gpu: str | None) -> int:
     """`mrl train --dry-run [--gpu KIND]`: needs only config.json and names missing files. Returns 1 if the run would
     fail."""
-    from mrl.config.loader import ConfigError, load
+    from mrl.config.loader import load
     from mrl.config.schema import Config
     from mrl.config.trainers.table import trainer_of
-    from mrl.plan.chips import DEFAULT, KINDS, Assumptions, Cluster, kind_problem
+    from mrl.plan.chips import DEFAULT, KINDS, Assumptions, Cluster
     from mrl.plan.plan import machine_of, make_plan, read_shapes
 
-    kind = gpu or DEFAULT
-    if problem := kind_problem(kind):
-        print(f"mrl: {problem}", file=sys.stderr)
-        return shared.CONFIG_ERROR
-    try:
-        cfg = load(config, overrides, planned=machine_of)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return shared.CONFIG_ERROR
+    shared.check_gpu_kind(gpu)
+    cfg = load(config, overrides, planned=machine_of)
     machine = machine_of(cfg)
-    cluster = Cluster(KINDS[kind], machine.world_size, machine.local_world_size)
+    cluster = Cluster(KINDS[gpu or DEFAULT], machine.world_size, machine.local_world_size)
     from mrl.plan.dry_run import DryRun, missing_files
 
     if (own := trainer_of(cfg).load_plan()) is not None:
@@ -198,32 +176,25 @@ def _search(args: argparse.Namespace, cfg: Config, cluster: Cluster, assumed: As
     found = result.fitting
     if found and args.out is not None:
         best = search.best_configuration(found, args.config, read_overrides(args.overrides), args.out)
-        if not _is_written(args.out, best):
-            return DOES_NOT_FIT
+        with shared.writing(args.out):
+            write_atomically(args.out, best)
     print("\n".join(search.lines(result)))
     if found and args.out is not None:
         print(f"written  {args.out}")
     return 0 if found else DOES_NOT_FIT
 
 
-def _is_written(file: Path, content: str) -> bool:
-    try:
-        write_atomically(file, content)
-    except OSError as error:
-        print(f"mrl: {file} cannot be written: {error.strerror or error}", file=sys.stderr)
-        return False
-    return True
-
-
-def _wrong(args: argparse.Namespace) -> str | None:
+def _check(args: argparse.Namespace) -> None:
+    """Raises UsageError for arguments that do not go together."""
+    shared.check_gpu_kind(args.gpu)
     if any(number is not None and number < 1 for number in (args.per_node, args.gpus)):
-        return "--gpus and --per-node must be at least 1"
+        raise shared.UsageError("--gpus and --per-node must be at least 1")
     if args.search and args.gpu == "none":
-        return "--search compares step times, which are predicted for GPUs only: name a GPU with --gpu KIND"
+        what = "compares step times, which are predicted for GPUs only: name a GPU with --gpu KIND"
+        raise shared.UsageError(f"--search {what}")
     if args.search and (args.json or args.svg is not None):
-        return "--json and --svg do not go with --search: leave them out"
+        raise shared.UsageError("--json and --svg do not go with --search: leave them out")
     if args.out is not None and not args.search:
-        return "--out needs --search"
+        raise shared.UsageError("--out needs --search")
     if args.out is not None and args.out.resolve() == args.config.resolve():
-        return "--out would overwrite CONFIG, on which it is based: name another file"
-    return None
+        raise shared.UsageError("--out would overwrite CONFIG, on which it is based: name another file")

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import TYPE_CHECKING, Any
 
 from mrl.commands import shared, world
+from mrl.config.problems import ConfigError
 
 if TYPE_CHECKING:
     from mrl.config.derived import Machine
     from mrl.config.schema import AnyConfig
     from mrl.preflight.finding import Finding
-    from mrl.preflight.nodes import NodeRendezvous
 
 MEET_S = 120.0  # nodes may import torch from a shared disk first
 
@@ -49,21 +48,20 @@ def add(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Shows all problems in one table. Returns 2 for a wrong configuration, 1 for any other problem."""
+    from mrl.launcher import NodeRank
     from mrl.preflight import network, nodes
 
     if args.network:
         return network.main(args.mib, args.at_least, as_json=args.json)
-    if problem := _wrong(args):
-        print(f"mrl: {problem}", file=sys.stderr)
-        return shared.CONFIG_ERROR
+    _check(args)
     findings, is_configured = _found(args)
-    rendezvous = None
-    if args.nodes > 1:
-        rendezvous = _rendezvous(args)
-        findings += nodes.check_nodes(rendezvous, findings, args.mib, args.at_least)
+    if args.nodes == 1:
+        return _show(args, findings, is_configured)
+    node, names = NodeRank(args.node, args.nodes, args.head), [*filter(None, args.names.split(","))]
+    rendezvous = nodes.NodeRendezvous(node, names, args.wait_s)
+    findings += nodes.check_nodes(rendezvous, findings, args.mib, args.at_least)
     code = _show(args, findings, is_configured)
-    if rendezvous is not None:
-        rendezvous.leave()
+    rendezvous.leave()
     return code
 
 
@@ -71,13 +69,14 @@ def _found(args: argparse.Namespace) -> tuple[list[Finding], bool]:
     """Returns this node's findings and whether the configuration is valid. Only the first of several nodes checks what
     all nodes share."""
     from mrl.config.derived import Machine
-    from mrl.config.loader import ConfigError, load
+    from mrl.config.loader import load
     from mrl.config.schema import Config
     from mrl.preflight.checks import NODE_CHECKS, RUN_CHECKS, check_machine, configuration_findings, run_checks
     from mrl.preflight.memory import check_memory
 
-    gpus = world.gpus()
-    machine = _joined(args, gpus)
+    gpus, machine = world.gpus(), None  # the world that `mrl train` would start on this machine
+    if args.ranks is not None:
+        machine = Machine(args.ranks, args.ranks_per_node or args.ranks, gpus, joined=True)
     starting = world.machine_on_nodes(args.nodes, gpus) if args.nodes > 1 else None
     try:
         cfg = load(args.config, args.overrides, joined=machine, planned=starting, gpus=gpus)
@@ -92,53 +91,34 @@ def _found(args: argparse.Namespace) -> tuple[list[Finding], bool]:
 def _show(args: argparse.Namespace, findings: list[Finding], is_configured: bool) -> int:
     from rich.console import Console
 
-    from mrl.preflight import show
-    from mrl.preflight.finding import problems
+    from mrl.preflight.finding import as_json, problems, table, verdict
 
     source, code = str(args.config), int(bool(problems(findings))) if is_configured else shared.CONFIG_ERROR
     if args.json:
-        print(show.as_json(findings, source, code), flush=True)
+        print(as_json(findings, source, code), flush=True)
         return code
     console = Console()
-    console.print(show.table(findings, source))
-    console.print(show.verdict(findings))
+    console.print(table(findings, source))
+    console.print(verdict(findings))
     return code
 
 
-def _wrong(args: argparse.Namespace) -> str | None:
-    from mrl.plan.chips import kind_problem
-
-    if args.gpu is not None and (problem := kind_problem(args.gpu)) is not None:
-        return problem
+def _check(args: argparse.Namespace) -> None:
+    """Raises UsageError for arguments that do not go together."""
+    shared.check_gpu_kind(args.gpu)
     if any(number is not None and number < 1 for number in (args.ranks, args.ranks_per_node)):
-        return "--ranks and --ranks-per-node must be at least 1"
+        raise shared.UsageError("--ranks and --ranks-per-node must be at least 1")
     if args.ranks_per_node is not None and args.ranks is None:
-        return "--ranks-per-node needs --ranks"
+        raise shared.UsageError("--ranks-per-node needs --ranks")
     if args.nodes > 1 and args.ranks is not None:
-        return "--ranks checks this machine alone, --nodes all nodes together: give one of them"
-    return shared.node_arguments_problem(args)
-
-
-def _rendezvous(args: argparse.Namespace) -> NodeRendezvous:
-    from mrl.launcher import NodeRank
-    from mrl.preflight.nodes import NodeRendezvous
-
-    return NodeRendezvous(
-        NodeRank(args.node, args.nodes, args.head), [*filter(None, args.names.split(","))], args.wait_s
-    )
-
-
-def _joined(args: argparse.Namespace, gpus: int) -> Machine | None:
-    """World of --ranks; None: the world that `mrl train` would start on this machine."""
-    from mrl.config.derived import Machine
-
-    return None if args.ranks is None else Machine(args.ranks, args.ranks_per_node or args.ranks, gpus, joined=True)
+        raise shared.UsageError("--ranks checks this machine alone, --nodes all nodes together: give one of them")
+    shared.check_node_arguments(args)
 
 
 def _memory_all_the_same(args: argparse.Namespace, machine: Machine | None) -> list[Finding]:
     """Memory findings if only files are wrong, since a plan needs config.json alone."""
     from mrl.config.derived import Machine
-    from mrl.config.loader import ConfigError, load
+    from mrl.config.loader import load
     from mrl.config.schema import Config
     from mrl.plan.plan import machine_of
     from mrl.preflight.memory import check_memory

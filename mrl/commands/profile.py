@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any
 
 from mrl.commands import shared, train
@@ -27,17 +26,13 @@ def add(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Trains a separate run under the profiler. Exit codes are those of `mrl train`."""
-    from mrl.config.loader import ConfigError, load
+    from mrl.config.loader import load
 
+    name = load(args.config, args.overrides).run.name
     try:
-        name = load(args.config, args.overrides).run.name
         steps = [int(step) for step in args.steps.split(",")]
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return shared.CONFIG_ERROR
     except ValueError:
-        print(f"mrl: --steps {args.steps}: expected numbers such as 2 or 2,3", file=sys.stderr)
-        return shared.CONFIG_ERROR
+        raise shared.UsageError(f"--steps {args.steps}: expected numbers such as 2 or 2,3") from None
     own = [f"run.name={name}-profile", "run.existing=move_aside"]
     tool = "nsys" if args.nsys else "torch"
     args.overrides += [*own, f"run.profile={{tool: {tool}, steps: {steps}, ranks: [{args.ranks}], alone: true}}"]

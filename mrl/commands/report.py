@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from mrl.commands.shared import CommandError
+
 
 def add(commands: Any) -> None:
     """Adds the subcommand and its arguments."""
@@ -40,8 +42,7 @@ def run(args: argparse.Namespace) -> int:
             raise
         page = write_report(run_dir)
     except (UnreadableFile, OSError) as error:
-        print(f"mrl: {error}", file=sys.stderr)
-        return 1
+        raise CommandError(str(error)) from error
     print(f"run      {run_dir}")
     print(f"report   {page}")
     if (picture := run_dir / "reward_curve.png").exists():  # once there is something to draw

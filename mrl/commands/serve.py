@@ -14,8 +14,7 @@ from mrl.commands import shared, world
 from mrl.commands.train import COMPILED
 
 if TYPE_CHECKING:
-    from mrl.config.derived import Machine
-    from mrl.config.schema import AnyConfig, RLConfig
+    from mrl.config.schema import RLConfig
 
 EXIT_AWAY = 69  # EX_UNAVAILABLE: there was no run to serve
 
@@ -42,36 +41,20 @@ def add(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serves engines and returns the exit code."""
-    from mrl.config.loader import ConfigError, load
+    from mrl.config.checks.rollout import check_node
+    from mrl.config.loader import load
 
     os.environ.setdefault(*COMPILED)
     if args.node < 0:
-        print(f"mrl: --node {args.node}: nodes are numbered from 0", file=sys.stderr)
-        return shared.CONFIG_ERROR
-    try:
-        cfg = load(args.config, args.overrides, planned=_trainers)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return shared.CONFIG_ERROR
+        raise shared.UsageError(f"--node {args.node}: nodes are numbered from 0")
+    # checked for the trainer's world, which runs elsewhere
+    cfg = load(args.config, args.overrides, planned=lambda cfg: replace(shared.whole_world(cfg), planned=True))
     if cfg.engine_nodes() is None:
-        print("mrl: mrl serve needs placement.mode: disaggregated", file=sys.stderr)
-        return shared.CONFIG_ERROR
+        raise shared.UsageError("mrl serve needs placement.mode: disaggregated")
     rl, gpus = cast("RLConfig", cfg), world.gpus()
-    if problems := _problems(rl, gpus):
-        print("\n".join(problems), file=sys.stderr)
-        return shared.CONFIG_ERROR
+    if problems := [f"{', '.join(problem.keys)}: {problem.message}" for problem in check_node(rl, gpus)]:
+        raise shared.UsageError("\nmrl: ".join(problems))
     return _serve(rl, args, gpus)
-
-
-def _trainers(cfg: AnyConfig) -> Machine:
-    """The trainer's world, which runs elsewhere; the configuration is checked for it."""
-    return replace(shared.whole_world(cfg), planned=True)
-
-
-def _problems(cfg: RLConfig, gpus: int) -> list[str]:
-    from mrl.config.checks.rollout import check_node
-
-    return [f"mrl: {', '.join(problem.keys)}: {problem.message}" for problem in check_node(cfg, gpus)]
 
 
 def _serve(cfg: RLConfig, args: argparse.Namespace, gpus: int) -> int:

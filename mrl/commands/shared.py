@@ -7,11 +7,13 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mrl.config.problems import ConfigError
 from mrl.redaction import redact
 
 if TYPE_CHECKING:
@@ -19,6 +21,39 @@ if TYPE_CHECKING:
     from mrl.config.schema import AnyConfig, Config
 
 CONFIG_ERROR = 2
+
+
+class CommandError(Exception):
+    """Ends a command; the message says why, in one line for the user."""
+
+    exit_code = 1
+
+
+class UsageError(CommandError):
+    """Ends a command because of an argument that it cannot use."""
+
+    exit_code = CONFIG_ERROR
+
+
+def exit_code_of(command: Callable[[], int]) -> int:
+    """Runs a command. Returns its exit code; prints the reason if the command cannot go on."""
+    try:
+        return command()
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return CONFIG_ERROR
+    except CommandError as error:
+        print(f"mrl: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raises CommandError if the block cannot write to `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise CommandError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def add_config(parser: argparse.ArgumentParser, example: str) -> None:
@@ -55,27 +90,41 @@ def add_nodes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--head", metavar="HOST:PORT", help="address on which node 0 listens")
 
 
-def node_arguments_problem(args: argparse.Namespace) -> str | None:
-    """Returns what is wrong with --nodes, --node and --head; None if nothing is."""
+def check_node_arguments(args: argparse.Namespace) -> None:
+    """Raises UsageError for --nodes, --node and --head that do not go together."""
     if args.nodes == 1 and args.node is None and args.head is None:
-        return None
+        return
     if args.nodes < 2 or args.node is None or args.head is None:
-        return "--nodes N (2 or more), --node K and --head HOST:PORT go together"
+        raise UsageError("--nodes N (2 or more), --node K and --head HOST:PORT go together")
     if not 0 <= args.node < args.nodes:
-        return f"--node {args.node}: nodes are numbered from 0 to {args.nodes - 1}"
+        raise UsageError(f"--node {args.node}: nodes are numbered from 0 to {args.nodes - 1}")
     host, _, port = args.head.rpartition(":")
-    is_address = bool(host) and port.isdecimal() and 0 < int(port) < 1 << 16
-    return None if is_address else f"--head {args.head}: must be HOST:PORT, such as node17:29500"
+    if not (host and port.isdecimal() and 0 < int(port) < 1 << 16):
+        raise UsageError(f"--head {args.head}: must be HOST:PORT, such as node17:29500")
 
 
-def require_language_model(cfg: AnyConfig, command: str) -> Config | None:
-    """Returns the configuration; None, with a message, unless it trains a language model."""
+def load_for_eval(args: argparse.Namespace) -> Config:
+    """Returns the configuration that `mrl eval` evaluates. Raises ConfigError and UsageError."""
     from mrl.config.schema import Config
 
-    if isinstance(cfg, Config):
-        return cfg
-    print(f"mrl: {command} supports language models only, and this is trainer {cfg.trainer}", file=sys.stderr)
-    return None
+    cfg = load_read_only(args.config, args.overrides)
+    if not isinstance(cfg, Config):
+        raise UsageError(f"mrl eval supports language models only, and this is trainer {cfg.trainer}")
+    return cfg
+
+
+def check_gpu_kind(kind: str | None) -> None:
+    """Raises UsageError for a --gpu KIND that is not known."""
+    from mrl.plan.chips import KINDS
+
+    if kind is not None and kind not in KINDS:
+        raise UsageError(f"--gpu {kind}: expected one of {', '.join(KINDS)}")
+
+
+def require_one_process() -> None:
+    """Raises UsageError if a launcher started this process of `mrl eval` beside others."""
+    if (size := os.environ.get("WORLD_SIZE", "1")) != "1":
+        raise UsageError(f"WORLD_SIZE={size}: mrl eval runs in one process: start it without torchrun")
 
 
 def has_problems(cfg: AnyConfig, machine: Machine) -> bool:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mrl.commands import plan, shared, world
+from mrl.config.problems import ConfigError
 from mrl.imports import importing
 from mrl.ports import is_a_rank, world_problem
 
@@ -47,76 +47,56 @@ def run(args: argparse.Namespace) -> int:
 
     The ranks of a started world are forks of this process where possible.
     """
-    if problem := shared.node_arguments_problem(args) or _wrong(args):
-        print(f"mrl: {problem}", file=sys.stderr)
-        return shared.CONFIG_ERROR
+    shared.check_node_arguments(args)
+    if args.gpu is not None and not args.dry_run:
+        raise shared.UsageError("--gpu needs --dry-run")
+    if args.nodes > 1 and args.dry_run:
+        what = "builds all ranks of run.nodes machines here: leave out --nodes, --node and --head"
+        raise shared.UsageError(f"--dry-run {what}")
     if args.dry_run:
         return plan.dry_run(args.config, args.overrides, args.gpu)
     os.environ.setdefault(*COMPILED)
     if is_a_rank():
+        from mrl.config.loader import load
         from mrl.resilience import preemption, rank
 
         if problem := world_problem():
-            print(f"mrl: {problem}", file=sys.stderr)
-            return shared.CONFIG_ERROR
+            raise shared.UsageError(problem)
         preemption.restore_default_signals()
         rank.set_up_process()
         around = world.joined_machine()
-        cfg = _load(args, joined=around)
-        if isinstance(cfg, int):
-            return cfg
+        try:
+            cfg = load(args.config, args.overrides, joined=around)
+        except ConfigError:
+            if "0" in (os.environ["RANK"], os.environ.get("LOCAL_RANK", "0")):  # one rank of each node says why
+                raise
+            return shared.CONFIG_ERROR
         return 1 if shared.has_problems(cfg, around) else world.run_rank(cfg)
     return lead(args, ["mrl", "train", str(args.config), *args.overrides])
 
 
 def lead(args: argparse.Namespace, rank: Sequence[str]) -> int:
     """Checks the configuration and starts its ranks here, each as `python -m RANK`; returns the exit code."""
+    from mrl.config.loader import load
     from mrl.launcher import signals
 
     if args.is_program:
         signals.record_interrupts()
     # most mistakes are found here, before torch has been imported to count GPUs
-    cfg = _load(args, planned=world.machine_on_nodes(args.nodes))
-    if isinstance(cfg, int):
-        return cfg
+    cfg = load(args.config, args.overrides, planned=world.machine_on_nodes(args.nodes))
     if not args.is_program:
         return _start(args, rank, None)
     from mrl.launcher import RankForkServer
 
     for name in ("OMP_NUM_THREADS", "PYTORCH_NVML_BASED_CUDA_CHECK"):  # imports would start threads and CUDA
         os.environ.setdefault(name, "1")
-    _import_checks()
+    with importing():
+        import mrl.preflight.checks  # noqa: F401
     with _engine_fork_server(cfg):  # forked with the imports so far; it imports the rest during the checks
         if cfg.run.launcher != "mrl" or args.nodes > 1:
             return _start(args, rank, None)
         with RankForkServer() as fork_server:
             return _start(args, rank, fork_server)
-
-
-def _wrong(args: argparse.Namespace) -> str | None:
-    if args.gpu is not None and not args.dry_run:
-        return "--gpu needs --dry-run"
-    if args.nodes > 1 and args.dry_run:
-        return "--dry-run builds all ranks of run.nodes machines here: leave out --nodes, --node and --head"
-    return None
-
-
-def _load(args: argparse.Namespace, **machine: Any) -> AnyConfig | int:
-    """Returns the configuration, or the exit code if it is unusable. The first rank of each node prints the reason."""
-    from mrl.config.loader import ConfigError, load
-
-    try:
-        cfg = load(args.config, args.overrides, **machine)
-    except ConfigError as error:
-        if "joined" not in machine or "0" in (os.environ["RANK"], os.environ.get("LOCAL_RANK", "0")):
-            print(error, file=sys.stderr)
-        return shared.CONFIG_ERROR
-    return cfg
-
-
-def _import_checks() -> None:
-    with importing():
-        import mrl.preflight.checks  # noqa: F401
 
 
 def _engine_fork_server(cfg: AnyConfig) -> contextlib.AbstractContextManager[object]:
@@ -137,14 +117,13 @@ def _engine_fork_server(cfg: AnyConfig) -> contextlib.AbstractContextManager[obj
 
 
 def _start(args: argparse.Namespace, rank: Sequence[str], fork_server: RankForkServer | None) -> int:
-    machine = world.machine_on_nodes(args.nodes, world.gpus())
-    cfg = _load(args, planned=machine)
-    if isinstance(cfg, int):
-        return cfg
-    if shared.has_problems(cfg, machine(cfg)):
-        return 1
+    from mrl.config.loader import load
     from mrl.launcher import signals
 
+    machine = world.machine_on_nodes(args.nodes, world.gpus())
+    cfg = load(args.config, args.overrides, planned=machine)
+    if shared.has_problems(cfg, machine(cfg)):
+        return 1
     signals.raise_recorded_interrupt()  # a Ctrl-C during the import of torch, before there are other processes
     if args.nodes > 1:
         return world.start_node(cfg, args)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mrl.commands.shared import CommandError
 from mrl.weights.convert import WORKERS
 
 if TYPE_CHECKING:
@@ -32,12 +32,7 @@ def add_parsers(commands: Any) -> None:
     convert.add_argument("source", type=Path, metavar="SRC", help="the directory to convert")
     convert.add_argument("target", type=Path, metavar="DST", help="a directory that does not exist, or is empty")
     convert.add_argument("--dtype", choices=DTYPES, help="dtype of all written tensors (default: as stored)")
-    convert.add_argument(
-        "--workers",
-        type=_positive,
-        metavar="N",
-        help=f"threads per rank (default: {WORKERS})",
-    )
+    convert.add_argument("--workers", type=_positive, metavar="N", help=f"threads per rank (default: {WORKERS})")
     convert.add_argument("--verify", action="store_true", help="compare SRC and DST after the conversion")
     convert.add_argument(
         "--adapter", action="store_true", help="convert only the LoRA adapters of a run, to the PEFT format"
@@ -81,7 +76,8 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--role", choices=("policy", "critic"), help="critic: with a score head (default: as config.json says)"
     )
-    parser.add_argument("--model", choices=("actor", "critic"), help="which model of a run's step_N (actor)")
+    what = "which model of a run's step_N: actor (default), critic, or adapters/NAME if the run trains several adapters"
+    parser.add_argument("--model", metavar="MODEL", help=what)
     parser.add_argument(
         "--model-files", type=Path, metavar="DIR", help="config.json and tokenizer, for a checkpoint without them"
     )
@@ -132,8 +128,7 @@ def run_merge(args: argparse.Namespace) -> int:
     try:
         merged = merge(*of, _file_bytes(args), allow_pickle=args.allow_pickle, describe=describe)
     except (WeightError, ValueError, OSError) as error:
-        print(f"mrl: {error}", file=sys.stderr)
-        return 1
+        raise CommandError(str(error)) from error
     print("\n".join(merged.lines(args.target)))
     return 0
 
@@ -149,8 +144,7 @@ def _in_a_world(action: Callable[[Meshes], bool]) -> int:
     try:
         init_process_group(JOIN_TIMEOUT_S, "gloo")
     except WorldError as error:
-        print(f"mrl: {error}", file=sys.stderr)
-        return 1
+        raise CommandError(str(error)) from error
     try:
         from mrl.parallel import Meshes
 
@@ -159,9 +153,6 @@ def _in_a_world(action: Callable[[Meshes], bool]) -> int:
         if dist.get_rank() == 0:
             print(f"mrl: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("mrl: stopped by Ctrl-C", file=sys.stderr)
-        return 128 + signal.SIGINT
     finally:
         dist.destroy_process_group()
 

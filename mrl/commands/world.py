@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mrl import failure
+from mrl.commands.shared import CommandError
 from mrl.imports import importing
 
 if TYPE_CHECKING:
@@ -65,8 +66,7 @@ def start_local(cfg: AnyConfig, arguments: Sequence[str], fork_server: RankForkS
             code = launch_elastic(_elastic_job(cfg, arguments, nproc), run_dir)
         return _mark_if_preempted(code, run_dir)
     except (LaunchError, RunExists, OSError) as error:
-        print(f"mrl: {error}", file=sys.stderr)
-        return 1
+        raise CommandError(str(error)) from error
 
 
 def start_node(cfg: AnyConfig, args: argparse.Namespace) -> int:
@@ -84,8 +84,7 @@ def start_node(cfg: AnyConfig, args: argparse.Namespace) -> int:
         code = launch_node(_elastic_job(cfg, ["mrl", "train", str(args.config), *args.overrides], nproc), run_dir, node)
         return _mark_if_preempted(code, run_dir) if node.number == 0 else code
     except (LaunchError, RunExists, OSError) as error:
-        print(f"mrl: {node.label}: {error}", file=sys.stderr)
-        return 1
+        raise CommandError(f"{node.label}: {error}") from error
 
 
 def _save_s(cfg: AnyConfig) -> float | None:

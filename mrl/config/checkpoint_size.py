@@ -48,13 +48,6 @@ def export_bytes(cfg: Config, archs: Archs) -> int:
     return num_parameters(arch, role) * DTYPE_BYTES[cfg.model.dtype]
 
 
-def adapter_bytes(cfg: Config, archs: Archs) -> int:
-    """Returns the bytes of the actor's LoRA adapters; 0 without adapters."""
-    arch, lora = archs["actor"], cfg.actor.lora
-    assert arch is not None
-    return num_trained(arch, "policy", lora.spec) * DTYPE_BYTES[cfg.model.dtype] if lora is not None else 0
-
-
 @dataclass(frozen=True)
 class DiskUse:
     """Upper bounds of the disk space of a run's checkpoints and exports, in bytes.
@@ -62,8 +55,7 @@ class DiskUse:
     Attributes:
         turning: checkpoints that are replaced during the run, including the one being written
         staying: files that are never removed, at the end of the run. Excludes files written every n steps if the number
-            of
-            steps depends on the data.
+            of steps depends on the data.
     """
 
     turning: int
@@ -81,7 +73,10 @@ def disk_use(cfg: Config, archs: Archs) -> DiskUse:
         if kept.keep_every_steps is not None:
             staying += one * (max(0, made - last) * every // kept.keep_every_steps)
     exports = steps // kept.weights_every_steps if steps is not None and kept.weights_every_steps is not None else 0
-    whole, adapters = export_bytes(cfg, archs), adapter_bytes(cfg, archs)
+    arch, lora, adapters = archs["actor"], cfg.actor.lora, 0
+    if arch is not None and lora is not None:
+        adapters = num_trained(arch, "policy", lora.spec) * DTYPE_BYTES[cfg.model.dtype]
+    whole = export_bytes(cfg, archs)
     staying += exports * (adapters or whole)
     if kept.export_hf:
         averages = "moving average" in cfg.copies()

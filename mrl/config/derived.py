@@ -109,25 +109,17 @@ def first_chunk_layers(layout: ParallelConfig, num_layers: int) -> int:
 def summary(cfg: AnyConfig, world_size: int) -> list[tuple[str, str]]:
     """Returns (name, value) rows of derived settings, for the lines that are printed at start."""
     steps = "" if cfg.steps_follow_data() else f"{cfg.run.steps} steps, "
+    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     rows = [("run", f"{cfg.run.root}/{cfg.run.name}, {steps}seed {cfg.run.seed}")]
     rows += [
-        (key.removesuffix(".parallel"), f"{_layout(layout, world_size)} over {_ranks(world_size)}")
+        (key.removesuffix(".parallel"), f"{layout_text(layout, data_parallel(layout, world_size))} over {ranks}")
         for key, layout in layouts(cfg).items()
     ]
     return [*rows, *cfg.summary()]
 
 
-def _ranks(count: int) -> str:
-    return "1 rank" if count == 1 else f"{count} ranks"
-
-
-def _layout(layout: ParallelConfig, world_size: int) -> str:
-    sizes = {
-        "TP": layout.tensor,
-        "PP": layout.pipeline,
-        "VPP": layout.virtual_pipeline or 1,
-        "CP": layout.context,
-        "EP": layout.expert,
-        "DP": data_parallel(layout, world_size),
-    }
+def layout_text(p: ParallelConfig, dp: int) -> str:
+    """Returns the layout as text, such as "TP2 x PP4 x DP8". `dp`: its data-parallel size."""
+    sizes = {"TP": p.tensor, "PP": p.pipeline, "VPP": p.virtual_pipeline or 1, "CP": p.context, "EP": p.expert}
+    sizes |= {"ETP": p.expert_tensor_size if p.expert > 1 else 1, "DP": dp}
     return " x ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one replica"

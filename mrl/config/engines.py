@@ -20,8 +20,7 @@ class EngineKind:
         is_plain: weights arrive as CPU tensors or files only, neither by CUDA IPC nor by a process group
         returns_experts: can return the routed experts of each token
         cpu_imports: module that imports everything the engine needs, for the fork server (mrl.inference.fork_server),
-            which
-            forks engines on a CPU; None: always started as a new process
+            which forks engines on a CPU; None: always started as a new process
     """
 
     launch: str

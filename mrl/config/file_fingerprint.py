@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -31,11 +31,15 @@ def fingerprint(path: Path) -> dict[str, str]:
     rows of one tensor may not be.
     """
     folder = path if path.is_dir() else path.parent
-    files = _of_model(path) if path.is_dir() else _with_imports(path) if path.suffix == ".py" else [path]
-    files = [file for file in files if file.is_file()]
-    with ThreadPoolExecutor(READERS) as pool:
-        found = list(pool.map(_outlined, files))
-    return {str(file.relative_to(folder)): text for file, text in zip(files, found, strict=True)}
+    files = [path] if path.is_file() else []
+    if path.is_dir():
+        files = [file for file in files_below(path) if file.suffix in OF_MODELS]
+    elif path.suffix == ".py":
+        files = _with_imports(path)
+    return {
+        str(file.relative_to(folder)): f"{file.stat().st_size} bytes, digest {digest}"
+        for file, digest in zip(files, digests(files), strict=True)
+    }
 
 
 def changed_files(before: dict[str, str], now: dict[str, str]) -> list[str]:
@@ -43,22 +47,29 @@ def changed_files(before: dict[str, str], now: dict[str, str]) -> list[str]:
     return sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
 
 
-def _of_model(folder: Path) -> list[Path]:
-    names = (file.relative_to(folder) for file in sorted(folder.rglob("*")) if file.suffix in OF_MODELS)
+def files_below(folder: Path) -> list[Path]:
+    """Returns the files of a folder and its subfolders, sorted, except hidden ones and caches."""
+    names = (file.relative_to(folder) for file in sorted(folder.rglob("*")) if file.is_file())
     return [folder / name for name in names if not any(part.startswith((".", "cache-")) for part in name.parts)]
 
 
-def _outlined(file: Path) -> str:
-    stat = file.stat()
-    return f"{stat.st_size} bytes, digest {_digest(file, stat.st_size, stat.st_mtime_ns)}"
+def digests(files: Sequence[Path], whole: bool = False) -> list[str]:
+    """Returns the digest of each file; of a large one, samples are read unless `whole`."""
+
+    def digest(file: Path) -> str:
+        stat = file.stat()
+        return _digest(file, stat.st_size, stat.st_mtime_ns, whole)
+
+    with ThreadPoolExecutor(READERS) as pool:
+        return list(pool.map(digest, files))
 
 
 @cache
-def _digest(file: Path, size: int, mtime_ns: int) -> str:
+def _digest(file: Path, size: int, mtime_ns: int, whole: bool) -> str:
     """Hashes a file; cached until its size or modification time changes."""
     found = hashlib.blake2b(digest_size=16)
     with file.open("rb") as contents:
-        if size <= WHOLE:
+        if whole or size <= WHOLE:
             return hashlib.file_digest(contents, lambda: found).hexdigest()
         found.update(contents.read(HEAD))
         for place in range(1, PLACES + 1):
@@ -75,12 +86,9 @@ def _with_imports(file: Path) -> list[Path]:
         one = left.pop()
         if one not in found and one.is_file():
             found.append(one)
-            left += [of for name in _imported(one) for of in _of_module(file.parent / name)]
+            for path in (file.parent / name for name in _imported(one)):
+                left += sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
     return found
-
-
-def _of_module(path: Path) -> list[Path]:
-    return sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
 
 
 def _imported(file: Path) -> Iterator[str]:
@@ -90,9 +98,7 @@ def _imported(file: Path) -> Iterator[str]:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return
     for node in ast.walk(tree):
-        names: list[str] = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module is not None and not node.level:
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.module is not None and not node.level:
             names = [node.module]
         yield from (first for name in names if (first := name.partition(".")[0]) != "mrl")

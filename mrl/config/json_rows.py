@@ -1,10 +1,11 @@
-"""Parses JSON from outside mrl, with one-sentence errors."""
+"""Rows from outside mrl, with one-sentence errors: parsed JSON, and rows that a library makes by a name."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from mrl import strict_json
+from mrl.config import reasoning_tasks, verifiers_environments
 
 BOM = b"\xef\xbb\xbf"
 MAX_ROW_BYTES = 64 << 20
@@ -30,3 +31,15 @@ def as_row(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"a row must be a JSON object, not {type(value).__name__}")
     return value
+
+
+def is_name(path: str) -> bool:
+    """Returns True if a data source is not a path, but names rows of a library."""
+    return reasoning_tasks.is_task(path) or verifiers_environments.is_environment(path)
+
+
+def named_rows(name: str, split: str | None) -> list[dict[str, Any]]:
+    """Returns the rows of a name. Raises ValueError, which says what is wrong with it."""
+    if reasoning_tasks.is_task(name):
+        return reasoning_tasks.rows(name)
+    return verifiers_environments.rows(name, split)

@@ -24,9 +24,9 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from mrl.config.sections.base import MAX_INT
 from mrl.config.sections.variants import Variants
 from mrl.config.yaml_dialect import Dumper
+from mrl.options.base import MAX_INT
 
 _TYPES = {bool: "true | false", int: "integer", float: "number", str: "string"}
 _BOUNDS = {Gt: (">", "gt"), Ge: (">=", "ge"), Lt: ("<", "lt"), Le: ("<=", "le")}
@@ -66,6 +66,10 @@ class Key:
     def about(self) -> str:
         """Docstring of the section's class; empty for a key that is not a section."""
         return _docstring(self.section) if self.section else ""
+
+    def is_called(self, written: str) -> bool:
+        """True if `written` is the path of this key; for NAME it may have any name, or none."""
+        return re.fullmatch(re.escape(self.path).replace(r"\.NAME", r"(\.[^.]+)?"), written) is not None
 
 
 @dataclass(frozen=True)
@@ -108,14 +112,14 @@ def nearest_keys(
 
     Returns:
         (keys beside the unknown key, candidates). Candidates are the first of these that exist: a close name beside it;
-            the
-        same name elsewhere; a close name in another variant of the section; a less close name beside it.
+        the same name elsewhere; a close name in another variant of the section; a less close name beside it.
     """
     there = list(keys)
     for part in path[:-1]:
         there = [below for key in there if key.name == part for below in key.below] or there
     beside = _once(key for key in there if not (chosen and key.only_with) or key.only_with[1] in chosen)
-    elsewhere = _once(key for key in walk(keys) if key.name == path[-1])
+    same = _once(key for key in walk(keys) if key.name == path[-1])
+    elsewhere = [key for key in same if ".NAME." not in key.path] or same
     found = _close(beside, path[-1], 0.75) or elsewhere or _close(_once(there), path[-1], 0.75)
     return beside, found or _close(beside, path[-1], 0.5)
 
@@ -139,15 +143,17 @@ def _key(
     former: str | None = None,
 ) -> Key:
     field, inner = section.model_fields[name], _section_in(annotation)
+    owner = next(cls for cls in section.__mro__ if name in cls.__annotations__)
     own = field.is_required() or isinstance(field.default, BaseModel)
     kinds = tuple(_kinds(annotation, f"{path}."))
+    about = re.split(r"(?<=\.)\s", _docstring(inner))[0].replace("\n", " ").removesuffix(".") if inner else ""
     below = keys_of(inner, f"{path}.NAME." if get_origin(annotation) is dict else f"{path}.") if inner else ()
     return Key(
         path,
         _values(annotation),
         None if own else _written(field.default),
         field.is_required(),
-        _comment(section, name) or (_first_sentence(_docstring(inner)) if inner else ""),
+        _comments(owner.__module__)[owner.__name__, name] or about,
         inner,
         (*below, *(key for kind in kinds for key in kind.keys)),
         only_with,
@@ -178,10 +184,6 @@ def _section_in(annotation: Any) -> type[BaseModel] | None:
 
 def _docstring(section: type[BaseModel]) -> str:
     return inspect.cleandoc(section.__doc__ or "")
-
-
-def _first_sentence(text: str) -> str:
-    return re.split(r"(?<=\.)\s", text)[0].replace("\n", " ").removesuffix(".")
 
 
 def _values(annotation: Any) -> str:
@@ -216,11 +218,6 @@ def _written(value: Any) -> str:
     style = '"' if isinstance(value, str) and not value.isprintable() else None  # escapes a line break
     text = yaml.dump(value, Dumper=Dumper, default_flow_style=True, default_style=style, width=1000)
     return text.removesuffix("...\n").strip()
-
-
-def _comment(section: type[BaseModel], name: str) -> str:
-    owner = next(cls for cls in section.__mro__ if name in cls.__annotations__)
-    return _comments(owner.__module__)[owner.__name__, name]
 
 
 @cache

@@ -11,14 +11,14 @@ from pydantic import ValidationError
 
 from mrl.config.checks.all import check_all
 from mrl.config.derived import Machine
-from mrl.config.keys import Key, keys_of, nearest_keys, walk
+from mrl.config.keys import keys_of, nearest_keys, walk
 from mrl.config.problems import ConfigError, Problem
-from mrl.config.sections.base import Section
 from mrl.config.sections.variants import TAG
 from mrl.config.trainers.base import AnyConfig
 from mrl.config.trainers.table import TRAINERS
 from mrl.config.tree import Node, Source, describe, name_of, read
 from mrl.config.yaml_dialect import Dumper
+from mrl.options.base import Section
 from mrl.redaction import redact_tree
 
 MAX_ERRORS = 200  # errors reported; a file with more is not a configuration of mrl
@@ -169,14 +169,14 @@ def _tainted(key: str, error: dict[str, Any]) -> bool:
 def _problem(schema: type[AnyConfig], tree: Node, error: dict[str, Any]) -> Problem:
     path, kind, value = _path(error), error["type"], error["input"]
     if kind == "extra_forbidden":
-        message = _gone(schema, path) or (
-            f"unknown key{_of_others(schema, path) or _meant_key(schema, path, _chosen(error))}"
-        )
+        message = _unknown(schema, path, _chosen(error))
     elif kind == "missing":
         message = "required key is missing"
     elif kind == "literal_error":
         choices = [choice.strip("' ") for choice in error["ctx"]["expected"].replace(" or ", ", ").split(", ")]
-        message = f"must be one of {', '.join(choices)}, got {describe(value)}{_nearest(str(value), choices)}"
+        close = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        message = f"must be one of {', '.join(choices)}, got {describe(value)}{hint}"
     else:
         expected = _EXPECTED.get(kind) or error["msg"].removeprefix("Value error, ").replace(
             "Input should be", "must be"
@@ -188,37 +188,25 @@ def _problem(schema: type[AnyConfig], tree: Node, error: dict[str, Any]) -> Prob
     return Problem((".".join(written),), message, (tree.find(written)[0].place,))
 
 
-def _nearest(word: str, choices: Sequence[str]) -> str:
-    close = difflib.get_close_matches(word, choices, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else ""
-
-
-def _gone(schema: type[AnyConfig], path: Sequence[str]) -> str:
-    """Returns what to write instead of a former key; empty if there has been no such key."""
+def _unknown(schema: type[AnyConfig], path: Sequence[str], chosen: Sequence[str]) -> str:
+    """Returns what to write instead of an unknown key: a former one, one of other trainers, or a misspelled one."""
     section = next((key.section for key in walk(keys_of(schema)) if key.path == ".".join(path[:-1])), None)
-    instead = section.gone.get(path[-1]) if section is not None and issubclass(section, Section) else None
-    return f"is no key any more: {instead}" if instead else ""
-
-
-def _meant_key(schema: type[AnyConfig], path: Sequence[str], chosen: Sequence[str]) -> str:
-    beside, meant = nearest_keys(keys_of(schema), path, chosen)
-    if not meant:
-        return f"; this section has {', '.join(key.name for key in beside)}"
-    return f"; did you mean {' or '.join(key.name if key in beside else _called(schema, key) for key in meant[:3])}?"
-
-
-def _called(schema: type[AnyConfig], key: Key) -> str:
-    """Names a key that is not beside the misspelled one, with the variant that it belongs to."""
-    owners = [same.only_with[1] for same in walk(keys_of(schema)) if same.path == key.path and same.only_with]
-    return f"{key.path} (a key of {', '.join(owners)})" if owners else key.path
-
-
-def _of_others(schema: type[AnyConfig], path: Sequence[str]) -> str:
-    """Describes the trainers that have this key; empty if there are none."""
+    if section is not None and issubclass(section, Section) and (instead := section.gone.get(path[-1])):
+        return f"is no key any more: {instead}"
     schemas: dict[str, type[AnyConfig]] = {name: trainer.schema for name, trainer in TRAINERS.items()}
     has = {name for name, of in schemas.items() if any(key.path == ".".join(path) for key in walk(keys_of(of)))}
-    here = ", ".join(name for name, of in schemas.items() if of is schema)
-    return f"; it is a key of trainer {', '.join(sorted(has))}, and this is trainer {here}" if has else ""
+    if has:
+        here = ", ".join(name for name, of in schemas.items() if of is schema)
+        return f"unknown key; it is a key of trainer {', '.join(sorted(has))}, and this is trainer {here}"
+    beside, meant = nearest_keys(keys_of(schema), path, chosen)
+    if not meant:
+        return f"unknown key; this section has {', '.join(key.name for key in beside)}"
+    names = []
+    for key in meant[:3]:
+        owners = [same.only_with[1] for same in walk(keys_of(schema)) if same.path == key.path and same.only_with]
+        elsewhere = f"{key.path} (a key of {', '.join(owners)})" if owners else key.path
+        names.append(key.name if key in beside else elsewhere)
+    return f"unknown key; did you mean {' or '.join(names)}?"
 
 
 def _as_written(schema: type[AnyConfig], tree: Node, path: list[str]) -> list[str]:

@@ -44,12 +44,15 @@ def manual() -> dict[Key, str]:
 def text(path: str | None = None) -> str:
     """Returns the page of a section or key; for None, one line per section. Raises UnknownKey."""
     if path is None:
-        return "\n".join(_overview())
+        names, trainers = max(len(key.path) for key in manual()), max(map(len, manual().values()))
+        lines = [f"{key.path:<{names}}  {of:<{trainers}}  {_overview_of(key)}" for key, of in manual().items()]
+        more = "mrl config SECTION or mrl config KEY, such as rollout, actor.optimizer or rollout.mismatch.stop"
+        return "\n".join([*lines, "", f"Details: {more}"])
     pages = [
         "\n".join(_page(key, trainers))
         for top, trainers in manual().items()
         for key in walk([top])
-        if _matches(key.path, path)
+        if key.is_called(path)
     ]
     if not pages:
         _, meant = nearest_keys([*manual()], path.split("."))
@@ -67,7 +70,7 @@ def markdown() -> str:
         for key in walk([top]):
             if key.section:
                 places.setdefault(key.section, []).append((key, trainers))
-    headings = {key: _heading(*found[0]) for found in places.values() for key, _ in found}
+    headings = {key: f"`{found[0][0].path}` ({found[0][1]})" for found in places.values() for key, _ in found}
     tops = [(_cell(key, headings), of, _overview_of(key)) for key, of in manual().items()]
     parts = [_INTRODUCTION, _table(("key", "trainer", "what it is"), tops)]
     parts += [_chapter(found, headings) for found in places.values()]
@@ -96,10 +99,6 @@ def _keys_table(keys: Sequence[Key], headings: dict[Key, str]) -> str:
     return _table(("key", "default", "values", "meaning"), rows)
 
 
-def _heading(key: Key, trainers: str) -> str:
-    return f"`{key.path}` ({trainers})"
-
-
 def _cell(key: Key, headings: dict[Key, str]) -> str:
     """Renders the name of a key, linked to its chapter if there is one."""
     if key not in headings:
@@ -111,19 +110,6 @@ def _cell(key: Key, headings: dict[Key, str]) -> str:
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *([cell.replace("|", r"\|") for cell in row] for row in rows)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def _matches(path: str, written: str) -> bool:
-    """True if `written` is this path; for NAME it may have any name, or none."""
-    pattern = re.escape(path).replace(r"\.NAME", r"(\.[^.]+)?")
-    return re.fullmatch(pattern, written) is not None
-
-
-def _overview() -> Iterator[str]:
-    names, trainers = max(len(key.path) for key in manual()), max(map(len, manual().values()))
-    for key, of in manual().items():
-        yield f"{key.path:<{names}}  {of:<{trainers}}  {_overview_of(key)}"
-    yield "\nDetails: mrl config SECTION or mrl config KEY, such as rollout, actor.optimizer or rollout.mismatch.stop"
 
 
 def _overview_of(key: Key) -> str:

@@ -5,19 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from pydantic import BaseModel
 
-from mrl.config.file_fingerprint import changed_files, fingerprint
-from mrl.config.named_rows import is_name, named_rows
-from mrl.config.sections.base import Section
-from mrl.config.sections.variants import Variants
+from mrl.config.file_fingerprint import changed_files, digests, files_below, fingerprint
+from mrl.config.json_rows import is_name, named_rows
+from mrl.config.keys import keys_of, walk
 from mrl.config.trainers.base import AnyConfig
+from mrl.options.base import Section
 from mrl.redaction import redact_tree
 
 # These keys affect the place, length, speed and output of a run, but not what it computes. The longest entry of
@@ -57,7 +55,6 @@ SAMPLES = ("rollout.engine", "rollout.sampling", "rollout.deterministic", "rollo
 MUST_NOT_CHANGE = ("run.seed", *SAMPLES, *BEHIND)
 QUIET = ("run.name", "run.root", "checkpoint.accept_changes")  # changes that are not reported
 
-READERS = 4  # files read concurrently
 NAMED = 3  # edited files that a message names
 
 Tree = dict[str, Any]
@@ -106,24 +103,13 @@ def contents(path: Path, split: str | None = None) -> Tree:
     if is_name(str(path)):
         made = json.dumps(named_rows(str(path), split)).encode()
         return {"bytes": len(made), "digest": hashlib.blake2b(made, digest_size=16).hexdigest()}
-    files = [path]
+    files = files_below(path) if path.is_dir() else [path]
+    found = digests(files, whole=True)
+    size, digest = sum(file.stat().st_size for file in files), found[0] if found else ""
     if path.is_dir():
-        names = (file.relative_to(path) for file in sorted(path.rglob("*")) if file.is_file())
-        files = [path / n for n in names if not any(part.startswith((".", "cache-")) for part in n.parts)]
-    sizes = [file.stat().st_size for file in files]
-    with ThreadPoolExecutor(READERS) as pool:
-        digests = list(pool.map(lambda file: _digest(file, file.stat().st_size, file.stat().st_mtime_ns), files))
-    if path.is_dir():
-        of_each = [f"{file.relative_to(path)} {digest}" for file, digest in zip(files, digests, strict=True)]
-        digests = [hashlib.blake2b("\n".join(of_each).encode(errors="surrogateescape"), digest_size=16).hexdigest()]
-    return {"bytes": sum(sizes), "digest": digests[0]}
-
-
-@cache
-def _digest(file: Path, size: int, mtime_ns: int) -> str:
-    """Hashes the contents of a file; cached until its size or modification time changes."""
-    with file.open("rb") as contents:
-        return hashlib.file_digest(contents, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+        of_each = "\n".join(f"{file.relative_to(path)} {digest}" for file, digest in zip(files, found, strict=True))
+        digest = hashlib.blake2b(of_each.encode(errors="surrogateescape"), digest_size=16).hexdigest()
+    return {"bytes": size, "digest": digest}
 
 
 def check_resume(stored: Tree, cfg: AnyConfig, checkpoint: Path) -> list[KeyChange]:
@@ -209,15 +195,7 @@ def may_change(key: str) -> bool:
 
 def is_key(section: type[BaseModel], key: str) -> bool:
     """True if the dotted key names a value or a section of this configuration class."""
-    name, _, rest = key.partition(".")
-    if name not in section.model_fields:
-        return False
-    field = section.model_fields[name]
-    options = (field.annotation, *get_args(field.annotation))
-    below = [o for o in options if isinstance(o, type) and issubclass(o, BaseModel)]
-    marks = [mark for mark in field.metadata if isinstance(mark, Variants)]
-    below += [further for mark in marks for further in mark.kinds.values()]
-    return not rest or any(is_key(option, rest) for option in below)
+    return any(each.is_called(key) for each in walk(keys_of(section)))
 
 
 def _differences(old: Tree, section: Section, new: Tree, prefix: str) -> Iterator[KeyChange]:
@@ -225,15 +203,12 @@ def _differences(old: Tree, section: Section, new: Tree, prefix: str) -> Iterato
     for name, field in type(section).model_fields.items():
         inner, before = dict(section)[name], old.get(name)
         if name not in old:
-            before = None if field.is_required() else json.loads(json.dumps(field.get_default(), default=_plain))
+            default = None if field.is_required() else field.get_default()
+            before = json.loads(json.dumps(default, default=lambda section: section.model_dump(mode="json")))
         if isinstance(inner, Section) and isinstance(before, dict):
             yield from _differences(before, inner, new[name], f"{prefix}{name}.")
         elif before != new[name]:
             yield KeyChange(f"{prefix}{name}", before, new[name])
-
-
-def _plain(section: BaseModel) -> Tree:
-    return section.model_dump(mode="json")
 
 
 def _covers(entries: tuple[str, ...], key: str) -> str:

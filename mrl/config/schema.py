@@ -4,51 +4,29 @@ The loader (`mrl.config.loader`) turns YAML into these classes and reports every
 Rules between keys are in `mrl.config.checks`.
 """
 
+# ruff: noqa: F401 - other modules take the classes from here
+
 from __future__ import annotations
 
 from mrl.config.sections.agent import AgentConfig
 from mrl.config.sections.algorithm import AlgorithmConfig, FilterGroupsConfig, KLConfig, PFPPOConfig, ValueLossConfig
-from mrl.config.sections.base import Section
 from mrl.config.sections.data import (
     BatchConfig,
     DataConfig,
     Form,
-    PreferenceBatchConfig,
+    HeldOutConfig,
     PreferenceDataConfig,
     RewardDataConfig,
-    SFTBatchConfig,
     SFTDataConfig,
     SourceConfig,
-    Sources,
 )
-from mrl.config.sections.held_out import ComparisonConfig, HeldOutConfig, LikelihoodConfig
 from mrl.config.sections.lora import LoRAConfig
-from mrl.config.sections.models import (
-    CriticConfig,
-    ModelConfig,
-    MuonConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    RefConfig,
-    TrainConfig,
-)
+from mrl.config.sections.models import ModelConfig, MuonConfig, OptimizerConfig, ParallelConfig, RefConfig, TrainConfig
 from mrl.config.sections.placement import PlacementConfig
-from mrl.config.sections.policy import (
-    PolicyLossConfig,
-    RolloutCorrectionConfig,
-)
+from mrl.config.sections.policy import PolicyLossConfig, RolloutCorrectionConfig
 from mrl.config.sections.precision import FP8Config, PrecisionConfig
-from mrl.config.sections.preference import LossesConfig, PreferenceConfig, PreferenceRefConfig
-from mrl.config.sections.reuse import EMAConfig, PTXConfig, ReplayConfig
-from mrl.config.sections.reward import (
-    CodeConfig,
-    FormatConfig,
-    LengthConfig,
-    OverlongConfig,
-    RewardConfig,
-    RewardModelConfig,
-    ServerConfig,
-)
+from mrl.config.sections.reuse import EMAConfig, ReplayConfig
+from mrl.config.sections.reward import CodeConfig, FormatConfig, RewardConfig, RewardModelConfig, ServerConfig
 from mrl.config.sections.reward_model import RewardModelTrainingConfig
 from mrl.config.sections.rollout import (
     DeltaSyncConfig,
@@ -59,7 +37,7 @@ from mrl.config.sections.rollout import (
     ValidationConfig,
 )
 from mrl.config.sections.run import CheckpointConfig, ResilienceConfig, RunConfig, SectionTimeouts
-from mrl.config.sections.sft import ImitationConfig, PackingConfig
+from mrl.config.sections.sft import PackingConfig
 from mrl.config.sections.teacher import TeacherConfig
 from mrl.config.trainers.base import AnyConfig, Config
 from mrl.config.trainers.dpo import DPOConfig
@@ -67,75 +45,4 @@ from mrl.config.trainers.preferences import PreferencesConfig
 from mrl.config.trainers.reward_model import RewardModelTrainerConfig
 from mrl.config.trainers.rl import RLConfig
 from mrl.config.trainers.sft import SFTConfig
-from mrl.options.losses import AggMode
-
-__all__ = [
-    "AgentConfig",
-    "AggMode",
-    "AnyConfig",
-    "AlgorithmConfig",
-    "BatchConfig",
-    "CheckpointConfig",
-    "CodeConfig",
-    "Config",
-    "CriticConfig",
-    "DataConfig",
-    "DeltaSyncConfig",
-    "DPOConfig",
-    "EMAConfig",
-    "FP8Config",
-    "FilterGroupsConfig",
-    "FormatConfig",
-    "HeldOutConfig",
-    "ImitationConfig",
-    "KLConfig",
-    "LoRAConfig",
-    "LengthConfig",
-    "ModelConfig",
-    "MuonConfig",
-    "OptimizerConfig",
-    "OverlongConfig",
-    "PFPPOConfig",
-    "PTXConfig",
-    "PackingConfig",
-    "ParallelConfig",
-    "PlacementConfig",
-    "PrecisionConfig",
-    "PolicyLossConfig",
-    "LossesConfig",
-    "PreferenceBatchConfig",
-    "PreferenceConfig",
-    "ComparisonConfig",
-    "Form",
-    "LikelihoodConfig",
-    "PreferenceDataConfig",
-    "PreferenceRefConfig",
-    "PreferencesConfig",
-    "RLConfig",
-    "RefConfig",
-    "ReplayConfig",
-    "ResilienceConfig",
-    "RewardConfig",
-    "RewardDataConfig",
-    "RewardModelConfig",
-    "RewardModelTrainerConfig",
-    "RewardModelTrainingConfig",
-    "MismatchConfig",
-    "RolloutConfig",
-    "RolloutCorrectionConfig",
-    "RunConfig",
-    "SFTBatchConfig",
-    "SFTConfig",
-    "SFTDataConfig",
-    "SamplingConfig",
-    "Section",
-    "SectionTimeouts",
-    "ServerConfig",
-    "SourceConfig",
-    "Sources",
-    "SyncConfig",
-    "TeacherConfig",
-    "TrainConfig",
-    "ValidationConfig",
-    "ValueLossConfig",
-]
+from mrl.options.base import Section

@@ -25,8 +25,7 @@ def tokenizer_problems(
         eos_token: model.eos_token
     """
     try:
-        content = _read(Path(path) / TOKENIZER)
-        settings = _read(Path(path) / SPECIAL) | _read(Path(path) / SETTINGS)
+        content, settings = _files(path)
     except (OSError, ValueError) as error:
         yield "model.path", str(error)
         return
@@ -36,13 +35,18 @@ def tokenizer_problems(
         yield "model.path", f"{path}: {TOKENIZER} or {SETTINGS} is not a valid tokenizer file ({error!r})"
         return
     if settings.get("auto_map"):
-        yield (
-            "model.path",
-            f"{Path(path) / SETTINGS}: auto_map names custom code, which mrl never runs: save the tokenizer as a "
-            "tokenizer.json of a transformers class, and remove auto_map",
-        )
-    if ids:
-        yield from _of_vocabulary(Path(path), ids, settings, vocab_size, eos_token)
+        what = "auto_map names custom code, which mrl never runs"
+        remedy = "save the tokenizer as a tokenizer.json of a transformers class, and remove auto_map"
+        yield "model.path", f"{Path(path) / SETTINGS}: {what}: {remedy}"
+    if not ids:
+        return
+    tokens, own = max(ids.values()) + 1, _text(settings.get("eos_token"))
+    if vocab_size is not None and tokens > vocab_size:
+        yield "model.path", too_large(Path(path) / TOKENIZER, tokens, vocab_size)
+    if eos_token is not None and eos_token not in ids:
+        yield "model.eos_token", f"{path}: model.eos_token {eos_token!r} is not in the vocabulary"
+    if eos_token is None and own is not None and (not isinstance(own, str) or own not in ids):
+        yield "model.path", f"{Path(path) / SETTINGS}: eos_token {str(own)[:80]!r} is not in the vocabulary"
 
 
 def special_tokens(path: str | Path) -> dict[str, tuple[str, int]]:
@@ -50,11 +54,10 @@ def special_tokens(path: str | Path) -> dict[str, tuple[str, int]]:
 
     Raises OSError or ValueError for files that cannot be read.
     """
-    content, settings = _read(Path(path) / TOKENIZER), _read(Path(path) / SPECIAL) | _read(Path(path) / SETTINGS)
+    content, settings = _files(path)
     ids, found = _tokens(content) | _added(settings) if content else _added(settings), {}
     for role in ("eos", "pad", "unk", "bos"):
-        named = settings.get(f"{role}_token")
-        token = named.get("content") if isinstance(named, dict) else named
+        token = _text(settings.get(f"{role}_token"))
         if isinstance(token, str) and token in ids:
             found[role] = token, ids[token]
     return found
@@ -65,8 +68,7 @@ def difference(path: str | Path, actor: str | Path) -> str | None:
     found = []
     for each in (path, actor):
         try:
-            content = _read(Path(each) / TOKENIZER)
-            settings = _read(Path(each) / SPECIAL) | _read(Path(each) / SETTINGS)
+            content, settings = _files(each)
             found.append(_tokens(content) | _added(settings) if content else {})
         except (OSError, AttributeError, TypeError, KeyError, ValueError) as error:
             return f"{each}: cannot read {TOKENIZER} ({error!r}), which must have the same tokens as the actor's"
@@ -90,18 +92,14 @@ def too_large(path: str | Path, tokens: int, vocab_size: int) -> str:
     )
 
 
-def _of_vocabulary(
-    path: Path, ids: dict[str, int], settings: dict[str, Any], vocab_size: int | None, eos_token: str | None
-) -> Iterator[tuple[str, str]]:
-    tokens = max(ids.values()) + 1
-    if vocab_size is not None and tokens > vocab_size:
-        yield "model.path", too_large(path / TOKENIZER, tokens, vocab_size)
-    named = settings.get("eos_token")
-    own = named.get("content") if isinstance(named, dict) else named
-    if eos_token is not None and eos_token not in ids:
-        yield "model.eos_token", f"{path}: model.eos_token {eos_token!r} is not in the vocabulary"
-    if eos_token is None and own is not None and (not isinstance(own, str) or own not in ids):
-        yield "model.path", f"{path / SETTINGS}: eos_token {str(own)[:80]!r} is not in the vocabulary"
+def _files(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the contents of tokenizer.json, and the settings of the other two files."""
+    return _read(Path(path) / TOKENIZER), _read(Path(path) / SPECIAL) | _read(Path(path) / SETTINGS)
+
+
+def _text(token: Any) -> Any:
+    """Returns the text of a special token, which is written as such or in a section."""
+    return token.get("content") if isinstance(token, dict) else token
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -103,7 +103,13 @@ def _read_file(path: Path, children: tuple[Path, ...], place: str, problems: lis
             what = "form a circle" if path.resolve() in children else f"are more than {MAX_BASES} levels deep"
             problems.append(Problem((key,), f"bases {what}: {chain}", (place,)))
             return None
-        text = _read_text(path)
+        if str(path) != printable(str(path)):
+            raise ValueError("its name contains a control character or bytes that are not UTF-8")
+        if problem := not_a_file(path):
+            raise ValueError(problem)
+        if (size := path.stat().st_size) > MAX_BYTES:
+            raise ValueError(f"{size} bytes; the limit for a configuration is {MAX_BYTES}")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         problems.append(Problem((key,), f"cannot read {path}: {reason(error)}", (place,)))
         return None
@@ -112,17 +118,6 @@ def _read_file(path: Path, children: tuple[Path, ...], place: str, problems: lis
         return tree and _on_its_base(tree, path, children, problems)
     problems.append(Problem(("",), f"expected a mapping of keys, got {describe(tree.value)}", (tree.place,)))
     return None
-
-
-def _read_text(path: Path) -> str:
-    """Reads a file. Raises OSError or ValueError if it cannot be a configuration."""
-    if str(path) != printable(str(path)):
-        raise ValueError("its name contains a control character or bytes that are not UTF-8")
-    if problem := not_a_file(path):
-        raise ValueError(problem)
-    if path.stat().st_size > MAX_BYTES:
-        raise ValueError(f"{path.stat().st_size} bytes; the limit for a configuration is {MAX_BYTES}")
-    return path.read_text(encoding="utf-8-sig")
 
 
 def _on_its_base(tree: Node, path: Path, children: tuple[Path, ...], problems: list[Problem]) -> Node | None:

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from mrl.config.json_rows import BOM, as_row, parse, parse_row
-from mrl.config.named_rows import is_name, named_rows
+from mrl.config.json_rows import BOM, as_row, is_name, named_rows, parse, parse_row
 from mrl.config.schema import SourceConfig
 from mrl.data.errors import DataError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -147,11 +147,17 @@ class Engine:
             raise
 
     def generation(
-        self, sampling: SamplingParams, *, is_background: bool = False, is_interruptible: bool = False
+        self,
+        sampling: SamplingParams,
+        *,
+        is_background: bool = False,
+        is_interruptible: bool = False,
+        adapter: str = "",
     ) -> Generation:
         """Returns how `dispatcher` is to sample.
 
         Args:
+            adapter: name of the run's adapter to sample with, where weight syncs send adapters.
             is_background: weights may be synced before the request has its sample.
             is_interruptible: a response continues after such a sync.
 
@@ -167,7 +173,7 @@ class Engine:
         routed = self.routed if sampling.return_routed_experts else None
         versions = self.versions if is_background else current
         expected = Expected(self.vocab_size, sampling.max_new_tokens, versions, is_interruptible, routed)
-        return Generation(sampling, expected, is_background)
+        return Generation(sampling, expected, is_background, adapter)
 
     @property
     def dispatcher(self) -> RequestDispatcher:
@@ -234,12 +240,12 @@ class Engine:
         finally:
             self.pool.is_syncing = False
 
-    def has_synced(self, version: str, adapter: str | None = None) -> None:
+    def has_synced(self, version: str, adapters: Mapping[str, str] | None = None) -> None:
         """Call at the end of each weight sync to all servers: samples of other weights are rejected from now on.
 
-        adapter: name of the adapter, if the sync was of an adapter only
+        adapters: names of the loaded adapters, by name of the run's adapter, if the sync was of adapters only
         """
-        self.weight_version, self.pool.adapter = version, adapter
+        self.weight_version, self.pool.adapters = version, adapters or {}
         self.pool.use_joined()
         for server in self.pool.servers:
             server.has_weights = True

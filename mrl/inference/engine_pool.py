@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
@@ -38,7 +38,7 @@ class EnginePool:
     tensor: tensor-parallel ranks of each checked server; 0 before the first check
     waiting: meter of requests that have not been sent to a server yet
     is_syncing: all engines are receiving weights
-    adapter: name of the LoRA adapter to sample with, where weight syncs send adapters
+    adapters: names of the loaded LoRA adapters, by name of the run's adapter, where weight syncs send adapters
     restarts: restarts of lost servers; none are allowed before `restarts.allow`
     silence_s: seconds without an answer after which a node counts as gone; 0: the run needs all nodes
     nodes: other nodes that run some of the servers
@@ -65,7 +65,7 @@ class EnginePool:
         self.restarts = Restarts(max_restarts)
         self.waiting = Meter()
         self.is_syncing = False
-        self.adapter: str | None = None
+        self.adapters: Mapping[str, str] = {}
         self._nodes = nodes
         self._check, self._startup_timeout_s = check, startup_timeout_s
         self._memory_timeout_s = memory_timeout_s

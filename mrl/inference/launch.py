@@ -146,9 +146,6 @@ def environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k not in LAUNCHER and not k.startswith("TORCHELASTIC_")}
 
 
-AT_ONCE = 2  # adapters in memory: the current one, and none
-
-
 def started_with(cfg: RLConfig) -> RolloutConfig:
     """Returns the run's rollout settings, with SGLang's arguments for adapters, deltas and routed experts."""
     rollout, words = cfg.engines()[0], list[str]()
@@ -157,9 +154,10 @@ def started_with(cfg: RLConfig) -> RolloutConfig:
     if cfg.actor.routing_replay == "engine" and "server_args" not in ENGINES[cfg.rollout.engine].ignores:
         words.append(ASK)
     if cfg.sync.lora == "adapter":
-        lora = cfg.actor.lora
-        assert lora is not None
-        parts = adapted_parts(engine_arch(cfg.model.path), lora.spec)
-        words += ["--enable-lora", "--max-lora-rank", str(lora.rank), "--max-loras-per-batch", str(AT_ONCE)]
+        loras = [each.actor.lora for each in cfg.policies if each.actor.lora is not None]
+        arch, rank = engine_arch(cfg.model.path), max(lora.rank for lora in loras)
+        parts = dict.fromkeys(part for lora in loras for part in adapted_parts(arch, lora.spec))
+        # in memory at once: each current adapter, and none
+        words += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras-per-batch", str(1 + len(loras))]
         words += ["--lora-target-modules", *parts]
     return rollout.model_copy(update={"server_args": (*words, *rollout.server_args)})

@@ -51,12 +51,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Generation:
-    """Sampling parameters, and the properties that every answer must have. is_background: waits while the dispatcher is
-    paused."""
+    """Sampling parameters, and the properties that every answer must have.
+
+    is_background: waits while the dispatcher is paused; adapter: name of the run's adapter
+    """
 
     sampling: SamplingParams
     expected: Expected
     is_background: bool = False
+    adapter: str = ""
 
     def after(self, tokens: int) -> Generation:
         """Returns how to sample what is left of a response that has so many tokens."""
@@ -354,13 +357,13 @@ class RequestDispatcher:
         asks = how.expected.routed is not None
         if group is not None and server.info.has_prefix_cache and not asks:
             await self._prefill(server, how, group)
-        body = generate_body(request, how.sampling, self._pool.adapter, experts=asks)
+        body = generate_body(request, how.sampling, self._pool.adapters.get(how.adapter), experts=asks)
         content = await self._post(server, body, most_bytes(request, how.expected))
         return read_answer(request, content, how.expected, body["rid"])
 
     async def _prefill(self, server: Server, how: Generation, group: PromptGroup) -> None:
         """Has the engine prefill a prompt of several requests once, before the first of them is sent there."""
-        body = prefill_body(group.requests, how.sampling, self._pool.adapter)
+        body = prefill_body(group.requests, how.sampling, self._pool.adapters.get(how.adapter))
         if body is None:
             return
         key = server, server.restarts, self._pauses

@@ -5,6 +5,7 @@ Per-token results are flat [k, R] tensors, equal on every rank (see mrl.core.Rol
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -45,7 +46,7 @@ from mrl.models.batch import Images, ModelBatch, Output, on_device
 from mrl.models.build import build_model
 from mrl.models.fp8_layers import end_of_update, without_amax_history
 from mrl.models.fp8_params import values_of
-from mrl.models.lora import attach
+from mrl.models.lora import Adapters, attach
 from mrl.models.naming import unwrap
 from mrl.parallel import Mesh, communication
 from mrl.weights.disk.base_digest import base_digest
@@ -65,6 +66,7 @@ class Learner:
     replays: passes use the expert routing that a rollout carries, and `replay` records routing
     `trainable=False` builds no gradient buffers and no optimizer (the reference). With `train.lora` the base model is
     frozen and `adapters` are trained; `exporter` gives the merged weights.
+    base: another learner with adapters, whose frozen model this one's adapters share; nothing is built or loaded
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class Learner:
         trainable: bool = True,
         trains_vision: bool = False,
         replays: bool = False,
+        base: Learner | None = None,
     ) -> None:
         self.role, self.arch, self.train, self.mesh, self.trainable = role, arch, train, mesh, trainable
         # with CP, images or replayed routing a token depends on more than its prefix, so prefixes cannot be shared;
@@ -90,22 +93,30 @@ class Learner:
         self.planner = MicroBatchPlanner(mesh, train, arch, role, shares=shares)
         self.pixels: PixelsOf | None = None
         with mesh.active():
-            self.bare: list[MegatronModule] = build_model(
-                arch,
-                hf_path,
-                train,
-                mesh,
-                dtype,
-                role,
-                seed if from_scratch else None,
-                trains_vision=trains_vision and trainable,
-            )
-            if not from_scratch:
-                load_pretrained(self.bare, arch, hf_path, mesh, role=role, allow_pickle=allow_pickle)
-            self.replay = RoutingReplay(self.bare, arch, mesh) if replays else None
-            self.adapters = attach(self.bare, arch, mesh, train, seed) if trainable and train.lora else None
-            if self.adapters is not None and not from_scratch:
-                self.adapters.base = base_digest(hf_path, allow_pickle)
+            self.bare: list[MegatronModule]
+            self.replay: RoutingReplay | None
+            if base is not None:
+                self.bare, self.replay = base.bare, base.replay
+            else:
+                self.bare = build_model(
+                    arch,
+                    hf_path,
+                    train,
+                    mesh,
+                    dtype,
+                    role,
+                    seed if from_scratch else None,
+                    trains_vision=trains_vision and trainable,
+                )
+                if not from_scratch:
+                    load_pretrained(self.bare, arch, hf_path, mesh, role=role, allow_pickle=allow_pickle)
+                self.replay = RoutingReplay(self.bare, arch, mesh) if replays else None
+            others = base.adapters if base is not None else None
+            self.adapters: Adapters | None = None
+            if trainable and train.lora:
+                self.adapters = attach(self.bare, arch, mesh, train, seed, others)
+                if not from_scratch:
+                    self.adapters.base = others.base if others is not None else base_digest(hf_path, allow_pickle)
             self.chunks: list[Any] = list(self.bare)
             if trainable:
                 self.chunks = list(wrap_ddp(self.bare, overlap=sums_overlap(mesh) and not trains_vision))
@@ -113,6 +124,7 @@ class Learner:
                 if train.optimizer.muon is not None:
                     Muon(train.optimizer.muon, self.optimizer, self.bare, arch, role, mesh)
                 self.bare[0].config.finalize_model_grads_func = finalize_model_grads
+                self._no_sync = self.bare[0].config.no_sync_func
             self.exporter = Exporter(self.bare, arch, mesh, read=self.adapters.merged if self.adapters else values_of)
         parameters = [parameter for chunk in self.bare for parameter in chunk.parameters()]
         optimizer = self.optimizer if trainable else None
@@ -120,6 +132,15 @@ class Learner:
         self.flop_counter = FlopCounter(arch, role, trains_tower=trains_vision and trainable)
         self.last_outputs = OutputAccumulator(mesh)
         self._finite = True  # its loss and every rank's gradients
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Context of everything that uses the model: its mesh and, where several share it, its own adapters."""
+        with self.mesh.active():
+            if self.adapters is not None:
+                self.adapters.activate()
+                self.bare[0].config.no_sync_func = self._no_sync
+            yield
 
     def log_probs(self, rollout: Rollout, temperature: float) -> tuple[Tensor, Tensor]:
         """Returns the response tokens' log-probs under softmax(logits / temperature) and the entropies: [R], [R]."""
@@ -277,7 +298,7 @@ class Learner:
         stay unchanged bit for bit.
         """
         self.memory.require("all", "an update")
-        with self.mesh.active():
+        with self.active():
             norm = grad_norm(self.optimizer)
             good = self._finite and math.isfinite(norm)
             if good:
@@ -337,7 +358,7 @@ class Learner:
         if self.replay is not None:
             batches = self.replay.begin(batches, rollouts)
         lengths = [batch.packed.tokens.size(1) for batch in batches]
-        with self.mesh.active():
+        with self.active():
             get_forward_backward_func()(
                 forward_step_func=forward_step,
                 data_iterator=[iter(batches) for _ in self.chunks] if self.mesh.vpp else iter(batches),

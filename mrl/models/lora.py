@@ -32,11 +32,33 @@ class Adapters:
     """Adapters of a model's chunks on this rank.
 
     spec: their configuration; base: digest of the base weights, set by the caller
+
+    Several of them may share a model. Its layers have one at a time as children, so that passes, exports and
+    checkpoints see a model with these adapters alone; see `activate`.
     """
 
-    def __init__(self, spec: LoRA, layers: dict[nn.Parameter, AdaptedLayer]) -> None:
+    def __init__(self, spec: LoRA, layers: dict[nn.Parameter, AdaptedLayer], beside: Adapters | None = None) -> None:
+        """beside: other adapters of the same model."""
         self.spec, self._layers, self.base = spec, layers, ""
+        self._attached: list[Adapters] = beside._attached if beside is not None else []  # shared by all of the model
+        self._attached[:] = [self]
         self._rounding = torch.zeros(2, device=platform.device())  # of `merged`, since the last `metrics`
+
+    def activate(self) -> None:
+        """Attaches these adapters to the layers, in place of others of the same model."""
+        if self._attached == [self]:
+            return
+        self.detach_all()
+        for layer in self._layers.values():
+            layer.attach()
+        self._attached[:] = [self]
+
+    def detach_all(self) -> None:
+        """Detaches the active adapters of the model, these or others."""
+        for active in self._attached:
+            for layer in active._layers.values():
+                layer.detach()
+        self._attached.clear()
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
@@ -75,13 +97,24 @@ class Adapters:
         return {"sync/adapter_rounding": math.sqrt(lost / added) if added else 0.0}
 
 
-def attach(chunks: Sequence[nn.Module], arch: ModelArch, mesh: Mesh, train: TrainConfig, seed: int) -> Adapters:
+def attach(
+    chunks: Sequence[nn.Module],
+    arch: ModelArch,
+    mesh: Mesh,
+    train: TrainConfig,
+    seed: int,
+    beside: Adapters | None = None,
+) -> Adapters:
     """Attaches the adapters that `train.lora` configures and freezes everything but them and a value head.
 
     The chunks must be loaded and not yet wrapped. Call inside `mesh.active()`. Initial values depend on the seed and
     the layer's name alone. Raises UnsupportedModel for layers that hold several experts' weights in one module.
+
+    beside: adapters that the model has already; `Adapters.activate` switches between them
     """
     assert train.lora is not None
+    if beside is not None:
+        beside.detach_all()
     made: dict[nn.Parameter, AdaptedLayer] = {}
     rows = dict(adapted_rows(arch))
     for chunk in chunks:
@@ -90,11 +123,11 @@ def attach(chunks: Sequence[nn.Module], arch: ModelArch, mesh: Mesh, train: Trai
             parameter.requires_grad_(name == VALUE_HEAD)
             if name in rows and any(train.lora.spec.adapts(layer_of(hf)) for hf in rows[name].hf):
                 made[parameter] = _layer(chunk, local, name, rows[name], arch, mesh, train, seed)
-        if train.recompute != "none":
+        if train.recompute != "none" and beside is None:
             _keep_gradients_alive(chunk)
         if train.lora.dropout:
             _tell_batches(chunk)
-    return Adapters(train.lora.spec, made)
+    return Adapters(train.lora.spec, made, beside)
 
 
 def _layer(
@@ -133,7 +166,7 @@ def _layer(
             parts[part] = Adapter(mine, sizes[part], parameter)
     layer = AdaptedLayer(owner, parts, sizes, place, spec, _dropout(name, row, place, tp_rank, train.lora.dropout))
     layer.mark(is_expert=row.expert)
-    owner.add_module(ADAPTER_INFIX.strip("."), layer)
+    layer.attach()
     owner.register_forward_hook(layer.add)
     return layer
 

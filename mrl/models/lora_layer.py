@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mrl.families.adapters import LoRA
+from mrl.families.adapters import ADAPTER_INFIX, LoRA
 from mrl.kernels.layers import rms_norm
 from mrl.models.batch import ModelBatch
 from mrl.models.mcore import (
@@ -25,6 +25,8 @@ from mrl.models.mcore import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from mrl.models.noise import dropout
+
+CHILD = ADAPTER_INFIX.strip(".")  # name of the adapters as a child of their layer
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,14 @@ class AdaptedLayer(nn.Module):
                 if parts[name] is not None:
                     self._adapter(name).magnitude = nn.Parameter(squares.sqrt().to(self._weight.dtype))
 
+    def attach(self) -> None:
+        """Makes these the layer's adapters."""
+        self._linear[0].add_module(CHILD, self)
+
+    def detach(self) -> None:
+        """Leaves the layer without adapters."""
+        del self._linear[0]._modules[CHILD]
+
     def mark(self, *, is_expert: bool) -> None:
         """Marks sharded parameters, experts' parameters, and gradients that are parts of a sum, for Megatron.
 
@@ -138,7 +148,7 @@ class AdaptedLayer(nn.Module):
 
     def add(self, linear: nn.Module, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None]) -> Any:
         """Forward hook that adds the adapters' part to the layer's output [..., rows]."""
-        if not self.is_on:
+        if not self.is_on or linear._modules.get(CHILD) is not self:
             return None
         out, bias = output
         update = self._spec.scale * self._update(self._dropped(self._normed(inputs[0])))

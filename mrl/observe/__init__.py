@@ -1,5 +1,7 @@
 """Run directory, metrics, samples, progress display and report of a run."""
 
+# ruff: noqa: F401 - other packages take the names from here
+
 from mrl.observe import trackers
 from mrl.observe.files import (
     ENGINES,
@@ -29,35 +31,3 @@ from mrl.observe.run_dir import (
     written_files,
 )
 from mrl.observe.samples import before_after_table, sample_row, save_pictures, save_samples
-
-__all__ = [
-    "ENGINES",
-    "LEFT_OUT",
-    "NONFINITE",
-    "PLAN",
-    "RANKS",
-    "STRAGGLERS",
-    "WriteFailed",
-    "Recorder",
-    "RunDir",
-    "RunExists",
-    "RunLocked",
-    "SilentRecorder",
-    "UnreadableFile",
-    "append_jsonl",
-    "before_after_table",
-    "follow_run",
-    "is_of_this_launch",
-    "move_aside",
-    "record_launch",
-    "read_metrics",
-    "refuse_existing",
-    "rewind",
-    "sample_row",
-    "save_pictures",
-    "save_samples",
-    "trackers",
-    "write_guarded",
-    "write_report",
-    "written_files",
-]

@@ -136,10 +136,7 @@ MACHINE_CHARTS = [
     ),
     Chart(
         "Engine throughput",
-        (
-            Series(("engines/tokens_per_s_fastest",), "fastest"),
-            Series(("engines/tokens_per_s_slowest",), "slowest"),
-        ),
+        (Series(("engines/tokens_per_s_fastest",), "fastest"), Series(("engines/tokens_per_s_slowest",), "slowest")),
         "response tokens per second of an engine with requests",
         floor=0.0,
     ),
@@ -181,7 +178,9 @@ def draw(curve: Chart, rows: list[Row], size: tuple[float, float] = (5.4, 2.9)) 
         axes.tick_params(which="minor", left=False, labelleft=False)
     else:
         _limits(axes, curve)
-    axes.set_xlim(*_steps(rows))
+    first, last = rows[0]["step"], rows[-1]["step"]
+    margin = max(0.5, 0.03 * (last - first))
+    axes.set_xlim(first - margin, last + margin)  # equal for all curves of a run
     if len(found) > 1:
         axes.legend(frameon=False, fontsize=8.5, labelcolor=INK)
     return figure
@@ -268,13 +267,6 @@ def empty_axes(size: tuple[float, float]) -> tuple[Figure, Axes]:
     axes.set_xlabel("step", color=INK, fontsize=8.5)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
     return figure, axes
-
-
-def _steps(rows: list[Row]) -> tuple[float, float]:
-    """Limits of the step axis, equal for all curves of a run."""
-    first, last = rows[0]["step"], rows[-1]["step"]
-    margin = max(0.5, 0.03 * (last - first))
-    return first - margin, last + margin
 
 
 def _limits(axes: Axes, curve: Chart) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from statistics import median
@@ -182,12 +182,10 @@ def _middle(rows: Sequence[Row], name: str) -> float | None:
     return median(values[1:] or values) if values else None
 
 
-def _with(form: Callable[[float], str], value: float | None) -> str:
-    return form(value) if value is not None else ""
-
-
-def _seconds(value: float | None) -> str:
-    return _with(lambda s: f"{s:.1f}" if s >= 10 else f"{s:.2f}" if s >= 1 else f"{s:.3f}", value)
+def _seconds(s: float | None) -> str:
+    if s is None:
+        return ""
+    return f"{s:.1f}" if s >= 10 else f"{s:.2f}" if s >= 1 else f"{s:.3f}"
 
 
 def _ratio(measured: float | None, plan: float | None) -> str:

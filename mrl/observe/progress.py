@@ -157,23 +157,20 @@ class PlainDisplay:
         eta = p.eta_s()
         if eta is not None:
             parts.append(f"eta {clock(eta)}")
-        self._say(" | ".join(parts))
+        self.note(" | ".join(parts))
 
     def tick(self) -> None:
         p = self._progress
         with self._lock:
             if p.expected and time.monotonic() - self._last_sign >= PLAIN_TICK_S:
-                self._say(f"{p.phase}: {p.finished}/{p.expected} after {clock(time.monotonic() - p.phase_began)}")
-
-    def note(self, text: str) -> None:
-        self._say(text)
+                self.note(f"{p.phase}: {p.finished}/{p.expected} after {clock(time.monotonic() - p.phase_began)}")
 
     def close(self) -> None:
         self._closed.set()
 
-    def _say(self, line: str) -> None:
+    def note(self, text: str) -> None:
         with self._lock:
-            self._console.print(line)
+            self._console.print(text)
             self._console.file.flush()
             self._last_sign = time.monotonic()
 
@@ -203,7 +200,7 @@ class LiveDisplay:
         p = self._progress
         body: list[RenderableType] = [self._bars(), Text(), self._metrics()]
         if p.latest.seconds:
-            body += [Text(), self._phases()]
+            body += [Text(), Text(shares(p.latest, 2), style="cyan")]
         return Panel(Group(*body), title=f"step {p.latest.step} of {p.total_steps}", border_style="blue", expand=False)
 
     def _bars(self) -> Table:
@@ -223,6 +220,3 @@ class LiveDisplay:
             cells = [Text.assemble((f"{label:>18} ", "dim"), (value, "bold")) for label, value in pairs[i : i + 2]]
             grid.add_row(*cells)
         return grid
-
-    def _phases(self) -> Text:
-        return Text(shares(self._progress.latest, 2), style="cyan")

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from mrl.config.problems import printable, shortened
 from mrl.config.schema import AnyConfig
@@ -47,9 +47,10 @@ class RemoteTracker(ABC):
 
     package: ClassVar[str]  # must be installed; only the tracker's own methods import it
 
-    @abstractmethod
     def __init__(self, cfg: AnyConfig, run_dir: Path) -> None:
         """Contacts no server."""
+        self._cfg, self._run_dir = cfg, run_dir
+        self._run: Any = None  # the library's own object or id, once it is open
 
     @abstractmethod
     def open(self, run_id: str | None) -> str:
@@ -135,8 +136,9 @@ class TrackerQueue:
             rows, outcome = self._await_work(failures)
             try:
                 if not is_open:
-                    self._opened(self._remote.open(self.run_id))
-                    is_open = True
+                    self.run_id, is_open = self._remote.open(self.run_id), True
+                    self._note(f"{self.name}: {self._remote.where()}")
+                    self._write()
                 if rows:
                     self._remote.send(rows)
                     self._has(rows, failures)
@@ -154,15 +156,8 @@ class TrackerQueue:
         """Waits for steps to send, or for the outcome; after failures it backs off exponentially."""
         patience = min(LAST_RETRY_S, self._retry_s * 2 ** (failures - 1)) if failures else None
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._outcome is not None or (bool(self._waiting) and not failures), patience
-            )
+            self._changed.wait_for(lambda: self._outcome is not None or (self._waiting and not failures), patience)
             return list(self._waiting), self._outcome
-
-    def _opened(self, run_id: str) -> None:
-        self.run_id = run_id
-        self._note(f"{self.name}: {self._remote.where()}")
-        self._write()
 
     def _has(self, rows: list[TrackedStep], failures: int) -> None:
         with self._changed:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from statistics import median_high
 from typing import Any
 
 from mrl.files import write_atomically
@@ -129,15 +129,13 @@ def _tiles(run: RunContent) -> str:
         values = next((v for name in names if (v := [row[name] for row in rows if name in row])), [])
         if values:
             tiles.append((label, f"{number(values[0], form)} → {number(values[-1], form)}"))
-    mismatch = [row["mismatch/max_abs"] for row in rows if "mismatch/max_abs" in row]
-    if mismatch:
-        tiles.append(("largest log-prob mismatch", f"{max(mismatch):.1e}"))
-    speeds = sorted(row["perf/tokens_per_s"] for row in rows if "perf/tokens_per_s" in row)
-    if speeds:
-        tiles.append(("tokens / s, median", f"{speeds[len(speeds) // 2]:,.0f}"))
-    shares = sorted(row["perf/mfu"] for row in rows if "perf/mfu" in row)
-    if shares:
-        tiles.append(("MFU, median", f"{shares[len(shares) // 2]:.1%}"))
+    for label, name, form, of in (
+        ("largest log-prob mismatch", "mismatch/max_abs", ".1e", max),
+        ("tokens / s, median", "perf/tokens_per_s", ",.0f", median_high),
+        ("MFU, median", "perf/mfu", ".1%", median_high),
+    ):
+        if values := [row[name] for row in rows if name in row]:
+            tiles.append((label, format(of(values), form)))
     seconds = sum(value for row in rows for name, value in row.items() if name.startswith("time/"))
     if seconds:
         tiles.append(("total time of all phases", clock(seconds)))
@@ -194,14 +192,12 @@ def _by_prompt(rows: list[Row]) -> str:
     names = dict.fromkeys(name for row in rows for name in row if name.startswith(BY_PROMPT))
     if not names:
         return ""
-    found = {name: [row[name] for row in rows if name in row] for name in names}
-    body = "".join(
-        f'<tr><td class="text">{escape(name.removeprefix(BY_PROMPT))}</td>'
-        f"<td>{number(values[0], '.3f')}</td><td>{number(values[-1], '.3f')}</td></tr>"
-        for name, values in found.items()
-    )
-    head = "<tr><th>prompt</th><th>first</th><th>last</th></tr>"
-    return f'<h2>Reward by prompt</h2><div class="card wide"><table>{head}{body}</table></div>'
+    table = []
+    for name in names:
+        values = [row[name] for row in rows if name in row]
+        table.append([name.removeprefix(BY_PROMPT), number(values[0], ".3f"), number(values[-1], ".3f")])
+    shown = html.table(["prompt", "first", "last"], table)
+    return f'<h2>Reward by prompt</h2><div class="card wide">{shown}</div>'
 
 
 def _answers(found: BeforeAfter | None) -> str:
@@ -209,7 +205,8 @@ def _answers(found: BeforeAfter | None) -> str:
         return ""
     head = f"<tr><th>prompt</th><th>answer</th><th>step {found.first_step}</th><th>step {found.last_step}</th></tr>"
     body = "".join(
-        f'<tr><td class="text">{_seen(r.pictures)}{escape(r.prompt)}</td><td class="text">{escape(r.answer)}</td>'
+        f'<tr><td class="text">{"".join(html.picture(file.stem, file.read_bytes(), "png") for file in r.pictures)}'
+        f'{escape(r.prompt)}</td><td class="text">{escape(r.answer)}</td>'
         f"{_response(r.before, r.score_before, r.turns_before)}{_response(r.after, r.score_after, r.turns_after)}</tr>"
         for r in found.rows
     )
@@ -218,10 +215,6 @@ def _answers(found: BeforeAfter | None) -> str:
         f'<h2>Validation prompts before and after training</h2><p class="sub">{mean}</p>'
         f'<div class="card wide"><table class="answers">{head}{body}</table></div>'
     )
-
-
-def _seen(pictures: Sequence[Path]) -> str:
-    return "".join(html.picture(file.stem, file.read_bytes(), "png") for file in pictures)
 
 
 def _response(text: str, score: float | None, turns: tuple[Responses, ...] = ()) -> str:

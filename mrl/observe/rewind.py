@@ -13,16 +13,21 @@ _SAMPLES = re.compile(r"(?:validation_|validation_ema_)?step_(\d+)\.jsonl")
 
 
 def rewind(run_dir: Path, step: int) -> str:
-    """Drops rows and files of RUN_DIR/rollouts of steps after `step`; everything for step 0.
+    """Drops rows and files of RUN_DIR/rollouts of steps after `step`, also of RUN_DIR/adapters/NAME; everything for
+    step 0.
 
     Returns text such as "2 rows of metrics.jsonl, 2 files of rollouts/", empty if nothing was dropped. Each file is cut
     or removed at once, and a writer that appends to it may have it open.
     """
-    dropped = []
+    dropped = [
+        f"{found} of {folder.name}" for folder in sorted(run_dir.glob("adapters/*")) if (found := rewind(folder, step))
+    ]
     for file in filter(Path.is_file, (run_dir / name for name in sorted(BY_STEP))):
         if rows := _cut(file, step):
             dropped.append(f"{_count(rows, 'row')} of {file.name}")
-    late = [file for file in (run_dir / "rollouts").glob("*.jsonl") if _is_late(file.name, step)]
+    # step_K has the training samples of step K, validation_step_K is made after K steps
+    steps = {file: _SAMPLES.fullmatch(file.name) for file in (run_dir / "rollouts").glob("*.jsonl")}
+    late = [file for file, found in steps.items() if found is not None and (step == 0 or int(found[1]) > step)]
     for file in late:
         file.unlink()
     if late:
@@ -40,13 +45,6 @@ def _cut(file: Path, step: int) -> int:
             return len(lines) - number
         kept += len(line)
     return 0
-
-
-def _is_late(name: str, step: int) -> bool:
-    """True for files of later steps: step_K has the training samples of step K, validation_step_K is made after K
-    steps."""
-    match = _SAMPLES.fullmatch(name)
-    return match is not None and (step == 0 or int(match[1]) > step)
 
 
 def _count(number: int, noun: str) -> str:

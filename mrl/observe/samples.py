@@ -104,12 +104,12 @@ class BeforeAfter:
 
 def before_after(run_dir: Path, limit: int = SHOWN) -> BeforeAfter | None:
     """Compares the first `limit` prompts that the first and the last validation share; None without any validation."""
-    files = validation_files(run_dir)
+    files = numbered_files(run_dir / "rollouts", "validation_step_*.jsonl")
     if not files:
         return None
     (first_step, first), (last_step, last) = files[0], files[-1]
     before, after = _samples(first), _samples(last)
-    keys = _data_keys(run_dir)
+    keys: dict[str, Any] = read_config(run_dir)[1].get("data", {})
     earlier, later = _by_prompt(before), _by_prompt(after)
     pairs = [(row, later[key]) for key, row in earlier.items() if key in later]
     scored = [(a["score"], b["score"]) for a, b in pairs if None not in (a["score"], b["score"])]
@@ -119,7 +119,7 @@ def before_after(run_dir: Path, limit: int = SHOWN) -> BeforeAfter | None:
             *(_question(a, keys), str(a["row"].get(keys.get("answer_key", "answer"), ""))),
             *(a["response"], b["response"], a["score"], b["score"]),
             *(_turns(a), _turns(b)),
-            pictures=_pictures(run_dir, a["index"]),
+            pictures=tuple(file for _, file in numbered_files(run_dir / PICTURES, f"{a['index']}_*.png")),
         )
         for a, b in [(earlier[key], later[key]) for key in earlier if key in later and not key[2]][:limit]
     ]
@@ -146,10 +146,6 @@ def _turns(row: dict[str, Any]) -> tuple[Responses, ...]:
     return tuple((each.get("role") == "assistant", str(each.get("content", ""))) for each in messages)
 
 
-def _pictures(run_dir: Path, index: int) -> tuple[Path, ...]:
-    return tuple(file for _, file in numbered_files(run_dir / PICTURES, f"{index}_*.png"))
-
-
 def _samples(file: Path) -> list[dict[str, Any]]:
     rows = read_jsonl(file)
     for number, row in enumerate(rows, 1):
@@ -159,22 +155,12 @@ def _samples(file: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _data_keys(run_dir: Path) -> dict[str, Any]:
-    data: dict[str, Any] = read_config(run_dir)[1].get("data", {})
-    return data
-
-
 def _question(sample: dict[str, Any], keys: dict[str, Any]) -> str:
     """Returns the user's question without the chat template: the row's text or last message, else the whole prompt."""
     asked = sample["row"].get(keys.get("prompt_key", "prompt"))
     if isinstance(asked, list) and asked and isinstance(asked[-1], dict):
         asked = asked[-1].get("content")
     return asked if isinstance(asked, str) and asked.strip() and asked.strip() in sample["prompt"] else sample["prompt"]
-
-
-def validation_files(run_dir: Path) -> list[tuple[int, Path]]:
-    """Returns (step, file) of every validation, sorted by step."""
-    return numbered_files(run_dir / "rollouts", "validation_step_*.jsonl")
 
 
 def before_after_table(run_dir: Path, limit: int = 12, console: Console | None = None) -> None:
@@ -190,12 +176,8 @@ def before_after_table(run_dir: Path, limit: int = 12, console: Console | None =
     table.add_column(f"step {found.first_step}")
     table.add_column(f"step {found.last_step}")
     for row in found.rows:
-        table.add_row(
-            Text(row.prompt),
-            Text(row.answer),
-            _scored(row.before, row.score_before),
-            _scored(row.after, row.score_after),
-        )
+        before, after = _scored(row.before, row.score_before), _scored(row.after, row.score_after)
+        table.add_row(Text(row.prompt), Text(row.answer), before, after)
     console.print(table)
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import io
 import os
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from mrl.config.schema import AnyConfig
 from mrl.core import StepStats
@@ -30,6 +29,7 @@ class TensorboardWriter:
     def write(self, stats: StepStats) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
         now, step = time.time(), stats.step
         values = [Summary.Value(tag=name, simple_value=value) for name, value in flatten(stats).items()]
@@ -37,17 +37,12 @@ class TensorboardWriter:
         if not self._file.exists() or not self._file.stat().st_size:  # hides an earlier attempt at these steps
             start = Event(wall_time=now, step=step, session_log=SessionLog(status=SessionLog.START))
             events = [Event(wall_time=now, file_version="brain.Event:2"), start, *events]
-        self._append(events)
-
-    def close(self, outcome: Outcome) -> None:
-        """Does nothing: every step is in the file already."""
-
-    def _append(self, events: Sequence[Any]) -> None:
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
         content = io.BytesIO()
         records = RecordWriter(content)
         for event in events:
             records.write(event.SerializeToString())
         self._file.parent.mkdir(exist_ok=True)
         append(self._file, content.getvalue())
+
+    def close(self, outcome: Outcome) -> None:
+        """Does nothing: every step is in the file already."""

@@ -9,12 +9,9 @@ from typing import ClassVar, Protocol
 
 from mrl.config.schema import AnyConfig, RunConfig
 from mrl.core import StepStats
-from mrl.observe.mlflow_tracker import Mlflow
+from mrl.observe.external_trackers import Mlflow, SwanLab, Trackio, Wandb
 from mrl.observe.remote_tracker import Outcome, RemoteTracker, TrackerQueue
-from mrl.observe.swanlab_tracker import SwanLab
 from mrl.observe.tensorboard import TensorboardWriter
-from mrl.observe.trackio_tracker import Trackio
-from mrl.observe.wandb_tracker import Wandb
 from mrl.packages import pip_install, pip_install_extra
 
 
@@ -64,12 +61,8 @@ def make(cfg: AnyConfig, run_dir: Path) -> dict[str, Tracker | TrackerQueue]:
     """Returns the trackers of a run by name. Raises TrackerMissing for one that cannot work here."""
     for problem in missing(cfg.run):
         raise TrackerMissing(problem)
-    return {name: _made(TRACKERS[name], name, cfg, run_dir) for name in cfg.run.trackers}
-
-
-def _made(
-    kind: type[Tracker] | type[RemoteTracker], name: str, cfg: AnyConfig, run_dir: Path
-) -> Tracker | TrackerQueue:
-    if issubclass(kind, RemoteTracker):
-        return TrackerQueue(name, kind(cfg, run_dir), run_dir)
-    return kind(cfg, run_dir)
+    made: dict[str, Tracker | TrackerQueue] = {}
+    for name in cfg.run.trackers:
+        tracker = TRACKERS[name](cfg, run_dir)
+        made[name] = TrackerQueue(name, tracker, run_dir) if isinstance(tracker, RemoteTracker) else tracker
+    return made

@@ -56,6 +56,9 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 PositiveFloat = Annotated[float, Field(gt=0), AfterValidator(_in_float32)]
 NonNegativeFloat = Annotated[float, Field(ge=0), AfterValidator(_in_float32)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+PositiveFraction = Annotated[float, Field(gt=0, le=1)]
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
+InnerFraction = Annotated[float, Field(gt=0, lt=1)]
 FilePath = Annotated[str, AfterValidator(_at_home)]
 Url = Annotated[str, AfterValidator(_address)]
 OptionValue = Annotated[Any, PlainValidator(_of_a_function), Field(description="number or string or true | false")]
@@ -76,8 +79,14 @@ class Section(BaseModel):
 class Options(Section):
     """Options of one algorithm alone, a class each; `class Mine(LossOptions, name="mine")` registers it."""
 
+    registry: ClassVar[dict[str, Any]]  # name -> class, of the algorithms of one kind
     renamed: ClassVar[Mapping[str, str]] = {}  # former names of keys -> their names
     implied_by: ClassVar[str | None] = None  # the key that selects this algorithm if nothing else is selected
+
+    def __init_subclass__(cls, name: str | None = None, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if name is not None:
+            cls.registry[name] = cls
 
     @classmethod
     def present_names(cls, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,20 +9,18 @@ from typing import Any, ClassVar, Literal
 
 from mrl.options.base import CustomOptions, FilePath, Fraction, Options, PositiveFloat, Section
 
+ESTIMATORS: dict[str, type[EstimatorOptions]] = {}  # by adv_estimator
+
 
 class EstimatorOptions(Options):
     """Properties of an estimator, besides its keys."""
 
+    registry: ClassVar[dict[str, Any]] = ESTIMATORS
     compares_group: ClassVar[bool] = True  # it needs two responses to a prompt, or more
     takes_values: ClassVar[Literal["never", "maybe", "always"]] = "never"  # of a critic
     takes_turns: ClassVar[bool] = False  # rewards of an agent's turns count where they are; else their sum, at the end
     needs_greedy: ClassVar[bool] = False  # the greedy response to every prompt
     needs_distribution: ClassVar[bool] = False  # the sums of squared probabilities over the vocabulary
-
-    def __init_subclass__(cls, name: str | None = None, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if name is not None:
-            ESTIMATORS[name] = cls
 
     @property
     def score_parts(self) -> tuple[str, ...]:
@@ -33,9 +31,6 @@ class EstimatorOptions(Options):
     def is_scale_free(self) -> bool:
         """True if scaling all scores leaves the advantages unchanged."""
         return False
-
-
-ESTIMATORS: dict[str, type[EstimatorOptions]] = {}  # by adv_estimator
 
 
 class Whitening(EstimatorOptions):

@@ -6,21 +6,22 @@ The functions are in mrl.algo, by the same names; their arguments are these keys
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field
-
-from mrl.options.base import CustomOptions, FilePath, Options, PositiveFloat
+from mrl.options.base import CustomOptions, FilePath, Options, PositiveFloat, PositiveFraction
 
 AggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-TokenShare = Annotated[float, Field(gt=0, le=1)]
 Problem = tuple[tuple[str, ...], str]  # keys, the one to change first, and the mistake
 NEVER_CLIPPED = "or the ratio is never clipped from below"
+
+
+POLICY_LOSSES: dict[str, type[LossOptions]] = {}  # by loss_mode
 
 
 class LossOptions(Options):
     """Properties of a policy loss, besides its keys."""
 
+    registry: ClassVar[dict[str, Any]] = POLICY_LOSSES
     usual_aggregate: ClassVar[AggMode] = "token-mean"  # if loss_agg_mode is null
     is_fixed_aggregate: ClassVar[bool] = False  # other aggregations are impossible
     one_weight_a_response: ClassVar[bool] = False  # importance weights of tokens become one of the response
@@ -29,17 +30,9 @@ class LossOptions(Options):
     needs_moved_policy: ClassVar[bool] = False  # at ratio 1 the loss is the plain policy gradient
     chooses_tokens: ClassVar[bool] = False  # by the function of the same name in mrl.algo.token_choice
 
-    def __init_subclass__(cls, name: str | None = None, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if name is not None:
-            POLICY_LOSSES[name] = cls
-
     def problems(self) -> Iterator[Problem]:
         """Yields mistakes that bounds of single keys cannot express."""
         yield from ()
-
-
-POLICY_LOSSES: dict[str, type[LossOptions]] = {}  # by loss_mode
 
 
 class Vanilla(LossOptions, name="vanilla"):
@@ -109,7 +102,7 @@ class ClipCov(LossOptions, name="clip_cov"):
 
     clip_ratio_low: PositiveFloat = 0.2  # clip ratios below at 1 - this
     clip_ratio_high: PositiveFloat = 0.2  # clip ratios above at 1 + this
-    clip_cov_ratio: TokenShare = 0.0002  # share of the mini-batch's tokens (at least one) without gradient
+    clip_cov_ratio: PositiveFraction = 0.0002  # share of the mini-batch's tokens (at least one) without gradient
     clip_cov_lb: float = 1.0  # lower bound of their covariance of advantage and log-prob
     clip_cov_ub: float = 5.0  # upper bound of that covariance
 
@@ -126,7 +119,7 @@ class KLCov(LossOptions, name="kl_cov"):
     chooses_tokens: ClassVar[bool] = True
     needs_moved_policy: ClassVar[bool] = True
 
-    kl_cov_ratio: TokenShare = 0.0002  # share of the mini-batch's tokens (at least one) that get the penalty
+    kl_cov_ratio: PositiveFraction = 0.0002  # share of the mini-batch's tokens (at least one) that get the penalty
     ppo_kl_coef: PositiveFloat = 1.0  # coefficient of the penalty
 
 

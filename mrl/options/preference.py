@@ -10,16 +10,20 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from mrl.options.base import NonNegativeFloat, Options, PositiveFloat
+from mrl.options.base import BelowOne, NonNegativeFloat, Options, PositiveFloat
 
 Problem = tuple[str, str]  # a key, and the mistake
 Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 LabelNoise = Annotated[float, Field(ge=0, lt=0.5)]
 
 
+PREFERENCE_LOSSES: dict[str, type[PreferenceOptions]] = {}
+
+
 class PreferenceOptions(Options):
     """Properties of a preference loss, besides its keys."""
 
+    registry: ClassVar[dict[str, Any]] = PREFERENCE_LOSSES
     is_unpaired: ClassVar[bool] = False  # single responses with a label, not pairs
     uses_reference: ClassVar[bool] = True
     couples_rows: ClassVar[bool] = False  # a row's gradient depends on other rows' sums, not on their number alone
@@ -29,17 +33,9 @@ class PreferenceOptions(Options):
 
     weight: PositiveFloat = 1.0  # weight in the sum of the losses
 
-    def __init_subclass__(cls, name: str | None = None, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if name is not None:
-            PREFERENCE_LOSSES[name] = cls
-
     def problems(self) -> Iterator[Problem]:
         """Yields mistakes that bounds of single keys cannot express."""
         yield from ()
-
-
-PREFERENCE_LOSSES: dict[str, type[PreferenceOptions]] = {}
 
 
 class Temperature(PreferenceOptions):
@@ -194,4 +190,4 @@ class BCO(Unpaired, name="bco"):
 
     couples_rows: ClassVar[bool] = True
 
-    shift_decay: Annotated[float, Field(ge=0, lt=1)] = 0.9  # decay of that average per step
+    shift_decay: BelowOne = 0.9  # decay of that average per step

@@ -13,18 +13,14 @@ from mrl.options.preference import LabelNoise
 Form = Literal["pairs", "scores", "lists", "steps"]
 
 
+REWARD_LOSSES: dict[str, type[RewardLossOptions]] = {}  # by reward_model.loss
+
+
 class RewardLossOptions(Options):
     """Properties of a reward model loss, besides its keys."""
 
+    registry: ClassVar[dict[str, Any]] = REWARD_LOSSES
     form: ClassVar[Form] = "pairs"  # what a row of the data is
-
-    def __init_subclass__(cls, name: str | None = None, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if name is not None:
-            REWARD_LOSSES[name] = cls
-
-
-REWARD_LOSSES: dict[str, type[RewardLossOptions]] = {}  # by reward_model.loss
 
 
 class Centred(RewardLossOptions):

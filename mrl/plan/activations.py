@@ -89,13 +89,10 @@ def saved_bytes(
     ends = fp8.first_last_bf16 if fp8.recipe != "none" else arch.num_layers
     inner = range(ends, arch.num_layers - ends)
     kinds = Counter((arch.layers[index], index in inner) for index in layers)
-    total = sum(
-        count
-        * layer_bytes(
-            replace(shapes, rounded=in_fp8 and fp8.is_real, gathered=in_fp8 and fp8.emulate), each, train.recompute
-        )
-        for (each, in_fp8), count in kinds.items()
-    )
+    total = 0.0
+    for (each, in_fp8), count in kinds.items():
+        own = replace(shapes, rounded=in_fp8 and fp8.is_real, gathered=in_fp8 and fp8.emulate)
+        total += count * layer_bytes(own, each, train.recompute)
     if layers.start == 0 and layers:
         total += shapes.local * (INT64 + (1 if train.parallel.tensor > 1 else 0))
     if kind == "local" and train.recompute == "none":
@@ -110,16 +107,14 @@ def layer_bytes(shapes: Shapes, layer: LayerArch, recompute: str) -> float:
     entry = shapes.share * shapes.arch.hidden_size * shapes.dtype
     if recompute == "full":
         return entry
-    products = shapes.arch.hidden_size * shapes.input * _rows(shapes, layer)  # what the norms give
+    whole = shapes.local if shapes.gathered else shapes.share
+    rows = whole + (shapes.share if layer.experts else whole)  # of the outputs of the layer's two norms
+    products = shapes.arch.hidden_size * shapes.input * rows
     family = FAMILIES[shapes.arch.family]
     norms = 2 * (family.norms_before + family.norms_behind) * shapes.norm(shapes.arch.hidden_size, shapes.share)
     again = recompute == "selective"
-    return (
-        norms
-        + products
-        + _attention(shapes, layer, again and shapes.kind == "local")
-        + _feed_forward(shapes, layer, again)
-    )
+    attention = _attention(shapes, layer, again and shapes.kind == "local")
+    return norms + products + attention + _feed_forward(shapes, layer, again)
 
 
 def recomputed_bytes(s: Shapes, layer: LayerArch) -> float:
@@ -133,12 +128,6 @@ def recomputed_bytes(s: Shapes, layer: LayerArch) -> float:
     delta, chunks = s.arch.delta, -(-s.tokens.sequence // DELTA_CHUNK) * DELTA_CHUNK / s.tokens.sequence
     numbers = 12 * delta.key + 10 * delta.value + 4 * DELTA_CHUNK + delta.key * delta.value / DELTA_CHUNK
     return s.local * chunks * delta.value_heads / s.layout.tensor * numbers * FLOAT32
-
-
-def _rows(s: Shapes, layer: LayerArch) -> float:
-    """Rows of the outputs of a layer's two norms."""
-    whole = s.local if s.gathered else s.share
-    return whole + (s.share if layer.experts else whole)
 
 
 def _attention(s: Shapes, layer: LayerArch, again: bool) -> float:

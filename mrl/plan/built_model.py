@@ -56,7 +56,8 @@ def build(
             attach(models, arch, mesh, train, seed=1)
         parameters = [list(_planned(model, arch, role)) for model in models]
         names = tuple(tuple((name, p.numel()) for name, p in chunk) for chunk in parameters)
-        buffers = list(_buffers(wrap_ddp(models, overlap=overlap)))
+        wrapped = wrap_ddp(models, overlap=overlap)
+        buffers = [buffer for chunk in wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         wide = [buffer for buffer in buffers if buffer.param_dtype == torch.float32 != dtype]
         return BuiltModel(
             names,
@@ -81,11 +82,6 @@ def _planned(model: Any, arch: ModelArch, role: Role) -> Iterator[tuple[str, Any
         row = table.get(global_name(model, name))
         if row is None or not row.frozen:
             yield name, parameter
-
-
-def _buffers(wrapped: list[Any]) -> Iterator[Any]:
-    for chunk in wrapped:
-        yield from (*chunk.buffers, *chunk.expert_parallel_buffers)
 
 
 def _shard(buffer: Any) -> int:

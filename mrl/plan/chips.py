@@ -67,16 +67,6 @@ NO_GPU = Chip("none", (0, 0), 0, 0, None, 0, 0, 0, 0)
 KINDS = CHIPS | {NO_GPU.name: NO_GPU}
 
 
-def local_chip(name: str, memory: int, capability: tuple[int, int]) -> Chip:
-    """Returns this machine's GPU, of which only these values are known."""
-    return replace(CHIPS[DEFAULT], name=name, memory=memory, capability=capability)
-
-
-def kind_problem(kind: str) -> str | None:
-    """Returns why `--gpu KIND` is invalid; None if it is valid."""
-    return None if kind in KINDS else f"--gpu {kind}: expected one of {', '.join(KINDS)}"
-
-
 def chip_named(device: str) -> Chip | None:
     """Returns the GPU with this driver name, or None.
 

@@ -65,8 +65,7 @@ def weights_per_gpu(arch: ModelArch, tensor: int, dtype: int, *, quantized: bool
     """Returns the bytes of an engine's weights on each of its `tensor` GPUs.
 
     SGLang shards matrices `tensor` ways, experts too, and rounds the vocabulary up. Norms and routers are replicated,
-    and so
-    are key-value heads if there are fewer than GPUs. dtype: bytes; quantized: the layers' matrices are in fp8.
+    and so are key-value heads if there are fewer than GPUs. dtype: bytes; quantized: the layers' matrices are in fp8.
     """
     total = 0.0
     for row in weight_table(arch).values():

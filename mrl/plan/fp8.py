@@ -24,7 +24,8 @@ def cast_bytes(model: PlannedModel, coords: RankCoordinates) -> float:
     fp8 = model.train.precision.fp8
     if not fp8.is_real:
         return 0.0
-    return matrices(model.arch, model.role, model.layout, coords.pp, fp8.first_last_bf16) * _of_weight(model)
+    each = NUMBER[fp8.recipe] * (2 if model.is_trained else 1)
+    return matrices(model.arch, model.role, model.layout, coords.pp, fp8.first_last_bf16) * each
 
 
 def saved_weight_bytes(model: PlannedModel, coords: RankCoordinates) -> float:
@@ -33,10 +34,6 @@ def saved_weight_bytes(model: PlannedModel, coords: RankCoordinates) -> float:
     if not fp8.is_real or not fp8.params:
         return 0.0
     return float(matrices(model.arch, model.role, model.layout, coords.pp, fp8.first_last_bf16) * model.dtype)
-
-
-def _of_weight(model: PlannedModel) -> float:
-    return NUMBER[model.train.precision.fp8.recipe] * (2 if model.is_trained else 1)
 
 
 def working_bytes(model: PlannedModel, tokens: Tokens) -> float:

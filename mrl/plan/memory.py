@@ -116,7 +116,11 @@ def update_peak(
     count = activations.in_flight(model.layout, coords.pp, micro_batches)
     yield MemoryItem(model.name, "activations", sum(sorted(each * -(-count // len(each)))[-count:]))
     working = _working_layer(shapes) + fp8.working_bytes(model, tokens)
-    yield MemoryItem(model.name, "current layer", working + _largest_gradient(model))
+    if model.kind == "local" and model.adapters is None:  # transformer-engine adds in place
+        # one product's gradient before it is added to the buffer
+        widths = [layer.ffn_size * 2 for layer in set(model.arch.layers) if not layer.experts]
+        working += max(widths, default=0) / model.layout.tensor * _width(model)
+    yield MemoryItem(model.name, "current layer", working)
     if seen := tower.update_bytes(model, coords, tokens, -(-count // len(each))):
         yield MemoryItem(model.name, "tower", seen)
     if _has_head(model, coords) and model.role == "policy":
@@ -128,7 +132,10 @@ def _head_pass(model: PlannedModel, tokens: Tokens) -> float:
     if model.adapters is not None:
         return _logits(model, tokens, model.dtype)
     waiting = _waiting(model, tokens)
-    copies = _gradient_bytes(model, is_whole=tokens.response / model.layout.context <= waiting)
+    # Bytes an element of the lm_head weight's gradient: a single product is as wide as the model (more in fp8). Else
+    # there is the sum and one part, which older torch adds to the sum, or the sum and its narrow copy.
+    is_whole = tokens.response / model.layout.context <= waiting
+    copies = model.dtype + FLOAT32 * model.train.precision.fp8.head if is_whole else 2 * FLOAT32
     beside: float = _columns(model) * model.arch.hidden_size * copies
     return _logits(model, tokens, model.dtype, waiting) + beside + fp8.head_bytes(model, tokens, trained=True)
 
@@ -159,14 +166,6 @@ def _working_layer(shapes: Shapes) -> float:
     )
 
 
-def _largest_gradient(model: PlannedModel) -> float:
-    """Bytes of one product's gradient before it is added to the buffer; transformer-engine adds in place."""
-    if model.kind == "transformer_engine" or model.adapters is not None:
-        return 0.0
-    widths = [layer.ffn_size * 2 for layer in set(model.arch.layers) if not layer.experts]
-    return max(widths, default=0) / model.layout.tensor * _width(model)
-
-
 def _has_head(model: PlannedModel, coords: RankCoordinates) -> bool:
     return coords.pp == model.layout.pipeline - 1
 
@@ -191,17 +190,6 @@ def _waiting(model: PlannedModel, tokens: Tokens) -> int:
     if model.dtype == FLOAT32 or model.train.precision.fp8.head:
         return chunk
     return waiting_rows(rows, _columns(model), model.arch.hidden_size, model.dtype, chunk)
-
-
-def _gradient_bytes(model: PlannedModel, *, is_whole: bool) -> int:
-    """Bytes an element of the lm_head weight's gradient.
-
-    A single product is as wide as the model (more in fp8). Otherwise it is the sum and one part, which older torch adds
-    to the sum, or the sum and its narrow copy.
-    """
-    if is_whole:
-        return model.dtype + FLOAT32 * model.train.precision.fp8.head
-    return 2 * FLOAT32
 
 
 def _logits(model: PlannedModel, tokens: Tokens, gradient: int = 0, waiting: int = 0) -> float:
@@ -247,7 +235,9 @@ def phases(work: StepWorkload, rank: int, engine: EnginePlan | None, assumed: As
         computed = sum(item.nbytes for item in items[1:])
         items.append(MemoryItem("process", "fragmentation", assumed.fragments_share * computed))
         if engine is not None:
-            items.append(MemoryItem("engine", _engine_words(engine, *awake), engine.awake(*awake)))
+            has = ["weights"] if awake[0] or engine.release != "all" else []
+            has += ["cache"] if awake[1] or engine.release == "none" else []
+            items.append(MemoryItem("engine", " and ".join(has) or "released", engine.awake(*awake)))
         found.append(PhaseMemory(name, tuple(items)))
     return found
 
@@ -271,37 +261,20 @@ def phase_names(work: StepWorkload) -> list[str]:
     return ["rollout", *scoring, *experience, *teachers, *updates, "sync", "checkpoint"]
 
 
-def left_for_engine(work: StepWorkload, rank: int, memory: float, assumed: Assumptions) -> float:
-    """Returns the free bytes of a rank's GPU when its engine starts; by then the models are loaded and offloaded."""
-    items = phases(work, rank, None, assumed)[0].items
-    return memory - sum(item.nbytes for item in items)
-
-
-def _engine_words(engine: EnginePlan, weights: bool, cache: bool) -> str:
-    has = ["weights"] if weights or engine.release != "all" else []
-    has += ["cache"] if cache or engine.release == "none" else []
-    return " and ".join(has) if has else "released"
-
-
 def _transient(phase: str, work: StepWorkload, coords_of: Mapping[str, RankCoordinates]) -> list[MemoryItem]:
     models = work.models
     if phase in ("rollout", "checkpoint"):
         return []
-    if phase == "scoring":
-        return list(forward_peak(models["reward"], coords_of["reward"], work.tokens["reward"]))
-    if phase in models:  # a teacher
-        return list(forward_peak(models[phase], coords_of[phase], work.tokens[phase]))
+    if phase == "scoring" or phase in models:  # the reward model, or a teacher
+        name = "reward" if phase == "scoring" else phase
+        return list(forward_peak(models[name], coords_of[name], work.tokens[name]))
     if phase == "experience":
         stage, teachers = coords_of["actor"].pp, {model.name for model in work.teachers}
         there = [name for name in work.size.passes if name in models and name not in teachers]
         each = [list(forward_peak(models[name], coords_of[name], work.tokens[name])) for name in there]
         most = max(each, key=lambda items: sum(item.nbytes for item in items), default=[])
-        return [
-            *most,
-            *_experts(
-                routing_replay.pass_bytes(models["actor"], work, stage) + routing_replay.recorded_bytes(work, stage)
-            ),
-        ]
+        recorded = routing_replay.recorded_bytes(work, stage)
+        return [*most, *_experts(routing_replay.pass_bytes(models["actor"], work, stage) + recorded)]
     if phase == "sync":
         return list(sync_peak(models["actor"], coords_of["actor"], work.bucket))
     name = phase.removesuffix("_update")

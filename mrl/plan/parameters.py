@@ -5,7 +5,7 @@ Sizes come from the weight table; the order is that of the local layers' modules
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -97,7 +97,7 @@ def _chunk(arch: ModelArch, role: Role, layout: ParallelConfig, stage: int, numb
     if is_first:
         take(EMBEDDING, apart)
     for index in chunk_layers(layout, arch.num_layers, stage)[number]:
-        layer = _layer(arch, index, layout)
+        layer = _kind_of_layer(arch, arch.layers.index(arch.layers[index]), layout)  # layers of a kind are equal
         found += [Parameter(f"{_LAYER}{index}.{each.name}", each.numel, each.expert) for each in layer]
     if is_last:
         take(FINAL_NORM)
@@ -111,41 +111,35 @@ def _chunk(arch: ModelArch, role: Role, layout: ParallelConfig, stage: int, numb
     return tuple(found)
 
 
-def _layer(arch: ModelArch, index: int, layout: ParallelConfig) -> tuple[Parameter, ...]:
-    """Parameters of a layer, under their names inside it. Layers of a kind are equal."""
-    return _kind_of_layer(arch, arch.layers.index(arch.layers[index]), layout)
-
-
 @lru_cache(maxsize=256)
 def _kind_of_layer(arch: ModelArch, index: int, layout: ParallelConfig) -> tuple[Parameter, ...]:
+    """Parameters of a layer, under their names inside it."""
+    return tuple(_of_layer(weight_table(arch), arch, index, layout))
+
+
+def _of_layer(
+    table: Mapping[str, ParameterMapping], arch: ModelArch, index: int, layout: ParallelConfig
+) -> Iterator[Parameter]:
+    """Yields this rank's parameters of a layer in the order of its modules, under their names inside it."""
     prefix, local = f"{_LAYER}{index}.", arch.experts.count // layout.expert if arch.experts is not None else 0
-    rows = {name.removeprefix(prefix): row for name, row in weight_table(arch).items() if name.startswith(prefix)}
-    return tuple(
-        Parameter(name, local_numel(row, arch, layout), row.expert and layout.expert > 1)
-        for module in MODULES
-        for name, row in rows.items()
-        if name.startswith(module) and not row.frozen and not (row.expert and _expert(name) >= local)
-    )
-
-
-def _expert(name: str) -> int:
-    return int(name.partition(".local_experts.")[2].partition(".")[0])
+    rows = {name.removeprefix(prefix): row for name, row in table.items() if name.startswith(prefix)}
+    for module in MODULES:
+        for name, row in rows.items():
+            expert = name.partition(".local_experts.")[2].partition(".")[0]
+            if name.startswith(module) and not row.frozen and not (row.expert and int(expert) >= local):
+                yield Parameter(name, local_numel(row, arch, layout), row.expert and layout.expert > 1)
 
 
 @lru_cache(maxsize=512)
 def matrices(arch: ModelArch, role: Role, layout: ParallelConfig, stage: int, ends: int) -> int:
     """Returns the elements of a stage rank's layer matrices, including experts', without `ends` layers at each end."""
-    inner = {f"{_LAYER}{index}." for index in range(ends, arch.num_layers - ends)}
+    inner = tuple(f"{_LAYER}{index}." for index in range(ends, arch.num_layers - ends))
     return sum(
         each.numel
         for number in range(layout.virtual_pipeline or 1)
         for each in _chunk(arch, role, layout, stage, number)
-        if ".linear_" in each.name and each.name.endswith(".weight") and _layer_prefix(each.name) in inner
+        if ".linear_" in each.name and each.name.endswith(".weight") and each.name.startswith(inner)
     )
-
-
-def _layer_prefix(name: str) -> str:
-    return f"{_LAYER}{name.removeprefix(_LAYER).partition('.')[0]}."
 
 
 @lru_cache(maxsize=512)
@@ -153,17 +147,9 @@ def _trained_chunk(
     arch: ModelArch, role: Role, lora: LoRA, layout: ParallelConfig, stage: int, number: int
 ) -> tuple[Parameter, ...]:
     """Adapters and a value head of a chunk, ordered as in `_chunk`."""
-    local = arch.experts.count // layout.expert if arch.experts is not None else 0
-    table, found = adapter_table(arch, role, lora), []
+    table, found = adapter_table(arch, role, lora), list[Parameter]()
     for index in chunk_layers(layout, arch.num_layers, stage)[number]:
-        prefix = f"{_LAYER}{index}."
-        rows = {name.removeprefix(prefix): row for name, row in table.items() if name.startswith(prefix)}
-        found += [
-            Parameter(prefix + name, local_numel(row, arch, layout), row.expert and layout.expert > 1)
-            for module in MODULES
-            for name, row in rows.items()
-            if name.startswith(module) and not (row.expert and _expert(name) >= local)
-        ]
+        found += _of_layer(table, arch, index, layout)
     is_last = stage == layout.pipeline - 1 and number == (layout.virtual_pipeline or 1) - 1
     if is_last and role == "critic":
         found.append(Parameter(VALUE_HEAD, local_numel(table[VALUE_HEAD], arch, layout)))
@@ -255,15 +241,13 @@ def model_elements(
         )
 
     trained = elements(KINDS)
-    of_model = [each for chunk in chunks(arch, role, layout, coords) for each in chunk]
-    frozen = sum(each.numel for each in of_model if _is_frozen(each, lora, tower))
+    frozen = 0
+    for each in (each for chunk in chunks(arch, role, layout, coords) for each in chunk):
+        if each.name.startswith(TOWER):
+            frozen += 0 if tower else each.numel
+        elif lora is not None and each.name != VALUE_HEAD:
+            frozen += each.numel
     return ModelElements(trained.weights + frozen, trained.buffer, trained.shard, frozen, elements(["wide"]))
-
-
-def _is_frozen(parameter: Parameter, lora: LoRA | None, tower: bool) -> bool:
-    if parameter.name.startswith(TOWER):
-        return not tower
-    return lora is not None and parameter.name != VALUE_HEAD
 
 
 @lru_cache(maxsize=2048)

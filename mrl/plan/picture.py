@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
+from mrl.config.sections.models import ParallelConfig
 from mrl.plan.placement import Placement
 from mrl.plan.workload import PlannedModel
 
@@ -18,10 +19,18 @@ LETTER = 7  # width of a title's letter, at least
 
 def draw(placement: Placement) -> str:
     """Returns a complete SVG document with a block for each layout of the run's models."""
-    height, width = MARGIN, 2 * MARGIN + LABEL + _columns(placement) * (CELL + GAP)
+    columns = min(placement.per_node, placement.world) + max(map(len, placement.beside.values()), default=0)
+    height, width = MARGIN, 2 * MARGIN + LABEL + columns * (CELL + GAP)
     body: list[str] = []
-    for model in _layouts(placement):
-        title = _title(placement, model)
+    drawn: list[ParallelConfig] = []
+    for model in placement.models.values():
+        if model.layout in drawn:
+            continue
+        drawn.append(model.layout)
+        same = [other.name for other in placement.models.values() if other.layout == model.layout]
+        colours = "; colours are pipeline stages" if model.layout.pipeline > 1 else ""
+        frames = "; frames are engines" if placement.engine_of or placement.beside else ""
+        title = f"{', '.join(same)}: {model.words}{colours}{frames}"
         width = max(width, 2 * MARGIN + LETTER * len(title))
         body.append(_text(MARGIN, height + 14, title, 13))
         top = height + 24
@@ -29,30 +38,11 @@ def draw(placement: Placement) -> str:
             body += _rank(placement, model, rank, top)
         for node, engines in placement.beside.items():
             for number, engine in enumerate(engines):
-                body += _engine(placement, node, number, engine, top)
+                column = min(placement.per_node, placement.world) + number
+                body += _cell(node, column, top, "white", True, [f"engine {engine}"])
         height = top + placement.nodes * (CELL + GAP) + MARGIN
     head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif">'
     return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *body, "</svg>", ""])
-
-
-def _layouts(placement: Placement) -> list[PlannedModel]:
-    """The first model of each layout."""
-    found: list[PlannedModel] = []
-    for model in placement.models.values():
-        if all(model.layout != other.layout for other in found):
-            found.append(model)
-    return found
-
-
-def _title(placement: Placement, model: PlannedModel) -> str:
-    same = [other.name for other in placement.models.values() if other.layout == model.layout]
-    colours = "; colours are pipeline stages" if model.layout.pipeline > 1 else ""
-    frames = "; frames are engines" if placement.engine_of or placement.beside else ""
-    return f"{', '.join(same)}: {model.words}{colours}{frames}"
-
-
-def _columns(placement: Placement) -> int:
-    return min(placement.per_node, placement.world) + max(map(len, placement.beside.values()), default=0)
 
 
 def _rank(placement: Placement, model: PlannedModel, rank: int, top: int) -> Iterator[str]:
@@ -64,11 +54,6 @@ def _rank(placement: Placement, model: PlannedModel, rank: int, top: int) -> Ite
     if column == 0:
         yield _text(MARGIN, top + node * (CELL + GAP) + CELL // 2, f"node {node}", 12)
     yield from _cell(node, column, top, STAGES[coords.pp % len(STAGES)], engine is not None, words)
-
-
-def _engine(placement: Placement, node: int, number: int, engine: int, top: int) -> Iterator[str]:
-    column = min(placement.per_node, placement.world) + number
-    yield from _cell(node, column, top, "white", True, [f"engine {engine}"])
 
 
 def _cell(node: int, column: int, top: int, colour: str, framed: bool, words: list[str]) -> Iterator[str]:

@@ -73,12 +73,11 @@ class Placement:
             },
             "ranks": [
                 {"rank": rank, "node": rank // self.per_node, "engine": self.engine_of.get(rank)}
-                | {name: _coordinates(model, rank) for name, model in self.models.items()}
+                | {
+                    name: {axis: at for axis, at in vars(model.grid.coordinates(rank)).items() if axis != "rank"}
+                    for name, model in self.models.items()
+                }
                 for rank in range(self.world)
             ],
             "engines_beside": {str(node): list(numbers) for node, numbers in self.beside.items()},
         }
-
-
-def _coordinates(model: PlannedModel, rank: int) -> dict[str, int]:
-    return {axis: value for axis, value in vars(model.grid.coordinates(rank)).items() if axis != "rank"}

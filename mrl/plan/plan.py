@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,7 +11,7 @@ from mrl.config.checks.models import read_archs
 from mrl.config.derived import Machine, smallest_world
 from mrl.config.placement import engine_gpus
 from mrl.config.sections.rollout import RolloutConfig
-from mrl.config.trainers.base import AnyConfig, Config
+from mrl.config.trainers.base import AnyConfig, Config, section_of
 from mrl.families import ModelArch
 from mrl.fp8_chips import chip_problem
 from mrl.plan import memory, timing
@@ -64,17 +64,12 @@ class Plan:
     @cached_property
     def worst(self) -> dict[str, tuple[int, PhaseMemory]]:
         """Rank that needs most, for each phase."""
-        names = [phase.name for phase in next(iter(self.ranks.values()))]
-        each = [
-            [
-                (phase.total, rank, phase)
-                for rank, phases in self.ranks.items()
-                for phase in phases
-                if phase.name == name
-            ]
-            for name in names
-        ]
-        return {name: max(rows, key=lambda row: row[0])[1:] for name, rows in zip(names, each, strict=True)}
+        found: dict[str, tuple[int, PhaseMemory]] = {}
+        for rank, phases in self.ranks.items():
+            for phase in phases:
+                if phase.name not in found or phase.total > found[phase.name][1].total:
+                    found[phase.name] = rank, phase
+        return found
 
     @property
     def on_gpu(self) -> bool:
@@ -121,7 +116,11 @@ class Plan:
         if not self.on_gpu:
             return []
         engine, nodes = self.engine, self.cfg.engine_nodes()
-        found = [*shortages(self.work, self.worst, engine, limit), *self._without_fp8()]
+        found = [*shortages(self.work, self.worst, engine, limit)]
+        chip, fp8 = self.cluster.chip, [model.train.precision.fp8 for model in self.cfg.built().values()]
+        for recipe in sorted({one.recipe for one in fp8 if one.is_real}):
+            if (problem := chip_problem(recipe, chip.capability, None, chip.name)) is not None:
+                found.append(Shortage(f"precision.fp8.recipe: {problem}", "another recipe, or other GPUs"))
         if engine is not None and nodes is not None:
             there, wanted = self.cluster.per_node, engine.engines * engine.tensor // nodes.nodes
             if wanted > there:
@@ -133,13 +132,6 @@ class Plan:
     def problems(self) -> list[str]:
         """The shortages, one sentence each."""
         return [str(shortage) for shortage in self.shortages]
-
-    def _without_fp8(self) -> Iterator[Shortage]:
-        """Yields recipes that these GPUs cannot compute."""
-        chip, fp8 = self.cluster.chip, [model.train.precision.fp8 for model in self.cfg.built().values()]
-        for recipe in sorted({one.recipe for one in fp8 if one.recipe != "none" and not one.emulate}):
-            if (problem := chip_problem(recipe, chip.capability, None, chip.name)) is not None:
-                yield Shortage(f"precision.fp8.recipe: {problem}", "another recipe, or other GPUs")
 
     def host(self, rank: int) -> list[MemoryItem]:
         """Returns the host memory of a rank's process."""
@@ -155,8 +147,7 @@ class Plan:
         beside = sum(item.nbytes for rank in first for item in self.host(rank))
         if self.on_gpu:
             return beside
-        engine = self.engine
-        engines = 0
+        engine, engines = self.engine, 0
         if engine is not None:
             engines = engine.engines * engine.tensor // self.cluster.nodes * (engine.weights + engine.cache)
         most = max(phase.total for _, phase in self.worst.values())
@@ -219,7 +210,8 @@ def _engine(
             tuple(memory.elements_of_model(m, m.grid.coordinates(gpu)) for m in work.models.values()): gpu
             for gpu in shared
         }
-        left = min(memory.left_for_engine(work, rank, cluster.chip.memory, assumed) for rank in kinds.values())
+        # by its start, the models are loaded and offloaded
+        left -= max(memory.phases(work, rank, None, assumed)[0].total for rank in kinds.values())
     return plan_engine(
         actor.arch,
         rollout,
@@ -254,6 +246,4 @@ def read_shapes(cfg: Config) -> dict[str, ModelArch]:
     checked.
     """
     named = read_archs(cfg, [], shapes_only=True)
-    keys = {"reward": "reward.model"}
-    found = {name: named[keys.get(name, name)] for name in cfg.built()}
-    return {name: arch for name, arch in found.items() if arch is not None}
+    return {name: arch for name in cfg.built() if (arch := named[section_of(name)]) is not None}

@@ -17,7 +17,7 @@ from mrl.config.checks import lora as lora_checks
 from mrl.config.checks import precision as precision_checks
 from mrl.config.checks import vision as vision_checks
 from mrl.config.checks.base import Archs
-from mrl.config.derived import Machine
+from mrl.config.derived import Machine, layout_text
 from mrl.config.sections.models import ParallelConfig, TrainConfig
 from mrl.config.trainers.base import Config
 from mrl.config.trainers.table import trainer_of
@@ -46,11 +46,8 @@ class Candidate:
         return max(phase.total for _, phase in self.plan.worst.values())
 
     def words(self) -> str:
-        p = self.layout
-        sizes = {"TP": p.tensor, "PP": p.pipeline, "CP": p.context, "EP": p.expert}
-        dp = self.plan.work.models["actor"].grid.dp
-        parts = [f"{name}{size}" for name, size in (sizes | {"DP": dp}).items() if size > 1] or ["one replica"]
-        return f"{' x '.join(parts)}, {self.tokens} tokens, recompute {self.recompute}"
+        layout = layout_text(self.layout, self.plan.work.models["actor"].grid.dp)
+        return f"{layout}, {self.tokens} tokens, recompute {self.recompute}"
 
 
 @dataclass(frozen=True)
@@ -70,7 +67,8 @@ def search(cfg: Config, cluster: Cluster, archs: Mapping[str, ModelArch], assume
     """Returns the result over all layouts of this world."""
     found, tight, refused = [], [], Counter[str]()
     machine = machine_of(cfg, cluster.gpus, cluster.per_node)
-    checked = _checked(cfg, archs)
+    # shapes by the checks' names of models
+    checked = {name: archs.get({"reward.model": "reward"}.get(name, name), archs["actor"]) for name in cfg.models()}
     for layout in _layouts(cfg, cluster, archs["actor"]):
         for recompute, tokens in product(RECOMPUTES, _micro_batches(cfg)):
             variant = _with(cfg, layout, recompute, tokens)
@@ -78,18 +76,13 @@ def search(cfg: Config, cluster: Cluster, archs: Mapping[str, ModelArch], assume
                 refused[str(problem)] += 1
                 break
             candidate = Candidate(layout, recompute, tokens, make_plan(variant, cluster, archs, assumed))
-            if not candidate.plan.shortages and _leaves_room(candidate.plan):
+            if not candidate.plan.shortages and candidate.tightest <= (1 - assumed.spare_share) * cluster.chip.memory:
                 found.append(candidate)
                 break  # more recomputation is slower
             tight.append(candidate)
     best = min((each.plan.seconds for each in found), default=0.0)
     found.sort(key=lambda each: (int(100 * each.plan.seconds / best), each.tightest))
     return SearchResult(found, refused, min(tight, key=lambda each: each.tightest, default=None))
-
-
-def _leaves_room(plan: Plan) -> bool:
-    limit = (1 - plan.assumed.spare_share) * plan.cluster.chip.memory
-    return all(phase.total <= limit for _, phase in plan.worst.values())
 
 
 def _layouts(cfg: Config, cluster: Cluster, arch: ModelArch) -> Iterator[ParallelConfig]:
@@ -103,11 +96,6 @@ def _layouts(cfg: Config, cluster: Cluster, arch: ModelArch) -> Iterator[Paralle
         layout = ParallelConfig(tensor=tensor, pipeline=pipeline, context=context, expert=expert)
         if cluster.gpus % (tensor * pipeline * context) == 0 and expert * pipeline <= cluster.gpus:
             yield layout
-
-
-def _checked(cfg: Config, archs: Mapping[str, ModelArch]) -> Archs:
-    """Shapes by the checks' names of models."""
-    return {name: archs.get({"reward.model": "reward"}.get(name, name), archs["actor"]) for name in cfg.models()}
 
 
 def _problems(cfg: Config, archs: Archs, machine: Machine) -> Iterator[object]:
@@ -190,14 +178,13 @@ def _reasons(found: Sequence[Candidate]) -> Iterator[str]:
         size = dict(best.layout)[axis]
         if size > 1:
             smaller = [each for each in found if dict(each.layout)[axis] < size]
-            other = f"the best layout with less takes {_short(smaller[0])}" if smaller else "no layout with less fits"
+            other = "no layout with less fits"
+            if smaller:
+                takes = f"{smaller[0].plan.seconds:.0f} s and {smaller[0].tightest / GIB:.0f} GiB"
+                other = f"the best layout with less takes {takes} ({smaller[0].words()})"
             yield f"{name}{size}: {other}."
     if best.recompute != "none":
         yield f"recompute {best.recompute}: this layout does not fit with less."
-
-
-def _short(each: Candidate) -> str:
-    return f"{each.plan.seconds:.0f} s and {each.tightest / GIB:.0f} GiB ({each.words()})"
 
 
 def best_configuration(found: Sequence[Candidate], config: Path, overrides: Mapping[str, Any], out: Path) -> str:

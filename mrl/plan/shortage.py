@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from mrl.config.trainers.base import section_of
 from mrl.plan.chips import GIB
 from mrl.plan.engine import EnginePlan
 from mrl.plan.memory import PhaseMemory, level_of
 from mrl.plan.workload import PlannedModel, StepWorkload
 
-SECTIONS = {"reward": "reward.model"}  # configuration sections that differ from the model's name
 RELEASES = {"none": ("cache", "all"), "cache": ("all",), "all": ()}
 
 
@@ -66,7 +66,7 @@ def _remedies(work: StepWorkload, phase: PhaseMemory, engine: EnginePlan | None)
 def _away(work: StepWorkload, phase: str) -> Iterator[str]:
     """Yields the keys of models that could offload more in this phase."""
     for name, model in work.models.items() if work.is_sampling else ():
-        level, key = level_of(phase, model), f"{SECTIONS.get(name, name)}.offload"
+        level, key = level_of(phase, model), f"{section_of(name)}.offload"
         if level == "nothing" and model.train.offload != "all":
             yield f"{key}: all"
         elif level == "parameters" and model.train.offload == "none" and model.is_trained:

@@ -81,7 +81,9 @@ def _head(plan: Plan) -> Iterator[str]:
     where = "1 node" if cluster.nodes == 1 else f"{cluster.nodes} nodes of {cluster.per_node}"
     yield f"{plan.cfg.run.name}: {each} on {where}{'' if plan.on_gpu else ', without GPUs'}"
     for model in plan.work.models.values():
-        held = f"{sum(1 for _ in model.arch.layers)} layers, {_size(model)} weights"
+        whole = num_parameters(model.arch, model.role)
+        size = f"{whole / 1e9:.1f}B" if whole >= 1e8 else f"{whole / 1e6:.1f}M"
+        held = f"{len(model.arch.layers)} layers, {size} weights"
         how = "trained" if model.is_trained else "not trained"
         yield f"  {model.name:<8} {model.words}; {held}; {how}; {model.kind} layers, offload {model.train.offload}"
     if plan.engine is not None and (own := plan.cfg.engine_nodes()) is not None:
@@ -101,11 +103,6 @@ def _head(plan: Plan) -> Iterator[str]:
 def with_noun(number: float, what: str) -> str:
     """Returns a number with its noun, such as "1 update" or "2 batches"."""
     return f"{number:g} {what}" + ("" if number == 1 else "es" if what.endswith(("s", "ch")) else "s")
-
-
-def _size(model: PlannedModel) -> str:
-    whole = num_parameters(model.arch, model.role)
-    return f"{whole / 1e9:.1f}B" if whole >= 1e8 else f"{whole / 1e6:.1f}M"
 
 
 def batch(plan: Plan) -> Iterator[str]:
@@ -128,19 +125,13 @@ def batch(plan: Plan) -> Iterator[str]:
     for name, each in work.batches.items():
         model = work.models[name]
         what = "an update" if model.is_trained else "a forward pass over all samples"
+        replicas = f" on each of {model.grid.dp} replicas" if model.grid.dp > 1 else ""
+        per_rank = f", {each.tokens / model.layout.context:.0f} per rank" if model.layout.context > 1 else ""
         yield (
-            f"{name}: {what} processes {with_noun(each.per_replica, 'sample')}{_on_replicas(model)}, in "
+            f"{name}: {what} processes {with_noun(each.per_replica, 'sample')}{replicas}, in "
             f"{with_noun(each.count, 'micro-batch')} of {each.samples:.1f} samples, {each.tokens:.0f} tokens (at most "
-            f"{model.train.max_tokens_per_microbatch}){_on_a_rank(model, each.tokens)}"
+            f"{model.train.max_tokens_per_microbatch}){per_rank}"
         )
-
-
-def _on_replicas(model: PlannedModel) -> str:
-    return f" on each of {model.grid.dp} replicas" if model.grid.dp > 1 else ""
-
-
-def _on_a_rank(model: PlannedModel, tokens: float) -> str:
-    return f", {tokens / model.layout.context:.0f} per rank" if model.layout.context > 1 else ""
 
 
 def grid(plan: Plan) -> Iterator[str]:
@@ -151,16 +142,13 @@ def grid(plan: Plan) -> Iterator[str]:
             continue
         shown.append(model.layout)
         same = [other.name for other in plan.work.models.values() if other.layout == model.layout]
-        yield f"{', '.join(same)}: {model.words}; layers per stage {_stages(model)}"
+        stages = "/".join(map(str, stage_layers(model.layout, model.arch.num_layers)))
+        yield f"{', '.join(same)}: {model.words}; layers per stage {stages}"
         per_node, last = plan.cluster.per_node, plan.cluster.gpus
         for node, first in enumerate(range(0, last, per_node)):
             ranks = range(first, min(first + per_node, last))
             numbers = f"ranks {first}-{ranks[-1]}" if len(ranks) > 1 else f"rank {first}"
             yield f"  node {node}: {numbers}  {_spans(model, ranks)}{_engines(plan, ranks)}"
-
-
-def _stages(model: PlannedModel) -> str:
-    return "/".join(map(str, stage_layers(model.layout, model.arch.num_layers)))
 
 
 def _spans(model: PlannedModel, ranks: Sequence[int]) -> str:
@@ -262,11 +250,7 @@ def data(plan: Plan) -> dict[str, Any]:
         "gpu_bytes": plan.cluster.chip.memory,
         "batch": {name: vars(each) for name, each in work.batches.items()},
         "memory": {
-            name: {
-                "rank": rank,
-                "bytes": phase.total,
-                "items": [vars(item) for item in phase.items],
-            }
+            name: {"rank": rank, "bytes": phase.total, "items": [vars(item) for item in phase.items]}
             for name, (rank, phase) in plan.worst.items()
         },
         "engine": vars(plan.engine) if plan.engine is not None else None,

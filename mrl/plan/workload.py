@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from mrl.config.derived import layout_text
 from mrl.config.sections.models import ParallelConfig, TrainConfig
 from mrl.config.trainers.base import Config, StepSize
 from mrl.families import FAMILIES, ModelArch
@@ -45,10 +46,7 @@ class PlannedModel:
     @property
     def words(self) -> str:
         """Layout as text, such as "TP2 x PP4 x DP8"."""
-        p = self.layout
-        sizes = {"TP": p.tensor, "PP": p.pipeline, "VPP": p.virtual_pipeline or 1, "CP": p.context, "EP": p.expert}
-        sizes |= {"ETP": p.expert_tensor_size if p.expert > 1 else 1, "DP": self.grid.dp}
-        return " x ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one replica"
+        return layout_text(self.layout, self.grid.dp)
 
     @property
     def overlap(self) -> bool:
@@ -197,9 +195,10 @@ class StepWorkload:
 
     def with_samples(self, size: StepSize, lengths: SampleLengths) -> StepWorkload:
         """Returns the same models at a step of other samples, in the micro-batches these need."""
-        models = self.models.values()
-        learnt = {model.name: size.minibatch if model.is_trained else size.learnt for model in models}
-        batches = {model.name: MicroBatchPlan.of(model, learnt[model.name], lengths.mean) for model in models}
+        batches = {
+            name: MicroBatchPlan.of(model, size.minibatch if model.is_trained else size.learnt, lengths.mean)
+            for name, model in self.models.items()
+        }
         return replace(self, size=size, lengths=lengths, batches=batches)
 
     @staticmethod

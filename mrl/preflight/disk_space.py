@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mrl.config.checkpoint_size import checkpoint_bytes, disk_use
-from mrl.config.checks.base import Archs
 from mrl.config.schema import AnyConfig, Config
 from mrl.directories import size_text
 from mrl.families import load_arch
@@ -42,14 +41,16 @@ def check_directory(cfg: AnyConfig) -> Iterator[Finding]:
 
 def check_space(cfg: Config) -> Iterator[Finding]:
     """Checks the disk for checkpoints and exports, which are by far the largest files of a run."""
-    archs = _archs(cfg)
+    archs = {name: load_arch(use.path or cfg.model.path) for name, use in cfg.models().items()}
     use = disk_use(cfg, archs)
     if not use.turning + use.staying:
         yield Finding("disk", "skipped", "neither checkpoints nor weights are written")
         return
     run_dir = Path(cfg.run.root).absolute() / cfg.run.name
     there = next(path for path in (run_dir, *run_dir.parents) if path.is_dir())
-    free, have = shutil.disk_usage(there).free, _size_of(run_dir)
+    free = shutil.disk_usage(there).free
+    # the checkpoints of an earlier start, which the next ones replace
+    have = sum(file.stat().st_size for file in run_dir.glob("checkpoints/step_*/**/*") if file.is_file())
     parts = []
     if cfg.checkpoint.every_steps is not None:
         parts.append(f"a checkpoint is {size_text(checkpoint_bytes(cfg, archs))}")
@@ -62,12 +63,3 @@ def check_space(cfg: Config) -> Iterator[Finding]:
         yield Finding("disk", "warning", f"checkpoint: the disk fills up before the run ends: {text}", remedy)
     else:
         yield Finding("disk", "ok", text)
-
-
-def _archs(cfg: Config) -> Archs:
-    return {name: load_arch(use.path or cfg.model.path) for name, use in cfg.models().items()}
-
-
-def _size_of(run_dir: Path) -> int:
-    """Bytes of an earlier start's checkpoints, which the next ones replace."""
-    return sum(file.stat().st_size for file in run_dir.glob("checkpoints/step_*/**/*") if file.is_file())

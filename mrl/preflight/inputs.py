@@ -92,9 +92,8 @@ def check_data(cfg: Config) -> Iterator[Finding]:
     try:
         tokenizer = load_tokenizer(cfg.model.path, cfg.model.eos_token, cfg.model.chat_template)
         for source, reader in dressed:
-            encoder = Encoder(
-                reader.cfg, tokenizer, load_image_processor(cfg.model.path, reader.cfg) if cfg.sees_pictures else None
-            )
+            processor = load_image_processor(cfg.model.path, reader.cfg) if cfg.sees_pictures else None
+            encoder = Encoder(reader.cfg, tokenizer, processor)
             render: Callable[[Row], object] = encoder.text
             if isinstance(reader, PreferenceReader):
                 render = partial(reader.render, encoder=encoder)

@@ -72,8 +72,8 @@ def check_dtype(cfg: AnyConfig) -> Iterator[Finding]:
 def check_fp8(cfg: AnyConfig) -> Iterator[Finding]:
     """Checks fp8 if it is configured and not emulated."""
     wanted = {name: model.train.precision.fp8 for name, model in cfg.built().items()}
-    for recipe in {fp8.recipe for fp8 in wanted.values() if fp8.recipe != "none" and not fp8.emulate}:
-        models = ", ".join(name for name, fp8 in wanted.items() if fp8.recipe == recipe and not fp8.emulate)
+    for recipe in {fp8.recipe for fp8 in wanted.values() if fp8.is_real}:
+        models = ", ".join(name for name, fp8 in wanted.items() if fp8.recipe == recipe and fp8.is_real)
         if (problem := platform.fp8_problem(recipe)) is not None:
             text = f"{models}: precision.fp8.recipe {recipe} cannot be computed here: {problem}"
             yield Finding("fp8", "problem", text, "see mrl doctor, or set precision.fp8.emulate: true")
@@ -87,22 +87,21 @@ def check_quantization(cfg: AnyConfig) -> Iterator[Finding]:
     if rollout is None or algorithm is None or rollout.quantization == "none":
         return
     if algorithm.rollout_correction.rollout_is is None and not algorithm.rollout_correction.rollout_rs:
-        text = (
-            "rollout.quantization: fp8 makes the engine's log-probs differ from the trainer's, and "
-            "algorithm.rollout_correction is off"
-        )
-        yield Finding(
-            "engines", "warning", text, "set algorithm.rollout_correction.rollout_is: token to correct for it"
-        )
+        what = "rollout.quantization: fp8 makes the engine's log-probs differ from the trainer's"
+        remedy = "set algorithm.rollout_correction.rollout_is: token to correct for it"
+        yield Finding("engines", "warning", f"{what}, and algorithm.rollout_correction is off", remedy)
 
 
 def check_packages(cfg: AnyConfig) -> Iterator[Finding]:
     """Checks the optional packages of the configured launcher, trackers and engine."""
-    good = True
-    wanted = (_not_installed(cfg, name) for name in trainer_of(cfg).packages)
-    for problem in filter(None, (missing(cfg.run.launcher), *trackers.missing(cfg.run), *wanted, _no_router(cfg))):
-        good = False
-        yield Finding("packages", "problem", problem)
+    found = [*filter(None, [missing(cfg.run.launcher)]), *trackers.missing(cfg.run)]
+    for name in trainer_of(cfg).packages:
+        if find_spec(name) is None:
+            what = f"trainer: {cfg.trainer} needs {name}, which is not installed"
+            found.append(f"{what}: pip install 'mrl[diffusion]'")
+    if cfg.engine_nodes() is not None and find_spec("sglang_router") is None:
+        command = pip_install(f"sglang-router=={TESTED['sglang-router']}")
+        found.append(f"placement.mode: disaggregated needs sglang-router, which lists the engine nodes: {command}")
     rollout, _ = cfg.engines() or (None, None)
     if isinstance(cfg, Config) and rollout is not None and not rollout.urls and cfg.engine_nodes() is None:
         here = Machine.for_launch(cfg, platform.gpu_count())
@@ -112,9 +111,9 @@ def check_packages(cfg: AnyConfig) -> Iterator[Finding]:
         try:
             launcher(rollout.engine)(spec)
         except EngineUnavailable as error:
-            good = False
-            yield Finding("packages", "problem", str(error))
-    if good:
+            found.append(str(error))
+    yield from (Finding("packages", "problem", problem) for problem in found)
+    if not found:
         yield Finding("packages", "ok", "all packages of launcher, trackers and engine are installed")
 
 
@@ -166,19 +165,6 @@ def _meeting_place() -> Iterator[Finding]:
         is_used = ports.is_a_rank() and ports.MEETING_VARIABLE not in os.environ
         verdict: Verdict = "problem" if is_used else "warning"
         yield Finding("ports", verdict, text, "set it to the first node's address, or unset it")
-
-
-def _not_installed(cfg: AnyConfig, name: str) -> str | None:
-    if find_spec(name) is not None:
-        return None
-    return f"trainer: {cfg.trainer} needs {name}, which is not installed: pip install 'mrl[diffusion]'"
-
-
-def _no_router(cfg: AnyConfig) -> str | None:
-    if cfg.engine_nodes() is None or find_spec("sglang_router") is not None:
-        return None
-    command = pip_install(f"sglang-router=={TESTED['sglang-router']}")
-    return f"placement.mode: disaggregated needs sglang-router, which lists the engine nodes: {command}"
 
 
 def check_services(cfg: AnyConfig) -> Iterator[Finding]:

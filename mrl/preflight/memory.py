@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import psutil
 
@@ -37,7 +38,8 @@ def _chip_here() -> Chip:
     if not found:
         return chips.NO_GPU
     smallest = min(found, key=lambda gpu: gpu.total)
-    return chips.local_chip(smallest.name, smallest.total, min(gpu.capability for gpu in found))
+    capability = min(gpu.capability for gpu in found)  # only these values are known
+    return replace(chips.CHIPS[chips.DEFAULT], name=smallest.name, memory=smallest.total, capability=capability)
 
 
 def _of_gpus(plan: Plan) -> Iterator[Finding]:

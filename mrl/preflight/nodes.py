@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -114,8 +114,11 @@ def check_nodes(
         if others:
             told = [(number, text) for number, text in others if number != node.number]
             return [Finding("nodes", "problem", f"{rendezvous.name(number)}: {text}") for number, text in told]
-        if unlike := _unlike(rendezvous, [each["gpus"] for each in reports]):
-            return [unlike]
+        gpus = [each["gpus"] for each in reports]
+        few = [f"{rendezvous.name(n)} has {count} GPUs" for n, count in enumerate(gpus) if count < max(gpus)]
+        if few:
+            text = f"{', '.join(few)}, and other nodes have {max(gpus)}"
+            return [Finding("nodes", "problem", text, "check nvidia-smi and CUDA_VISIBLE_DEVICES there")]
         host = node.head.rpartition(":")[0]
         port, *_ = rendezvous.exchange("port", ports.free_port(host) if node.number == 0 else None, rendezvous.meet_s)
         result = _measured(rendezvous, f"{host}:{port}", mib)
@@ -124,15 +127,6 @@ def check_nodes(
         remedy = "read its own output, ping it, and check its interfaces, GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
         return [Finding("nodes", "problem", str(error), remedy)]
     return [Finding("nodes", "ok", f"all {node.count} have joined"), *_judged(rendezvous, results, at_least)]
-
-
-def _unlike(rendezvous: NodeRendezvous, gpus: Sequence[int]) -> Finding | None:
-    """Finding if some nodes have fewer GPUs than others."""
-    few = [f"{rendezvous.name(number)} has {count} GPUs" for number, count in enumerate(gpus) if count < max(gpus)]
-    if not few:
-        return None
-    text = f"{', '.join(few)}, and other nodes have {max(gpus)}"
-    return Finding("nodes", "problem", text, "check nvidia-smi and CUDA_VISIBLE_DEVICES there")
 
 
 def _measured(rendezvous: NodeRendezvous, head: str, mib: int | None) -> dict[str, Any]:
@@ -146,17 +140,13 @@ def _measured(rendezvous: NodeRendezvous, head: str, mib: int | None) -> dict[st
         made, ranks = Path(folder), []
         for number in range(local):
             mine = env | {"RANK": str(node.number * local + number), "LOCAL_RANK": str(number)}
-            ranks.append(_start(number, mib or network.default_mib(), mine, made))
+            options = [str(mib or network.default_mib()), str(made / f"{number}.json")]
+            command = [sys.executable, "-m", "mrl.preflight.network", *options]
+            with (made / f"{number}.log").open("wb") as log:  # nobody reads a pipe while ranks wait for each other
+                ranks.append(signals.start_program(command, mine, log, log))
         error = next((text for text in _errors(ranks, made) if text), "")
         is_first = node.number == 0 and not error
         return {"network": json.loads((made / "0.json").read_text()) if is_first else None, "error": error}
-
-
-def _start(number: int, mib: int, env: Mapping[str, str], folder: Path) -> subprocess.Popen[bytes]:
-    """Starts a rank with its output in a file, since nobody reads a pipe while ranks wait for each other."""
-    command = [sys.executable, "-m", "mrl.preflight.network", str(mib), str(folder / f"{number}.json")]
-    with (folder / f"{number}.log").open("wb") as log:
-        return signals.start_program(command, env, log, log)
 
 
 def _errors(ranks: Sequence[subprocess.Popen[bytes]], folder: Path) -> Iterator[str]:
@@ -187,10 +177,6 @@ def _judged(rendezvous: NodeRendezvous, results: Sequence[dict[str, Any]], at_le
     found = network.NetworkBandwidth(**results[0]["network"])
     is_steady = found.backend == "nccl" or at_least is not None  # on CPUs, other programs disturb the measurement
     for text in network.slow_nodes(found, at_least):
-        yield Finding(
-            "network",
-            "problem" if is_steady else "warning",
-            text,
-            "exclude the node, or check its cables and NICs with NCCL_DEBUG=INFO",
-        )
+        remedy = "exclude the node, or check its cables and NICs with NCCL_DEBUG=INFO"
+        yield Finding("network", "problem" if is_steady else "warning", text, remedy)
     yield Finding("network", "ok", network.words(found))

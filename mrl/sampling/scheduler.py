@@ -136,14 +136,18 @@ class Scheduler:
 
     # ---- the main thread
 
-    def wait(self, step: int) -> None:
-        """Starts what may be generated in step `step` (from 0), and waits until its samples are there. Raises what
-        failed, and RolloutError if nothing makes progress for longer than any part takes."""
+    def start(self, step: int) -> None:
+        """Starts what may be generated in step `step` (from 0)."""
         self.resume()
         ahead = 0 if self._policy.keeps_groups else self._max_staleness
         for number in range(step, min(step + ahead + 1, self._steps)):
             if number not in self._draws:
                 self._draws[number] = self._engines.dispatcher.submit(self._draw(number))
+
+    def wait(self, step: int) -> None:
+        """Starts what may be generated in step `step` (from 0), and waits until its samples are there. Raises what
+        failed, and RolloutError if nothing makes progress for longer than any part takes."""
+        self.start(step)
         is_synchronous = self._max_staleness == 0
 
         def is_there() -> bool:

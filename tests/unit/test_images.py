@@ -157,7 +157,8 @@ def test_a_job_s_pods_run_a_world_that_its_configuration_has(name: str) -> None:
     head = f"{trainer['metadata']['name']}-0.{pod['subdomain']}"
     for node in range(trainer["spec"]["completions"]):
         args, words = command(trainer, node)
-        assert words[0] == "train" and shared.node_arguments_problem(args) is None
+        assert words[0] == "train"
+        shared.check_node_arguments(args)
         assert (args.nodes, args.node) == (trainer["spec"]["completions"], node)
         host, port = args.head.split(":")
         assert host == head and int(port) in [each["containerPort"] for each in pod["containers"][0]["ports"]]

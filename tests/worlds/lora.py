@@ -47,7 +47,15 @@ SPECS = {
 }
 
 
-def build(model: str, kind: str, meshes: Meshes, layout: str, seed: int = 3, lr: float = 1e-2) -> Learner:
+def build(
+    model: str,
+    kind: str,
+    meshes: Meshes,
+    layout: str,
+    seed: int = 3,
+    lr: float = 1e-2,
+    base: Learner | None = None,
+) -> Learner:
     """Its B are no zeros."""
     name, _, recompute = layout.partition("/")
     mesh = meshes.get(parse(name))
@@ -59,7 +67,8 @@ def build(model: str, kind: str, meshes: Meshes, layout: str, seed: int = 3, lr:
         lora=SPECS[kind],
     )
     role = "critic" if kind == "critic" else "policy"
-    learner = Learner(role, load_arch(model), model, train, mesh, dtype=torch.float32, seed=seed)  # type: ignore[arg-type]
+    arch = load_arch(model)
+    learner = Learner(role, arch, model, train, mesh, dtype=torch.float32, seed=seed, base=base)  # type: ignore[arg-type]
     randomise(learner)
     return learner
 
@@ -86,7 +95,7 @@ def randomise(learner: Learner) -> None:
 
 def whole(learner: Learner, read: Callable[[torch.nn.Parameter], torch.Tensor] | None = None) -> Tensors:
     """What `read` gives of all that is trained, by PEFT's names; of None the weights with their adapters."""
-    with learner.mesh.active():
+    with learner.active():
         exporter = learner.exporter
         if read is not None:
             exporter = Exporter(learner.bare, learner.arch, learner.mesh, lora=spec_of(learner), read=read)
@@ -139,6 +148,8 @@ def together(meshes: Meshes, work: Path, dense: str) -> None:
     merged(meshes, work, dense, "dense", "tp2.pp2")
     merged(meshes, work, dense, "dora", "tp2.cp2")
     files(meshes, work, dense)
+    for layout in ("tp2.pp2", "tp2.dp2", *slow_cases("pp2.vpp2.dp2", "tp2.cp2/full")):
+        shared(meshes, work, dense, layout)
     for kind in ("dora", *slow_cases("last")):
         resumed(meshes, work, dense, kind)
 
@@ -172,6 +183,50 @@ def merged(meshes: Meshes, work: Path, model: str, kind: str, layout: str) -> No
         parameters=sum(p.numel() for chunk in learner.bare for p in chunk.parameters()),
         trained=sum(p.numel() for _, p in trained_parameters(learner.bare)),
     )
+
+
+def shared(meshes: Meshes, work: Path, model: str, layout: str) -> None:
+    """Two learners of one base, trained in turn, saved after two updates and loaded by two others: each becomes what it
+    becomes alone."""
+
+    def train(learners: list[Learner], numbers: range) -> None:
+        for number in numbers:
+            for place, learner in enumerate(learners):
+                update(learner, 10 * place + number)
+                learner.step()
+
+    def pair(seed: int) -> list[Learner]:
+        base = build(model, "dense", meshes, layout, seed)
+        return [base, build(model, "dora", meshes, layout, seed, base=base)]
+
+    alone = [build(model, kind, meshes, layout) for kind in ("dense", "dora")]
+    both, rollout = pair(3), make_rollout(alone[0].arch.vocab_size)
+    train(alone, range(2))
+    train(both, range(2))
+    named = {f"adapters/{place}": learner for place, learner in enumerate(both)}
+    path = save(work / f"shared_{layout.replace('/', '_')}", 2, named, {}, keep_last=1)
+    loaded = pair(99)
+    checkpoint.load(path, dict(zip(named, loaded, strict=True)))
+    found = {}
+    for name, learners in (("both", both), ("loaded", loaded)):
+        train(learners, range(2, 4))
+        found[name] = [whole(learner, torch.Tensor.detach) for learner in learners]
+    train(alone, range(2, 4))
+    want = [whole(learner, torch.Tensor.detach) for learner in alone]
+    outs = [learner.log_probs(rollout, 1.0)[0] for learner in (*both, *alone)]
+    base = [ActorWithoutAdapters(learner).log_probs(rollout, 1.0)[0] for learner in both]
+    report(
+        f"shared {layout}",
+        is_one_model=both[0].bare is both[1].bare,
+        same={name: [equal(*each) for each in zip(got, want, strict=True)] for name, got in found.items()},
+        same_outputs=[torch.equal(outs[place], outs[2 + place]) for place in range(2)],
+        same_base=torch.equal(*base),
+        apart=float((outs[0] - outs[1]).abs().max()),
+    )
+
+
+def equal(got: Tensors, want: Tensors) -> bool:
+    return got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
 
 
 def merged_parameters(learner: Learner) -> list[tuple[str, torch.Tensor]]:

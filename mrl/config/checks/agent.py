@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Generator, Iterator
-from pathlib import Path
 
 from mrl.config import verifiers_environments
-from mrl.config.checks.reward import definitions
-from mrl.config.problems import Problem, not_a_file, reason
+from mrl.config.checks.reward import definition
+from mrl.config.problems import Problem
 from mrl.config.schema import AgentConfig, RLConfig
 
 KEY, PARSER, ENVIRONMENT = "agent.rollout", "agent.parser", "environment"
@@ -78,16 +77,7 @@ def _defined(key: str, spec: str, but: str = "") -> Generator[Problem, None, ast
     """Returns the definition that `path/to/file.py:name` names, or yields why there is none. `but`: prefix of the
     message."""
     path, _, name = spec.rpartition(":")
-    if not path or not name:
-        yield Problem((key,), f"{spec!r} is {but}not path/to/file.py:name")
-        return None
-    try:
-        if problem := not_a_file(Path(path)):
-            raise ValueError(problem)
-        found = definitions(ast.parse(Path(path).read_bytes(), path))
-    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        yield Problem((key,), f"cannot read {path}: {reason(error)}")
-        return None
-    if name not in found:
-        yield Problem((key,), f"{path} does not define {name!r}; it defines {', '.join(sorted(found)) or 'nothing'}")
-    return found.get(name)
+    if path and name:
+        return (yield from definition(key, path, name))
+    yield Problem((key,), f"{spec!r} is {but}not path/to/file.py:name")
+    return None

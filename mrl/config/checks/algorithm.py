@@ -17,8 +17,7 @@ ESTIMATOR = "algorithm.adv_estimator"
 def check(cfg: RLConfig) -> Iterator[Problem]:
     yield from _estimator(cfg)
     yield from _gdpo(cfg)
-    yield from _scores(cfg)
-    yield from _resampling(cfg)
+    yield from _scores(cfg.algorithm)
     yield from _filter_groups(cfg)
 
 
@@ -27,9 +26,8 @@ def check_kl(cfg: RLConfig) -> Iterator[Problem]:
     on = f"{key}.use_in_reward" if kl.use_in_reward else f"{key}.use_in_loss"
     if not needs_ref(cfg):
         names = ["coef", "penalty", "bias_correction", "controller", "target", "horizon_samples"]
-        yield from without_effect(
-            kl, key, names, "use_in_reward and use_in_loss are both false", f"{key}.use_in_reward"
-        )
+        because = "use_in_reward and use_in_loss are both false"
+        yield from without_effect(kl, key, names, because, f"{key}.use_in_reward")
         yield from without_effect(cfg.ref, "ref", list(RefConfig.model_fields), "no KL term uses a reference model", on)
         return
     if kl.use_in_reward and kl.use_in_loss:
@@ -105,14 +103,16 @@ def _gdpo(cfg: RLConfig) -> Iterator[Problem]:
         message = "has no effect: gdpo uses the components of the reward only: set use_in_loss instead"
         yield Problem(("algorithm.kl.use_in_reward", ESTIMATOR), message)
     if algorithm.pf_ppo is None or (algorithm.score_clip is None and not _is_drawn_by_centred_scores(algorithm)):
+        because = "gdpo uses components of the reward, not the score"
         names = ["use_score_scaling", "use_score_norm", "score_clip"]
-        yield from without_effect(
-            algorithm, "algorithm", names, "gdpo uses components of the reward, not the score", ESTIMATOR
-        )
+        yield from without_effect(algorithm, "algorithm", names, because, ESTIMATOR)
 
 
-def _scores(cfg: RLConfig) -> Iterator[Problem]:
-    algorithm, scaling = cfg.algorithm, "algorithm.use_score_scaling"
+def _scores(algorithm: AlgorithmConfig) -> Iterator[Problem]:
+    scaling, resampling = "algorithm.use_score_scaling", algorithm.pf_ppo
+    if resampling is not None and resampling.reweight_method != "pow":
+        because, other = f"samples are reweighted by {resampling.reweight_method}", "algorithm.pf_ppo.reweight_method"
+        yield from without_effect(resampling, "algorithm.pf_ppo", ["weight_pow"], because, other)
     if not algorithm.use_score_scaling:
         yield from without_effect(algorithm, "algorithm", ["use_score_norm"], "scores are not scaled", scaling)
         return
@@ -126,13 +126,6 @@ def _is_drawn_by_centred_scores(algorithm: AlgorithmConfig) -> bool:
     """True if pf_ppo draws by |score| ** weight_pow of scores without their mean; the scale of such scores cancels."""
     resampling = algorithm.pf_ppo
     return resampling is not None and resampling.reweight_method == "pow" and algorithm.use_score_norm
-
-
-def _resampling(cfg: RLConfig) -> Iterator[Problem]:
-    resampling, key = cfg.algorithm.pf_ppo, "algorithm.pf_ppo"
-    if resampling is not None and resampling.reweight_method != "pow":
-        because = f"samples are reweighted by {resampling.reweight_method}"
-        yield from without_effect(resampling, key, ["weight_pow"], because, f"{key}.reweight_method")
 
 
 def _filter_groups(cfg: RLConfig) -> Iterator[Problem]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from mrl.config.checks import data, layout, lora, models, precision, run, vision
 from mrl.config.checks.base import Archs
 from mrl.config.derived import Machine
 from mrl.config.problems import Problem, printable
-from mrl.config.trainers.base import AnyConfig, Config
+from mrl.config.trainers.base import AnyConfig, Config, renamed
 from mrl.config.trainers.table import trainer_of
 
 MAX_SECONDS = 2e6  # operating systems store timeouts as milliseconds in 31 bits
@@ -20,36 +21,27 @@ def check_all(cfg: AnyConfig, machine: Machine) -> list[Problem]:
     """Runs `check`, after checks of the files that the configuration names."""
     problems = [] if machine.planned else [*data.check_sources(cfg), *trainer_of(cfg).check_files(cfg)]
     archs = models.read_archs(cfg, problems, shapes_only=machine.planned) if isinstance(cfg, Config) else {}
-    return problems + check(cfg, archs, machine)
+    problems += check(cfg, archs, machine)
+    for part, moved in cfg.parts():
+        found = [
+            replace(each, keys=tuple(renamed(key, moved) for key in each.keys)) for each in check_all(part, machine)
+        ]
+        problems += [problem for problem in found if problem not in problems]
+    return problems
 
 
 def check(cfg: AnyConfig, archs: Archs, machine: Machine) -> list[Problem]:
     """Returns contradictions, impossible layouts and settings without effect, each with all keys involved."""
     problems = list(layout.check(cfg, archs, machine))
     problems += _values(cfg.model_dump())
-    problems += run.check_directory(cfg.run)
-    problems += run.check_trackers(cfg.run)
-    problems += run.check_profile(cfg, machine)
-    problems += run.check_checkpoint(cfg)
-    problems += run.check_resilience(cfg)
+    problems += run.check(cfg, machine)
     if isinstance(cfg, Config):
-        problems += _language(cfg, archs, machine)
-    problems += trainer_of(cfg).check(cfg, archs, machine)
-    return problems
-
-
-def _language(cfg: Config, archs: Archs, machine: Machine) -> Iterator[Problem]:
-    """Checks of language models: files, optimizers, layers, precision and answers."""
-    yield from models.check_pickle(cfg)
-    yield from models.check_template(cfg)
-    yield from models.check_optimizers(cfg)
-    yield from models.check_layers(cfg, machine)
-    yield from models.check_local(cfg, archs)
-    yield from models.check_offload(cfg)
-    yield from precision.check(cfg, archs, machine)
-    yield from lora.check(cfg, archs)
-    yield from vision.check(cfg, archs)
-    yield from data.check_answers(cfg, archs)
+        problems += models.check(cfg, archs, machine)
+        problems += precision.check(cfg, archs, machine)
+        problems += lora.check(cfg, archs)
+        problems += vision.check(cfg, archs)
+        problems += data.check_answers(cfg, archs)
+    return problems + list(trainer_of(cfg).check(cfg, archs, machine))
 
 
 def _values(value: Any, key: str = "") -> Iterator[Problem]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from mrl.config.checks.base import without_effect
 from mrl.config.problems import Problem
 from mrl.config.schema import RLConfig
+from mrl.config.trainers.base import section_of
 from mrl.config.trainers.rl import samples_per_step
 
 STALENESS, INTERRUPT, ORDER = "rollout.max_staleness", "rollout.interrupt", "rollout.order"
@@ -15,57 +16,43 @@ CORRECTION, OLD = "algorithm.rollout_correction.rollout_is", "algorithm.old_log_
 
 
 def check(cfg: RLConfig) -> Iterator[Problem]:
-    rollout = cfg.rollout
-    if rollout.is_behind:
-        yield from _learning(cfg, STALENESS if rollout.max_staleness else INTERRUPT)
-    if rollout.max_staleness:
-        yield from _ahead(cfg)
+    rollout, algorithm = cfg.rollout, cfg.algorithm
+    key = STALENESS if rollout.max_staleness else INTERRUPT
+    if rollout.is_behind and algorithm.old_log_probs != "engine":
+        if algorithm.rollout_correction.rollout_is is None:
+            what = f"required with {key}, whose samples are off-policy"
+            message = f"{what}: set token (decoupled PPO, truncated at 2), or {OLD}: engine"
+            yield Problem((CORRECTION, key, OLD), message)
+    elif rollout.is_behind and not algorithm.policy_loss.uses_ratio:
+        message = f"{algorithm.policy_loss.loss_mode} has no ratio to correct off-policy samples: use another loss_mode"
+        yield Problem(("algorithm.policy_loss.loss_mode", OLD, key), message)
+    if rollout.max_staleness and rollout.release != "none":
+        message = f"{rollout.release}: engines that release memory for training cannot generate meanwhile: use none"
+        yield Problem(("rollout.release", STALENESS), message)
+    if rollout.max_staleness and cfg.reward.model is not None:
+        message = "the ranks that score samples with it train during generation: leave rollout.max_staleness out"
+        yield Problem(("reward.model", STALENESS), message)
     if rollout.interrupt == "at_step_end":
         yield from _partial_rollouts(cfg)
     else:
         why = "responses do not continue in the next step without interrupt: at_step_end"
         yield from without_effect(rollout, "rollout", ["segment_tokens", "oversample"], why, INTERRUPT)
     if rollout.order == "first_done":
-        yield from _first_done(cfg)
-    if rollout.is_behind and (rollout.max_staleness > 1 or rollout.interrupt != "never"):
-        yield from _greedy(cfg, STALENESS if rollout.interrupt == "never" else INTERRUPT)
+        if rollout.interrupt == "at_step_end":
+            message = "has no effect: with interrupt: at_step_end a step trains on the groups that end first anyway"
+            yield Problem((ORDER, INTERRUPT), f"{message}; leave it out")
+        elif not rollout.max_staleness:
+            yield Problem((ORDER, STALENESS), "has no effect: a step trains on all groups of a synchronous run")
+        if algorithm.filter_groups.is_on:
+            message = "the kept groups are the first that pass, in the order of their prompts: use order: fifo"
+            yield Problem((ORDER, "algorithm.filter_groups"), message)
+    mixes_weights = rollout.max_staleness > 1 or rollout.interrupt != "never"
+    if rollout.is_behind and mixes_weights and algorithm.needs_greedy:
+        message = f"{algorithm.adv_estimator} needs a greedy response of the same weights: use another estimator"
+        key = STALENESS if rollout.interrupt == "never" else INTERRUPT
+        yield Problem(("algorithm.adv_estimator", key), message)
     if rollout.early_passes is not None:
         yield from _early(cfg, rollout.early_passes)
-
-
-def _learning(cfg: RLConfig, key: str) -> Iterator[Problem]:
-    """Checks that the loss corrects for off-policy samples."""
-    algorithm = cfg.algorithm
-    if algorithm.old_log_probs != "engine" and algorithm.rollout_correction.rollout_is is None:
-        message = (
-            f"required with {key}, whose samples are off-policy: set token (decoupled PPO, truncated at 2), or "
-            f"{OLD}: engine"
-        )
-        yield Problem((CORRECTION, key, OLD), message)
-    elif algorithm.old_log_probs == "engine" and not algorithm.policy_loss.uses_ratio:
-        message = f"{algorithm.policy_loss.loss_mode} has no ratio to correct off-policy samples: use another loss_mode"
-        yield Problem(("algorithm.policy_loss.loss_mode", OLD, key), message)
-
-
-def _ahead(cfg: RLConfig) -> Iterator[Problem]:
-    """Checks generation during training."""
-    if cfg.rollout.release != "none":
-        message = f"{cfg.rollout.release}: engines that release memory for training cannot generate meanwhile: use none"
-        yield Problem(("rollout.release", STALENESS), message)
-    if cfg.reward.model is not None:
-        message = "the ranks that score samples with it train during generation: leave rollout.max_staleness out"
-        yield Problem(("reward.model", STALENESS), message)
-
-
-def _first_done(cfg: RLConfig) -> Iterator[Problem]:
-    if cfg.rollout.interrupt == "at_step_end":
-        message = "has no effect: with interrupt: at_step_end a step trains on the groups that end first anyway"
-        yield Problem((ORDER, INTERRUPT), f"{message}; leave it out")
-    elif not cfg.rollout.max_staleness:
-        yield Problem((ORDER, STALENESS), "has no effect: a step trains on all groups of a synchronous run")
-    if cfg.algorithm.filter_groups.is_on:
-        message = "the kept groups are the first that pass, in the order of their prompts: use order: fifo"
-        yield Problem((ORDER, "algorithm.filter_groups"), message)
 
 
 def _early(cfg: RLConfig, parts: int) -> Iterator[Problem]:
@@ -76,6 +63,7 @@ def _early(cfg: RLConfig, parts: int) -> Iterator[Problem]:
     if parts > samples:
         yield Problem((EARLY, "batch.prompts_per_step"), f"{parts} parts exceed the {samples} samples of a step")
     not_known = "the samples to train on are only known once all are generated"
+    in_turns = "models and engines use the memory in turns"
     others = {
         STALENESS: (rollout.max_staleness > 0, "the ranks train while the next samples are generated"),
         INTERRUPT: (rollout.interrupt == "at_step_end", not_known),
@@ -83,21 +71,13 @@ def _early(cfg: RLConfig, parts: int) -> Iterator[Problem]:
         "replay": (cfg.replay is not None, not_known),
         "agent": (cfg.agent is not None, not_known),
         "actor.routing_replay": (cfg.actor.routing_replay != "off", "routing replay needs all samples at once"),
-        "rollout.release": (rollout.release != "none", "models and engines use the memory in turns"),
+        "rollout.release": (rollout.release != "none", in_turns),
     }
     for name, model in cfg.built().items():
-        key = f"{'reward.model' if name == 'reward' else name}.offload"
-        others[key] = model.train.offload != "none", "models and engines use the memory in turns"
+        others[f"{section_of(name)}.offload"] = model.train.offload != "none", in_turns
     for key, (is_set, why) in others.items():
         if is_set:
             yield Problem((EARLY, key), f"{why}: leave it out")
-
-
-def _greedy(cfg: RLConfig, key: str) -> Iterator[Problem]:
-    """Checks for settings that need greedy responses of the weights that generated the others."""
-    if cfg.algorithm.needs_greedy:
-        message = f"{cfg.algorithm.adv_estimator} needs a greedy response of the same weights: use another estimator"
-        yield Problem(("algorithm.adv_estimator", key), message)
 
 
 def _partial_rollouts(cfg: RLConfig) -> Iterator[Problem]:

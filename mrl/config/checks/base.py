@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pydantic import BaseModel
 
 from mrl.config.problems import Problem
+from mrl.config.sections.models import RefConfig
+from mrl.config.sections.preference import PreferenceRefConfig
 from mrl.families import ModelArch
 
 Archs = Mapping[str, ModelArch | None]  # by the names of Config.models(); None: config.json could not be read
@@ -22,6 +24,25 @@ def without_effect(section: BaseModel, key: str, names: Sequence[str], because: 
     """Yields a problem for each of these keys that is not at its default, because key `other` makes it ineffective."""
     for name in changed(section, *names):
         yield Problem((f"{key}.{name}", other), f"has no effect: {because}")
+
+
+def check_refresh(ref: RefConfig | PreferenceRefConfig, steps: int) -> Iterator[Problem]:
+    """Checks when a reference is refreshed, in a run of `steps` steps."""
+    every = ref.refresh_every_steps
+    if ref.policy != "refreshed":
+        names, because = ["refresh_every_steps", "refresh_share"], f"the reference is {ref.policy}"
+        yield from without_effect(ref, "ref", names, because, "ref.policy")
+    elif every is None:
+        yield Problem(("ref.refresh_every_steps", "ref.policy"), "required by refreshed")
+    elif every >= steps:
+        message = f"{every} steps of {steps}: the reference would never be refreshed"
+        yield Problem(("ref.refresh_every_steps", "run.steps"), message)
+
+
+def check_positions(key: str, tokens: int | None, arch: ModelArch | None) -> Iterator[Problem]:
+    """Checks that the model has as many positions as `key` asks for."""
+    if tokens is not None and arch is not None and tokens > arch.max_positions:
+        yield Problem((key, "model.path"), f"{tokens} exceeds the model's {arch.max_positions} positions")
 
 
 def one_of(values: Sequence[int]) -> str:

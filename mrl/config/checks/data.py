@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from mrl.config import reasoning_tasks, verifiers_environments
-from mrl.config.checks.base import Archs, changed
+from mrl.config.checks.base import Archs, changed, check_positions, without_effect
 from mrl.config.json_rows import BOM, as_row, parse_row
 from mrl.config.problems import Problem, not_a_file, reason
-from mrl.config.sections.data import DataConfig, PreferenceDataConfig, SourceConfig
+from mrl.config.sections.data import PreferenceDataConfig, SourceConfig
 from mrl.config.trainers.base import AnyConfig, Config, DataUse
 from mrl.families import ModelArch
 from mrl.foreign import read_json
@@ -28,7 +28,7 @@ LOOKED_AT = 10_000  # maximum number of files of a directory that are listed
 Columns = dict[str, type | None]  # column -> type; None: other types, and types that the schema does not tell
 
 
-class _Unreadable(Exception):
+class Unreadable(ValueError):
     """A source that cannot be used; the message says why."""
 
 
@@ -36,11 +36,16 @@ def check_sources(cfg: AnyConfig) -> Iterator[Problem]:
     for key, use in cfg.data_uses().items():
         data = use.cfg
         yield from _sources(key, "train", data.train, use)
-        yield from _told(key, data)
+        for name in changed(data, "system_key", "tools_key", "chat_template_kwargs_key"):
+            if dict(data)[name] is not None and not data.chat_template:  # null is allowed
+                yield Problem((f"{key}.{name}", f"{key}.chat_template"), "has no effect: chat_template is false")
         yield from _weights(f"{key}.train", data.train)
-        if data.validation is not None and use.uses_validation:
+        if data.validation is not None and (use.is_sampled or use.is_evaluated):
             yield from _sources(key, "validation", data.validation, use)
-            yield from _validation_weights(data.validation, use.is_sampled)
+            if any(source.weight is not None for source in data.validation):
+                message = "weights have no effect: validation takes the first rows of all sources in turn"
+                other = "validation.prompts" if use.is_sampled else "validation.rows"
+                yield Problem(("data.validation", other), message)
             yield from _shared_problems(key, data.train, data.validation)
         elif data.validation is not None:
             other = key.rpartition(".")[0] or "trainer"
@@ -56,38 +61,10 @@ def _sources(section: str, name: str, sources: tuple[SourceConfig, ...], use: Da
     for source in sources:
         try:
             columns = read_columns(source)
-        except _Unreadable as error:
+        except Unreadable as error:
             yield Problem((key,), str(error))
-        except FileNotFoundError:
-            yield Problem((key,), f"{source.path!r} is not on this machine: {KINDS} (mrl downloads nothing)")
-        except (OSError, ValueError) as error:
-            yield Problem((key,), f"cannot read {source.path}: {reason(error)}")
         else:
-            if columns is not None:
-                yield from _columns(section, key, source, columns, use)
-
-
-def _told(section: str, data: DataConfig) -> Iterator[Problem]:
-    """Checks that columns of the chat template are not named without chat_template; null is allowed."""
-    if data.chat_template:
-        return
-    for name in changed(data, "system_key", "tools_key", "chat_template_kwargs_key"):
-        if dict(data)[name] is not None:
-            message = "has no effect: chat_template is false"
-            yield Problem((f"{section}.{name}", f"{section}.chat_template"), message)
-
-
-def unreadable(source: SourceConfig) -> str | None:
-    """Returns why the source cannot be read, as far as its first row shows; None if it can."""
-    try:
-        read_columns(source)
-    except _Unreadable as error:
-        return str(error)
-    except FileNotFoundError:
-        return f"{source.path!r} is not on this machine: {KINDS} (mrl downloads nothing)"
-    except (OSError, ValueError) as error:
-        return f"cannot read {source.path}: {reason(error)}"
-    return None
+            yield from _columns(section, key, source, columns, use) if columns is not None else ()
 
 
 def _weights(key: str, sources: tuple[SourceConfig, ...]) -> Iterator[Problem]:
@@ -96,12 +73,6 @@ def _weights(key: str, sources: tuple[SourceConfig, ...]) -> Iterator[Problem]:
         yield Problem((key,), f"the weight of {sources[0].path} has no effect: it is the only source")
     elif 0 < len(without) < len(sources):
         yield Problem((key,), f"{', '.join(without)} without weight: give a weight to every source or to none")
-
-
-def _validation_weights(sources: tuple[SourceConfig, ...], is_sampled: bool) -> Iterator[Problem]:
-    if any(source.weight is not None for source in sources):
-        message = "weights have no effect: validation takes the first rows of all sources in turn"
-        yield Problem(("data.validation", "validation.prompts" if is_sampled else "validation.rows"), message)
 
 
 def _shared_problems(
@@ -132,29 +103,40 @@ def _columns(section: str, key: str, source: SourceConfig, columns: Columns, use
 def read_columns(source: SourceConfig) -> Columns | None:
     """Returns the keys of the first row and the types of their values; None if only the whole data can tell.
 
-    Raises _Unreadable, or FileNotFoundError for an empty path.
+    Raises Unreadable.
     """
+    try:
+        return _read_columns(source)
+    except Unreadable:
+        raise
+    except FileNotFoundError:
+        raise Unreadable(f"{source.path!r} is not on this machine: {KINDS} (mrl downloads nothing)") from None
+    except (OSError, ValueError) as error:
+        raise Unreadable(f"cannot read {source.path}: {reason(error)}") from error
+
+
+def _read_columns(source: SourceConfig) -> Columns | None:
     path = Path(source.path)
     if not source.path:
         raise FileNotFoundError
     if reasoning_tasks.is_task(source.path):
         if source.split is not None:
-            raise _Unreadable(f"split {source.split!r} has no effect: {path} has no splits")
+            raise Unreadable(f"split {source.split!r} has no effect: {path} has no splits")
         return dict(reasoning_tasks.columns(source.path))
     if verifiers_environments.is_environment(source.path):
         if source.split is not None and source.split not in (splits := verifiers_environments.SPLITS):
-            raise _Unreadable(f"{path} has no split {source.split!r}; it has {', '.join(splits)}")
+            raise Unreadable(f"{path} has no split {source.split!r}; it has {', '.join(splits)}")
         if problem := verifiers_environments.name_problem(source.path):
-            raise _Unreadable(f"cannot use {path}: {problem}")
+            raise Unreadable(f"cannot use {path}: {problem}")
         return None
     if path.is_dir():
         return _columns_of_directory(path, source.split)
     if problem := not_a_file(path):
-        raise _Unreadable(f"cannot read {path}: {problem}")
+        raise Unreadable(f"cannot read {path}: {problem}")
     if path.suffix not in (".jsonl", ".json", ".parquet"):
-        raise _Unreadable(f"{path} is not in a format that mrl reads: {KINDS}")
+        raise Unreadable(f"{path} is not in a format that mrl reads: {KINDS}")
     if source.split is not None:
-        raise _Unreadable(f"split {source.split!r} has no effect: {path} is one file")
+        raise Unreadable(f"split {source.split!r} has no effect: {path} is one file")
     if path.suffix == ".parquet":
         return _columns_of_parquet(path)
     return _columns_of_json(path)
@@ -166,7 +148,7 @@ def _columns_of_json(path: Path) -> Columns | None:
         head = file.read(HEAD_BYTES).removeprefix(BOM).lstrip()
     as_list = path.suffix == ".json" and head.startswith(b"[")
     if not head or (as_list and head[1:].lstrip().startswith(b"]")):
-        raise _Unreadable(f"{path} has no rows")
+        raise Unreadable(f"{path} has no rows")
     line, end, _ = head.partition(b"\n")
     if len(head) > HEAD_BYTES // 2 and (as_list or not end):
         return None  # the first row is longer than the part that was read
@@ -175,7 +157,7 @@ def _columns_of_json(path: Path) -> Columns | None:
     except ValueError as error:
         what = "first item" if as_list else "first line"
         expected = f"expected one row per {'item' if as_list else 'line'}"
-        raise _Unreadable(f"the {what} of {path} is not a JSON object: {expected} ({error})") from error
+        raise Unreadable(f"the {what} of {path} is not a JSON object: {expected} ({error})") from error
     return {name: type(value) for name, value in row.items()}
 
 
@@ -194,9 +176,9 @@ def _columns_of_parquet(path: Path) -> Columns:
         metadata = parquet.read_metadata(path)
         schema = metadata.schema.to_arrow_schema()
     except (pyarrow.ArrowException, OSError) as error:
-        raise _Unreadable(f"{path} is not a Parquet file: {str(error).partition(chr(10))[0]}") from error
+        raise Unreadable(f"{path} is not a Parquet file: {str(error).partition(chr(10))[0]}") from error
     if metadata.num_rows == 0:
-        raise _Unreadable(f"{path} has no rows")
+        raise Unreadable(f"{path} has no rows")
     types = pyarrow.types
 
     def kind(of: Any) -> type | None:
@@ -214,22 +196,24 @@ def _columns_of_directory(path: Path, split: str | None) -> Columns | None:
         if (path / "dataset_dict.json").is_file():
             path = path / _split(path, read_json(path / "dataset_dict.json")["splits"], split)
         elif (path / "state.json").is_file() and split is not None:
-            raise _Unreadable(f"split {split!r} has no effect: {path} has no splits")
+            raise Unreadable(f"split {split!r} has no effect: {path} has no splits")
         info = path / "dataset_info.json"
         features = read_json(info).get("features") if info.is_file() else None
         columns = {name: _feature(feature) for name, feature in features.items()} if features else None
+    except Unreadable:
+        raise
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise _Unreadable(f"{path} is not a directory saved by the datasets library: {error!r}") from error
+        raise Unreadable(f"{path} is not a directory saved by the datasets library: {error!r}") from error
     if columns is None and not any(file.suffix in SUFFIXES for file in islice(path.rglob("*"), LOOKED_AT)):
-        raise _Unreadable(f"{path} is a directory without data files: {KINDS} of such files")
+        raise Unreadable(f"{path} is a directory without data files: {KINDS} of such files")
     return columns
 
 
 def _split(path: Path, names: list[str], split: str | None) -> str:
     if split is None and len(names) > 1:
-        raise _Unreadable(f"{path} has the splits {', '.join(names)}: choose one with split")
+        raise Unreadable(f"{path} has the splits {', '.join(names)}: choose one with split")
     if split is not None and split not in names:
-        raise _Unreadable(f"{path} has no split {split!r}; it has {', '.join(names)}")
+        raise Unreadable(f"{path} has no split {split!r}; it has {', '.join(names)}")
     return split or names[0]
 
 
@@ -244,23 +228,31 @@ def check_preferences(data: PreferenceDataConfig, arch: ModelArch | None) -> Ite
     if data.max_prompt_tokens >= data.max_tokens:
         message = f"{data.max_prompt_tokens} prompt tokens leave no room for a response in {data.max_tokens} tokens"
         yield Problem(("data.max_prompt_tokens", "data.max_tokens"), message)
-    if arch is not None and data.max_tokens > arch.max_positions:
-        message = f"{data.max_tokens} exceeds the model's {arch.max_positions} positions"
-        yield Problem(("data.max_tokens", "model.path"), message)
+    yield from check_positions("data.max_tokens", data.max_tokens, arch)
 
 
 def check_answers(cfg: Config, archs: Archs) -> Iterator[Problem]:
     """Checks that answers to train on have room beside their prompts."""
-    arch = archs["actor"]
+    if (arch := archs["actor"]) is None:
+        return
     for key, use in cfg.data_uses().items():
-        if (
-            arch is not None
-            and use.reads_prompts
-            and not use.is_sampled
-            and use.cfg.max_prompt_tokens >= arch.max_positions
-        ):
-            message = (
-                f"{use.cfg.max_prompt_tokens} prompt tokens leave no room for answers in the model's "
-                f"{arch.max_positions} positions"
-            )
+        prompt, positions = use.cfg.max_prompt_tokens, arch.max_positions
+        if use.reads_prompts and not use.is_sampled and prompt >= positions:
+            message = f"{prompt} prompt tokens leave no room for answers in the model's {positions} positions"
             yield Problem((f"{key}.max_prompt_tokens", "model.path"), message)
+
+
+def check_held_out(cfg: Config) -> Iterator[Problem]:
+    """Checks a trainer that validates on held-out rows."""
+    validation = cfg.held_out()
+    assert validation is not None
+    if cfg.data.validation is None:
+        names = list(type(validation).model_fields)
+        yield from without_effect(validation, "validation", names, "there are no held-out rows", "data.validation")
+        return
+    if validation.keep_best and cfg.checkpoint.every_steps is None:
+        message = "no checkpoints are written: set checkpoint.every_steps to keep the best one"
+        yield Problem(("validation.keep_best", "checkpoint.every_steps"), message)
+    if not validation.keep_best and validation.patience is None:
+        because = "neither keep_best nor patience uses it"
+        yield from without_effect(validation, "validation", ["metric", "min_delta"], because, "validation.patience")

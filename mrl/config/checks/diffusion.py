@@ -71,14 +71,6 @@ def has_random_step(kind: str, config: dict[str, Any], steps: int) -> bool:
     return kind != "ddim" or steps > 1 or not at_zero
 
 
-def net_folder(path: str | Path) -> Path:
-    """Returns the folder of the network in a diffusers directory. Raises ValueError if there is none."""
-    for name in FOLDERS:
-        if (Path(path) / name / "config.json").is_file():
-            return Path(path) / name
-    raise ValueError(f"{path} is not a diffusers directory: no {' or '.join(f'{n}/config.json' for n in FOLDERS)}")
-
-
 def component(folder: Path, file: str = "config.json") -> tuple[str, dict[str, Any]]:
     """Returns class and configuration of one part of a diffusers directory. Raises ValueError."""
     try:
@@ -92,7 +84,10 @@ def component(folder: Path, file: str = "config.json") -> tuple[str, dict[str, A
 
 def net_of(path: str | Path) -> tuple[Path, str, dict[str, Any]]:
     """Returns folder, class and configuration of the network to train. Raises ValueError for an unknown class."""
-    folder = net_folder(path)
+    files = [Path(path) / name / "config.json" for name in FOLDERS]
+    folder = next((file.parent for file in files if file.is_file()), None)
+    if folder is None:
+        raise ValueError(f"{path} is not a diffusers directory: no {' or '.join(f'{n}/config.json' for n in FOLDERS)}")
     name, config = component(folder)
     if name not in NETS:
         raise ValueError(f"{folder} is a {name}; mrl trains {', '.join(NETS)}")

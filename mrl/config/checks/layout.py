@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
-from mrl.config.checks.base import Archs, one_of
+from mrl.config.checks.base import Archs, changed, one_of
 from mrl.config.derived import Machine, data_parallel, expert_size, model_size
 from mrl.config.problems import Problem
 from mrl.config.sections.models import ParallelConfig
@@ -21,10 +21,8 @@ def check(cfg: AnyConfig, archs: Archs, machine: Machine) -> Iterator[Problem]:
         key, layout, arch = f"{name}.parallel", use.parallel, archs[name]
         path_key = "model.path" if use.path is None else f"{name}.path"
         yield from _world(key, layout, machine, arch)
-        yield from _virtual(key, layout)
         if arch is not None:
-            yield from _tensor(key, layout, arch, path_key)
-            yield from _context(key, layout, arch, path_key)
+            yield from _tensor_and_context(key, layout, arch, path_key)
             yield from _pipeline(key, layout, arch, path_key)
             yield from _experts(key, layout, arch, path_key)
     yield from _machine(cfg, machine)
@@ -39,7 +37,10 @@ def _world(key: str, p: ParallelConfig, machine: Machine, arch: ModelArch | None
         first = next(name for name, size in sizes.items() if size > 1)
         product = " x ".join(f"{name} {size}" for name, size in sizes.items())
         others = model_size(p) // sizes[first]
-        would = [n for n in range(1, world + 1) if world % (others * n) == 0 and _cuts(first, n, arch)]
+        counts: Collection[int] = ()  # that the model's own shape must be divided by
+        if arch is not None and first != "context":
+            counts = _widths(arch).values() if first == "tensor" else [arch.num_layers]
+        would = [n for n in range(1, world + 1) if world % (others * n) == 0 and not any(count % n for count in counts)]
         hint = f"use {first} {one_of(would)}" if would else f"use a multiple of {model_size(p)} ranks"
         message = f"{product} = {model_size(p)} ranks do not divide {source} of {world} ranks: {hint}"
         yield Problem((f"{key}.{first}", *other), message)
@@ -49,36 +50,27 @@ def _world(key: str, p: ParallelConfig, machine: Machine, arch: ModelArch | None
             f"expert_tensor {p.expert_tensor_size} x expert {p.expert} x pipeline {p.pipeline} = {expert_size(p)} "
             f"ranks do not divide {source} of {world} ranks: use a multiple of {expert_size(p)} ranks",
         )
-
-
-def _cuts(name: str, size: int, arch: ModelArch | None) -> bool:
-    """True if the model itself can be split this way."""
-    if arch is None or name == "context":
-        return True
-    return all(count % size == 0 for count in (_widths(arch).values() if name == "tensor" else [arch.num_layers]))
-
-
-def _virtual(key: str, p: ParallelConfig) -> Iterator[Problem]:
     if p.pipeline == 1:
-        for name, value in (
-            ("virtual_pipeline", p.virtual_pipeline),
-            ("first_stage_layers", p.first_stage_layers),
-            ("last_stage_layers", p.last_stage_layers),
-        ):
-            if value is not None:
-                yield Problem((f"{key}.{name}", f"{key}.pipeline"), f"{value} has no effect: pipeline is 1")
+        for name in changed(p, "virtual_pipeline", "first_stage_layers", "last_stage_layers"):
+            yield Problem((f"{key}.{name}", f"{key}.pipeline"), f"{dict(p)[name]} has no effect: pipeline is 1")
     elif p.virtual_pipeline == 1:
-        yield Problem(
-            (f"{key}.virtual_pipeline",), "1 chunk per stage is the plain pipeline: leave it out, or use 2 or more"
-        )
+        message = "1 chunk per stage is the plain pipeline: leave it out, or use 2 or more"
+        yield Problem((f"{key}.virtual_pipeline",), message)
 
 
-def _tensor(key: str, p: ParallelConfig, arch: ModelArch, path_key: str) -> Iterator[Problem]:
+def _tensor_and_context(key: str, p: ParallelConfig, arch: ModelArch, path_key: str) -> Iterator[Problem]:
+    """Checks the sizes that tensor parallelism divides, and the heads of gated delta nets, which both divide."""
     widths = _widths(arch)
     wrong = [f"{count} {name}" for name, count in widths.items() if count % p.tensor]
     if wrong:
         message = f"{p.tensor} does not divide the model's {', '.join(wrong)}: use {_divisors(*widths.values())}"
         yield Problem((f"{key}.tensor", path_key), message)
+    if p.context == 1 or arch.delta is None or arch.delta.key_heads % p.tensor:
+        return
+    if arch.delta.key_heads // p.tensor % p.context:
+        message = f"tensor {p.tensor} x context {p.context} does not divide the {arch.delta.key_heads} key heads of "
+        message += f"the model's gated delta nets: use a context that divides {arch.delta.key_heads // p.tensor}"
+        yield Problem((f"{key}.context", path_key), message)
 
 
 def _widths(arch: ModelArch) -> dict[str, int]:
@@ -91,17 +83,6 @@ def _widths(arch: ModelArch) -> dict[str, int]:
     if arch.delta is not None:
         further["key heads of its gated delta nets"] = arch.delta.key_heads
     return widths | {name: width for name, width in further.items() if width is not None}
-
-
-def _context(key: str, p: ParallelConfig, arch: ModelArch, path_key: str) -> Iterator[Problem]:
-    """Checks gated delta nets, whose heads context parallelism divides too."""
-    if p.context == 1 or arch.delta is None or arch.delta.key_heads % p.tensor:
-        return
-    if arch.delta.key_heads // p.tensor % p.context == 0:
-        return
-    message = f"tensor {p.tensor} x context {p.context} does not divide the {arch.delta.key_heads} key heads of the "
-    message += f"model's gated delta nets: use a context that divides {arch.delta.key_heads // p.tensor}"
-    yield Problem((f"{key}.context", path_key), message)
 
 
 def _pipeline(key: str, p: ParallelConfig, arch: ModelArch, path_key: str) -> Iterator[Problem]:
@@ -119,15 +100,13 @@ def _pipeline(key: str, p: ParallelConfig, arch: ModelArch, path_key: str) -> It
     layers, stages = arch.num_layers - sum(fixed.values()), p.pipeline - len(fixed)
     if (layers > 0) != (stages > 0) or layers < 0 or (stages and layers % stages):
         left = f"{layers} layers for {stages} " + ("stages between them" if len(fixed) == 2 else "other stages")
-        message = f"{arch.num_layers} layers do not divide over {p.pipeline} stages"
         if fixed:
-            message = (
-                f"{_amounts(fixed)} of {arch.num_layers} layers leave {left}, which need an equal number, at least 1"
-                f"{_other_split(arch.num_layers, p.pipeline, fixed)}"
-            )
+            message = f"{_amounts(fixed)} of {arch.num_layers} layers leave {left}, which need an equal number, at "
+            message += f"least 1{_other_split(arch.num_layers, p.pipeline, fixed)}"
         else:
-            message += f": use {_divisors(arch.num_layers)} stages, or "
-            message += "set first_stage_layers or last_stage_layers for the uneven part"
+            message = f"{arch.num_layers} layers do not divide over {p.pipeline} stages: use "
+            message += f"{_divisors(arch.num_layers)} stages, or set first_stage_layers or last_stage_layers for the "
+            message += "uneven part"
         yield Problem((*named, path_key), message)
         return
     chunks = p.virtual_pipeline or 1
@@ -201,10 +180,8 @@ def _machine(cfg: AnyConfig, machine: Machine) -> Iterator[Problem]:
         message = f"{nodes} machines with {machine.local_world_size} processes each, but the started world has "
         yield Problem(("run.nodes",), message + f"{machine.world_size} ranks (WORLD_SIZE)")
     if machine.joined and cfg.run.nproc is not None and cfg.run.nproc != machine.local_world_size:
-        message = (
-            f"{cfg.run.nproc} processes per machine, but {machine.local_world_size} are started (LOCAL_WORLD_SIZE)"
-        )
-        yield Problem(("run.nproc",), message)
+        counts = f"{cfg.run.nproc} processes per machine, but {machine.local_world_size} are started"
+        yield Problem(("run.nproc",), f"{counts} (LOCAL_WORLD_SIZE)")
 
 
 def check_shares(

@@ -84,45 +84,45 @@ def _weights(key: str, path: str, allow_pickle: bool) -> Iterator[Problem]:
         return
     if any(Path(path).glob("*.safetensors")):
         return
-    pickled = any(Path(path).glob("*.bin"))
-    if pickled and not allow_pickle:
-        yield Problem(
-            (key, "model.allow_pickle"), f"{path} has only pickled weights: set allow_pickle: true to read them"
-        )
-    elif not pickled:
-        may_be_random = key == "model.path"
-        hint = "; set from_scratch: true to start from random weights" if may_be_random else ""
-        yield Problem((key, *["model.from_scratch"] * may_be_random), f"{path} has no safetensors{hint}")
+    if any(Path(path).glob("*.bin")):
+        if not allow_pickle:
+            message = f"{path} has only pickled weights: set allow_pickle: true to read them"
+            yield Problem((key, "model.allow_pickle"), message)
+    elif key == "model.path":
+        message = f"{path} has no safetensors; set from_scratch: true to start from random weights"
+        yield Problem((key, "model.from_scratch"), message)
+    else:
+        yield Problem((key,), f"{path} has no safetensors")
 
 
-def check_pickle(cfg: Config) -> Iterator[Problem]:
-    """Checks that allow_pickle is not set if no weights are read."""
-    paths = [use.path for use in cfg.models().values()]
-    if cfg.model.from_scratch and cfg.model.allow_pickle and not any(paths):
+def check(cfg: Config, archs: Archs, machine: Machine) -> Iterator[Problem]:
+    """Checks the model's files, and the optimizers and layers of the models that are trained."""
+    yield from _model(cfg)
+    for name, use in cfg.models().items():
+        if use.train is None:
+            continue
+        yield from check_optimizer(f"{name}.optimizer", use.train.optimizer, cfg.min_updates(name))
+        if use.train.optimizer.muon is not None:
+            yield from _muon(cfg, name, use.train)
+        if not cfg.offloads_memory():
+            because = f"trainer {cfg.trainer} updates the model all the time"
+            yield from without_effect(use.train, name, ["offload"], because, "trainer")
+    yield from check_layers(cfg, archs, machine)
+
+
+def _model(cfg: Config) -> Iterator[Problem]:
+    model, key = cfg.model, "model.chat_template"
+    if model.from_scratch and model.allow_pickle and not any(use.path for use in cfg.models().values()):
         yield Problem(("model.allow_pickle", "model.from_scratch"), "has no effect: from_scratch reads no weights")
-
-
-def check_template(cfg: Config) -> Iterator[Problem]:
-    """Checks that the chat template exists and is used."""
-    key, file = "model.chat_template", cfg.model.chat_template
-    if file is None:
+    if model.chat_template is None:
         return
-    if not Path(file).is_file():
-        yield Problem((key,), f"{file} does not exist: expected a file with a Jinja template")
+    if not Path(model.chat_template).is_file():
+        yield Problem((key,), f"{model.chat_template} does not exist: expected a file with a Jinja template")
     if not any(use.cfg.chat_template for use in cfg.data_uses().values()):
         yield Problem((key, "data.chat_template"), "has no effect: data.chat_template is false")
 
 
-def check_optimizers(cfg: Config) -> Iterator[Problem]:
-    """Checks for optimizer settings that contradict each other or have no effect."""
-    for name, use in cfg.models().items():
-        if use.train is not None:
-            yield from check_optimizer(f"{name}.optimizer", use.train.optimizer, cfg.min_updates(name))
-            if use.train.optimizer.muon is not None:
-                yield from _check_muon(cfg, name, use.train)
-
-
-def _check_muon(cfg: Config, name: str, train: TrainConfig) -> Iterator[Problem]:
+def _muon(cfg: Config, name: str, train: TrainConfig) -> Iterator[Problem]:
     key = f"{name}.optimizer.muon"
     if train.lora is not None:
         message = "does not train adapters: orthogonalizing A and B is not an update of their product: remove muon"
@@ -158,39 +158,20 @@ def check_optimizer(key: str, opt: OptimizerConfig, updates: int | None) -> Iter
         yield Problem((f"{key}.decay_steps", f"{key}.min_lr"), message)
     if opt.min_lr > opt.lr:
         yield Problem((f"{key}.min_lr", f"{key}.lr"), f"{opt.min_lr} is above the learning rate {opt.lr}")
-    for name, beta in (("beta1", opt.beta1), ("beta2", opt.beta2)):
-        if beta == 1:
-            yield Problem((f"{key}.{name}",), "must be below 1")
 
 
-def check_layers(cfg: Config, machine: Machine) -> Iterator[Problem]:
+def check_layers(cfg: Config, archs: Archs, machine: Machine) -> Iterator[Problem]:
+    """Checks `layers: transformer_engine` against dtype, machine and model family."""
     for key in asks_for_transformer_engine(cfg):
         if cfg.model.dtype == "float32":
-            message = (
-                "transformer-engine computes float32 in TF32, with errors near 1e-3 and no flash attention: use local "
-                "or auto, or dtype bfloat16"
-            )
-            yield Problem((key, "model.dtype"), message)
+            what = "transformer-engine computes float32 in TF32, with errors near 1e-3 and no flash attention"
+            yield Problem((key, "model.dtype"), f"{what}: use local or auto, or dtype bfloat16")
         elif machine.gpus == 0:
             yield Problem((key,), "transformer_engine needs GPUs, and this machine has none: use auto or local")
-
-
-def check_local(cfg: Config, archs: Archs) -> Iterator[Problem]:
-    """Checks for model families that transformer-engine's layers cannot compute."""
-    for key in asks_for_transformer_engine(cfg):
         arch = archs.get(key.removesuffix(".layers"))
         if arch is not None and (lacks := FAMILIES[arch.family].local_only) is not None:
             message = f"transformer_engine has no layers for {arch.family}, which needs {lacks}: use auto or local"
             yield Problem((key, "model.path"), message)
-
-
-def check_offload(cfg: Config) -> Iterator[Problem]:
-    if cfg.offloads_memory():
-        return
-    for name, use in cfg.models().items():
-        if use.train is not None:
-            because = f"trainer {cfg.trainer} updates the model all the time"
-            yield from without_effect(use.train, name, ["offload"], because, "trainer")
 
 
 def check_heads(cfg: RLConfig, archs: Archs) -> Iterator[Problem]:
@@ -199,13 +180,11 @@ def check_heads(cfg: RLConfig, archs: Archs) -> Iterator[Problem]:
     if judge is None:
         return
     if arch is not None and arch.score_heads == 1:
-        yield from without_effect(
-            judge, "reward.model", ["heads", "std_coef"], "it has one score head", "reward.model.path"
-        )
+        names, because, other = ["heads", "std_coef"], "it has one score head", "reward.model.path"
+        yield from without_effect(judge, "reward.model", names, because, other)
     elif judge.heads == "min":
-        yield from without_effect(
-            judge, "reward.model", ["std_coef"], "heads: min uses the lowest score", "reward.model.heads"
-        )
+        because, other = "heads: min uses the lowest score", "reward.model.heads"
+        yield from without_effect(judge, "reward.model", ["std_coef"], because, other)
 
 
 def check_critic(cfg: RLConfig) -> Iterator[Problem]:

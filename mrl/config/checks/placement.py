@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mrl.config.checks.base import changed, without_effect
+from mrl.config.checks.base import without_effect
 from mrl.config.derived import Machine
 from mrl.config.engines import ENGINES
 from mrl.config.problems import Problem
@@ -24,14 +24,11 @@ def check(cfg: RLConfig, machine: Machine) -> Iterator[Problem]:
         yield from _over_nodes(cfg, -(-machine.world_size // machine.local_world_size), "run.nodes")
         return
     if rollout.urls:
-        message = (
-            "disaggregated uses engines of `mrl serve`, not given addresses: leave one of them out. Engines at "
-            "rollout.urls get weights, but cannot join or leave"
-        )
+        what = "disaggregated uses engines of `mrl serve`, not given addresses: leave one of them out"
+        message = f"{what}. Engines at rollout.urls get weights, but cannot join or leave"
         yield Problem((MODE, "rollout.urls"), message)
-    for name in changed(rollout, "release"):
-        message = "has no effect: disaggregated engines share no GPU with the trainer"
-        yield Problem((f"rollout.{name}", MODE), message)
+    because = "disaggregated engines share no GPU with the trainer"
+    yield from without_effect(rollout, "rollout", ["release"], because, MODE)
     if cfg.sync.transport not in REACHING:
         message = f"{cfg.sync.transport} does not reach engine nodes: use auto, distributed or http"
         yield Problem(("sync.transport", MODE), message)
@@ -57,8 +54,7 @@ def _over_nodes(cfg: RLConfig, nodes: int, counted_by: str) -> Iterator[Problem]
         yield Problem((key, "rollout.engine"), f"{size}: the {rollout.engine} engine runs on one device; set it to 1")
         return
     if rollout.tensor % size:
-        message = f"{size} nodes do not divide tensor {rollout.tensor}"
-        yield Problem((key, "rollout.tensor"), message)
+        yield Problem((key, "rollout.tensor"), f"{size} nodes do not divide tensor {rollout.tensor}")
     if nodes % size:
         count = "1 node is" if nodes == 1 else f"{nodes} nodes are"
         yield Problem((key, counted_by), f"{count} not a multiple of {size}")

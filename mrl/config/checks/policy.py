@@ -16,7 +16,8 @@ ONE_UPDATE = "a step makes one update from the trainer's own log-probs, so all r
 
 
 def check(cfg: RLConfig) -> Iterator[Problem]:
-    yield from _options(cfg)
+    for keys, message in cfg.algorithm.policy_loss.problems():
+        yield Problem(tuple(f"{LOSS}.{key}" for key in keys), message)
     yield from _entropy(cfg)
     yield from _aggregation(cfg)
     yield from _importance_weights(cfg)
@@ -29,11 +30,6 @@ def check_file(cfg: RLConfig) -> Iterator[Problem]:
     loss = cfg.algorithm.policy_loss
     if isinstance(loss, CustomLoss):
         yield from check_function(f"{LOSS}.function", loss.function, ("inputs",), named=[*loss.options])
-
-
-def _options(cfg: RLConfig) -> Iterator[Problem]:
-    for keys, message in cfg.algorithm.policy_loss.problems():
-        yield Problem(tuple(f"{LOSS}.{key}" for key in keys), message)
 
 
 def _entropy(cfg: RLConfig) -> Iterator[Problem]:
@@ -50,11 +46,8 @@ def _entropy(cfg: RLConfig) -> Iterator[Problem]:
 def _aggregation(cfg: RLConfig) -> Iterator[Problem]:
     loss, value_loss, norm = cfg.algorithm.policy_loss, cfg.algorithm.value_loss, "seq-mean-token-sum-norm"
     if loss.is_fixed_aggregate and loss.aggregation != loss.usual_aggregate:
-        message = (
-            f"{loss.loss_mode} is defined with {loss.usual_aggregate}, and {loss.aggregation} would change the loss: "
-            "leave it out"
-        )
-        yield Problem((f"{LOSS}.loss_agg_mode", f"{LOSS}.loss_mode"), message)
+        what = f"{loss.loss_mode} is defined with {loss.usual_aggregate}, and {loss.aggregation} would change the loss"
+        yield Problem((f"{LOSS}.loss_agg_mode", f"{LOSS}.loss_mode"), f"{what}: leave it out")
     for section, key, mode in ((loss, LOSS, loss.aggregation), (value_loss, VALUE_LOSS, value_loss.loss_agg_mode)):
         if mode != norm:
             because = f"the aggregation is {mode}"

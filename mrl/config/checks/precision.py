@@ -13,10 +13,9 @@ from mrl.config.fp8_shapes import BLOCK, token_unit, widths
 from mrl.config.problems import Problem
 from mrl.config.sections.models import TrainConfig
 from mrl.config.sections.precision import FP8Config
-from mrl.config.trainers.base import Config, ModelSpec
+from mrl.config.trainers.base import Config, ModelSpec, section_of
 from mrl.families import FAMILIES, ModelArch
 
-_SECTIONS = {"reward": "reward.model"}  # model -> section, if their names differ
 _OF_DELAYED = ("history", "history_use", "margin")
 
 
@@ -29,7 +28,7 @@ def check(cfg: Config, archs: Archs, machine: Machine) -> Iterator[Problem]:
     for name, model in cfg.built().items():
         if name != "actor" and not model.is_trained and _is_like(model, actor):
             continue
-        section = _SECTIONS.get(name, name)
+        section = section_of(name)
         key, fp8 = f"{section}.precision.fp8", model.train.precision.fp8
         if fp8.recipe == "none":
             names = [field for field in FP8Config.model_fields if field != "recipe"]
@@ -41,20 +40,23 @@ def check(cfg: Config, archs: Archs, machine: Machine) -> Iterator[Problem]:
         arch = archs.get(section)
         if arch is not None:
             yield from _family(key, fp8, arch)
-            yield from _ends(key, fp8, model.train, arch)
-            yield from _recompute(section, key, model.train, arch)
+            yield from _layers(section, key, model.train, arch)
             yield from _sizes(section, key, model, arch)
-    yield from _states(cfg)
     yield from _weights_in_fp8(cfg)
+    real = [
+        f"{section_of(name)}.precision.fp8.recipe"
+        for name, model in cfg.built().items()
+        if (fp8 := model.train.precision.fp8).recipe == "delayed" and not fp8.emulate
+    ]
+    if len(real) > 1:  # transformer-engine keeps one state per process
+        message = f"{len(real)} models use delayed scaling, and a process can hold the state of 1: use current"
+        yield Problem((*reversed(real),), message)
 
 
 def _is_like(model: ModelSpec, actor: ModelSpec) -> bool:
-    mine, theirs = model.train, actor.train
-    return model.path is None and (mine.precision, mine.parallel, mine.max_tokens_per_microbatch) == (
-        theirs.precision,
-        theirs.parallel,
-        theirs.max_tokens_per_microbatch,
-    )
+    mine, theirs = dict(model.train), dict(actor.train)
+    names = ("precision", "parallel", "max_tokens_per_microbatch")
+    return model.path is None and all(mine[name] == theirs[name] for name in names)
 
 
 def _place(cfg: Config, section: str, key: str, fp8: FP8Config, machine: Machine) -> Iterator[Problem]:
@@ -120,8 +122,9 @@ def _tokens(section: str, key: str, train: TrainConfig) -> Iterator[Problem]:
         yield Problem((f"{section}.max_tokens_per_microbatch", f"{key}.recipe"), message)
 
 
-def _ends(key: str, fp8: FP8Config, train: TrainConfig, arch: ModelArch) -> Iterator[Problem]:
-    stages = train.parallel.pipeline
+def _layers(section: str, key: str, train: TrainConfig, arch: ModelArch) -> Iterator[Problem]:
+    """Checks the layers at the ends that are not in fp8, and those that are recomputed."""
+    fp8, stages = train.precision.fp8, train.parallel.pipeline
     if (both := 2 * fp8.first_last_bf16) >= arch.num_layers:
         message = f"{fp8.first_last_bf16} layers at each end are {both} of the model's {arch.num_layers}: use fewer"
         yield Problem((f"{key}.first_last_bf16",), message)
@@ -129,10 +132,6 @@ def _ends(key: str, fp8: FP8Config, train: TrainConfig, arch: ModelArch) -> Iter
         message = f"{fp8.first_last_bf16} exceeds the {arch.num_layers // stages} layers of a pipeline stage: use fewer"
         yield Problem((f"{key}.first_last_bf16",), message)
 
-
-def _recompute(section: str, key: str, train: TrainConfig, arch: ModelArch) -> Iterator[Problem]:
-    """Checks that selective recomputation and delayed scaling are not combined for models with experts."""
-    fp8 = train.precision.fp8
     if fp8.recipe == "delayed" and not fp8.emulate and train.recompute == "selective" and arch.experts is not None:
         message = f"selective recomputes activations of {arch.experts.count} experts, which delayed rules out: use full"
         yield Problem((f"{section}.recompute", f"{key}.recipe"), message)
@@ -151,28 +150,15 @@ def _sizes(section: str, key: str, model: ModelSpec, arch: ModelArch) -> Iterato
             yield Problem((f"{key}.recipe", f"{section}.parallel.tensor"), message)
 
 
-def _states(cfg: Config) -> Iterator[Problem]:
-    """Checks that one model at most uses delayed scaling: transformer-engine keeps one state per process."""
-    real = [
-        f"{_SECTIONS.get(name, name)}.precision.fp8.recipe"
-        for name, model in cfg.built().items()
-        if (fp8 := model.train.precision.fp8).recipe == "delayed" and not fp8.emulate
-    ]
-    if len(real) > 1:
-        message = f"{len(real)} models use delayed scaling, and a process can hold the state of 1: use current"
-        yield Problem((*reversed(real),), message)
-
-
 def _weights_in_fp8(cfg: Config) -> Iterator[Problem]:
     """Checks fp8 weights against features that write weights in model.dtype only."""
     for name, model in cfg.built().items():
-        key = f"{_SECTIONS.get(name, name)}.precision.fp8.params"
+        key = f"{section_of(name)}.precision.fp8.params"
         if not model.train.precision.fp8.params:
             continue
         if model.train.offload == "all":
-            yield Problem(
-                (f"{_SECTIONS.get(name, name)}.offload", key), "all does not support fp8 weights: use optimizer"
-            )
+            offload = f"{section_of(name)}.offload"
+            yield Problem((offload, key), "all does not support fp8 weights: use optimizer")
         if name == "actor" and (copies := cfg.copies()):
             message = f"does not work with float32 copies of the actor ({', '.join(copies)}): set it to false"
             yield Problem((key,), message)

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import ceil
 
-from mrl.config.checks.base import without_effect
+from mrl.config.checks.base import check_refresh, without_effect
 from mrl.config.checks.layout import check_shares
 from mrl.config.derived import Machine
 from mrl.config.problems import Problem
+from mrl.config.sections.reuse import ReplayConfig
 from mrl.config.trainers.rl import RLConfig, needs_ref, reused_samples_per_step
+
+OF_A_MODEL = ("parallel", "max_tokens_per_microbatch", "precision", "offload")
 
 
 def check(cfg: RLConfig, machine: Machine) -> Iterator[Problem]:
@@ -40,21 +43,11 @@ def _reference(cfg: RLConfig) -> Iterator[Problem]:
         yield Problem((key, "ema"), "needs a weight average: add an `ema:` section (`ema: {}` for its defaults)")
     if ref.policy != "frozen":
         because = f"the reference is {ref.policy}: it runs in the actor, with other weights"
-        yield from without_effect(
-            ref, "ref", ["path", "parallel", "max_tokens_per_microbatch", "precision", "offload"], because, key
-        )
+        yield from without_effect(ref, "ref", ["path", *OF_A_MODEL], because, key)
     elif cfg.ref_is_actor:
         because = "the reference is the actor without its adapters"
-        names = ["parallel", "max_tokens_per_microbatch", "precision", "offload"]
-        yield from without_effect(ref, "ref", names, because, "actor.lora")
-    if ref.policy != "refreshed":
-        because = f"the reference is {ref.policy}"
-        yield from without_effect(ref, "ref", ["refresh_every_steps", "refresh_share"], because, key)
-    elif ref.refresh_every_steps is None:
-        yield Problem(("ref.refresh_every_steps", key), "required by refreshed")
-    elif ref.refresh_every_steps >= cfg.run.steps:
-        message = f"{ref.refresh_every_steps} steps of {cfg.run.steps}: the reference would never be refreshed"
-        yield Problem(("ref.refresh_every_steps", "run.steps"), message)
+        yield from without_effect(ref, "ref", OF_A_MODEL, because, "actor.lora")
+    yield from check_refresh(ref, cfg.run.steps)
 
 
 def _replay(cfg: RLConfig) -> Iterator[Problem]:
@@ -70,7 +63,7 @@ def _replay(cfg: RLConfig) -> Iterator[Problem]:
         product = f"{replay.prompts_per_step} prompts x {batch.samples_per_prompt} samples = {reused}"
         message = f"the {product} replayed samples are not a multiple of the {minibatch} samples of a mini-batch"
         yield Problem((key, "batch.samples_per_minibatch"), message)
-    yield from _age(cfg)
+    yield from _age(replay, batch.prompts_per_step)
     loss, importance = cfg.algorithm.policy_loss, cfg.algorithm.rollout_correction.rollout_is
     if not loss.uses_ratio and importance is None:
         message = f"{loss.loss_mode} has no ratio to correct for replayed (off-policy) samples: set rollout_is"
@@ -78,9 +71,9 @@ def _replay(cfg: RLConfig) -> Iterator[Problem]:
         yield Problem(keys, message)
 
 
-def _age(cfg: RLConfig) -> Iterator[Problem]:
-    replay, new = cfg.replay, cfg.batch.prompts_per_step
-    if replay is None or (age := replay.max_age_steps) is None:
+def _age(replay: ReplayConfig, new: int) -> Iterator[Problem]:
+    """Checks the age of replayed prompts. `new`: prompts per step."""
+    if (age := replay.max_age_steps) is None:
         return
     key, kept = "replay.max_age_steps", ceil(replay.buffer_prompts / new)
     if age * new < replay.prompts_per_step:

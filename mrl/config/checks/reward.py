@@ -6,7 +6,7 @@ import ast
 import difflib
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 
 from mrl.config.builtin_rewards import BUILTIN_REWARDS, RESERVED, WITH_SECTION
@@ -144,18 +144,13 @@ def _beside(reward: RewardConfig) -> list[str]:
 
 
 def _sections(cfg: RLConfig) -> Iterator[Problem]:
-    reward = cfg.reward
+    reward, limit = cfg.reward, cfg.rollout.sampling.max_new_tokens
     used = {spec for _, spec in _functions(reward)} | ({"overlong"} if reward.manager == "dapo" else set())
     for name in WITH_SECTION:
         if name not in used:
             yield from without_effect(reward, "reward", [name], f"the built-in {name} is not used", "reward.manager")
         elif dict(reward)[name] is None:
             yield Problem((f"reward.{name}", "reward.manager"), f"required by the built-in {name}")
-    yield from _limits(cfg, used)
-
-
-def _limits(cfg: RLConfig, used: set[str]) -> Iterator[Problem]:
-    reward, limit = cfg.reward, cfg.rollout.sampling.max_new_tokens
     if "overlong" in used and reward.overlong is not None and reward.overlong.buffer_tokens > limit:
         message = f"{reward.overlong.buffer_tokens} is longer than a response of at most {limit} tokens"
         yield Problem(("reward.overlong.buffer_tokens", "rollout.sampling.max_new_tokens"), message)
@@ -163,10 +158,8 @@ def _limits(cfg: RLConfig, used: set[str]) -> Iterator[Problem]:
         message = "must differ from zero_tokens: the score goes from 1 to 0 between them"
         yield Problem(("reward.length.full_tokens", "reward.length.zero_tokens"), message)
     if "code" in used and reward.code.wall_s + SANDBOX_START_S > reward.timeout_s:
-        message = (
-            f"{reward.code.wall_s:g} s for the tests and up to {SANDBOX_START_S:g} s for the sandbox's start exceed "
-            f"the {reward.timeout_s:g} s of the function"
-        )
+        times = f"{reward.code.wall_s:g} s for the tests and up to {SANDBOX_START_S:g} s for the sandbox's start"
+        message = f"{times} exceed the {reward.timeout_s:g} s of the function"
         yield Problem(("reward.code.wall_s", "reward.timeout_s"), message)
     if "format" in used:
         try:
@@ -186,26 +179,29 @@ def check_function(
         named: names of the keyword arguments
     """
     path, _, name = spec.rpartition(":")
-    if not path or not name:
-        if spec not in BUILTIN_REWARDS or not built_in:
-            yield Problem((key,), _unknown(spec, built_in))
-        return
+    if path and name:
+        node = yield from definition(key, path, name)
+        if node is not None and (problem := _call_problem(node, takes, named)):
+            yield Problem((key,), f"{spec} {problem}")
+    elif not built_in:
+        yield Problem((key,), f"{spec!r} does not name a function in a file: expected path/to/file.py:name")
+    elif spec not in BUILTIN_REWARDS:
+        close = difflib.get_close_matches(spec, BUILTIN_REWARDS, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        known = f"(known: {', '.join(BUILTIN_REWARDS)}, or path/to/file.py:name)"
+        yield Problem((key,), f"unknown function {spec!r}{hint} {known}")
+
+
+def definition(key: str, path: str, name: str) -> Generator[Problem, None, ast.stmt | None]:
+    """Returns the statement that defines a name at the top level of a file, the last one if there are several, or
+    yields why there is none. Parses the file without running it."""
     try:
         if problem := not_a_file(Path(path)):
             raise ValueError(problem)
         tree = ast.parse(Path(path).read_bytes(), path)
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
         yield Problem((key,), f"cannot read {path}: {reason(error)}")
-        return
-    found = definitions(tree)
-    if name not in found:
-        yield Problem((key,), f"{path} does not define {name!r}; it defines {', '.join(sorted(found)) or 'nothing'}")
-    elif problem := _call_problem(found[name], takes, named):
-        yield Problem((key,), f"{spec} {problem}")
-
-
-def definitions(tree: ast.Module) -> dict[str, ast.stmt]:
-    """Returns name -> statement for the top-level definitions of a file; the last definition of a name counts."""
+        return None
     found: dict[str, ast.stmt] = {}
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -214,7 +210,9 @@ def definitions(tree: ast.Module) -> dict[str, ast.stmt]:
             found |= {alias.asname or alias.name: node for alias in node.names}
         elif isinstance(node, ast.Assign):
             found |= {target.id: node for target in node.targets if isinstance(target, ast.Name)}
-    return found
+    if name not in found:
+        yield Problem((key,), f"{path} does not define {name!r}; it defines {', '.join(sorted(found)) or 'nothing'}")
+    return found.get(name)
 
 
 def _call_problem(node: ast.stmt, takes: Sequence[str], named: Sequence[str]) -> str | None:
@@ -234,11 +232,3 @@ def _call_problem(node: ast.stmt, takes: Sequence[str], named: Sequence[str]) ->
     fits = not missing and (has.vararg or len(takes) <= len(positional)) and (has.kwarg or set(named) <= set(by_name))
     only_named = [a.arg for a in has.kwonlyargs if named or a.arg in required]
     return None if fits else f"takes ({', '.join([*positional, *only_named])}), but mrl calls it with {wanted}"
-
-
-def _unknown(spec: str, built_in: bool) -> str:
-    if not built_in:
-        return f"{spec!r} does not name a function in a file: expected path/to/file.py:name"
-    close = difflib.get_close_matches(spec, BUILTIN_REWARDS, n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
-    return f"unknown function {spec!r}{hint} (known: {', '.join(BUILTIN_REWARDS)}, or path/to/file.py:name)"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mrl.config.checks import (
+    adapters,
     agent,
     algorithm,
     asynchronous,
-    batch,
     components,
     models,
     placement,
@@ -19,10 +19,11 @@ from mrl.config.checks import (
     routing,
     teacher,
 )
-from mrl.config.checks.base import Archs
+from mrl.config.checks.base import Archs, without_effect
+from mrl.config.checks.layout import check_shares
 from mrl.config.derived import Machine
 from mrl.config.problems import Problem
-from mrl.config.trainers.rl import RLConfig
+from mrl.config.trainers.rl import RLConfig, samples_per_minibatch, samples_per_step
 
 
 def check_files(cfg: RLConfig) -> Iterator[Problem]:
@@ -37,7 +38,8 @@ def check_files(cfg: RLConfig) -> Iterator[Problem]:
 
 
 def check(cfg: RLConfig, archs: Archs, machine: Machine) -> Iterator[Problem]:
-    yield from batch.check(cfg, machine)
+    yield from adapters.check(cfg)
+    yield from _batch(cfg, machine)
     yield from models.check_critic(cfg)
     yield from models.check_heads(cfg, archs)
     yield from algorithm.check_kl(cfg)
@@ -52,3 +54,19 @@ def check(cfg: RLConfig, archs: Archs, machine: Machine) -> Iterator[Problem]:
     yield from reuse.check(cfg, machine)
     yield from routing.check(cfg, archs["actor"])
     yield from teacher.check(cfg, archs)
+
+
+def _batch(cfg: RLConfig, machine: Machine) -> Iterator[Problem]:
+    total, minibatch = samples_per_step(cfg), samples_per_minibatch(cfg)
+    product = f"{cfg.batch.prompts_per_step} prompts x {cfg.batch.samples_per_prompt} samples = {total}"
+    if total % minibatch:
+        yield Problem(
+            ("batch.samples_per_minibatch", "batch.prompts_per_step", "batch.samples_per_prompt"),
+            f"{minibatch} does not divide the {product} samples of a step",
+        )
+    if minibatch == total and cfg.replay is None:
+        because = "each update uses all samples of its step"
+        yield from without_effect(cfg.batch, "batch", ["shuffle_minibatches"], because, "batch.samples_per_minibatch")
+    explicit = cfg.batch.samples_per_minibatch is not None
+    key = "batch.samples_per_minibatch" if explicit else "batch.prompts_per_step"
+    yield from check_shares(cfg, machine, key, minibatch, "samples per update")

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from urllib.parse import urlsplit
 
 from mrl.config.checks import lora
-from mrl.config.checks.base import one_of, without_effect
+from mrl.config.checks.base import check_positions, one_of, without_effect
 from mrl.config.derived import Machine
 from mrl.config.engines import ENGINES
 from mrl.config.fp8_shapes import BLOCK, widths
@@ -44,24 +44,19 @@ def check_key_file(key: str, urls: Sequence[str], file: str | None) -> Iterator[
 
 def _lengths(cfg: RLConfig, arch: ModelArch | None) -> Iterator[Problem]:
     context = cfg.rollout.max_context_tokens
-    if arch is not None and context is not None and context > arch.max_positions:
-        message = f"{context} exceeds the model's {arch.max_positions} positions"
-        yield Problem(("rollout.max_context_tokens", "model.path"), message)
-    limit = context or (arch.max_positions if arch is not None else None)
+    yield from check_positions("rollout.max_context_tokens", context, arch)
+    limit, key = context, "rollout.max_context_tokens"
+    if context is None:
+        limit, key = arch.max_positions if arch is not None else None, "model.path"
     prompt, new = cfg.data.max_prompt_tokens, cfg.rollout.sampling.max_new_tokens
-    if cfg.agent is not None:
-        if limit is not None and cfg.agent.max_tokens > limit:
-            message = f"{cfg.agent.max_tokens} tokens of a trajectory do not fit into a context of {limit}"
-            yield Problem(("agent.max_tokens", "rollout.max_context_tokens" if context else "model.path"), message)
-    elif limit is not None and prompt + new > limit:
-        yield Problem(
-            (
-                "data.max_prompt_tokens",
-                "rollout.sampling.max_new_tokens",
-                "rollout.max_context_tokens" if context else "model.path",
-            ),
-            f"{prompt} prompt tokens + {new} new tokens do not fit into a context of {limit}",
-        )
+    if limit is None:
+        return
+    if cfg.agent is not None and cfg.agent.max_tokens > limit:
+        message = f"{cfg.agent.max_tokens} tokens of a trajectory do not fit into a context of {limit}"
+        yield Problem(("agent.max_tokens", key), message)
+    elif cfg.agent is None and prompt + new > limit:
+        message = f"{prompt} prompt tokens + {new} new tokens do not fit into a context of {limit}"
+        yield Problem(("data.max_prompt_tokens", "rollout.sampling.max_new_tokens", key), message)
 
 
 def _engine(cfg: RLConfig, arch: ModelArch | None, machine: Machine) -> Iterator[Problem]:
@@ -81,10 +76,12 @@ def _engine(cfg: RLConfig, arch: ModelArch | None, machine: Machine) -> Iterator
         if len(set(rollout.urls)) < len(rollout.urls):
             yield Problem(("rollout.urls",), "names an engine twice")
         return
-    yield from without_effect(
-        rollout, "rollout", ["api_key_file"], "engines that mrl starts get a key from the run", "rollout.urls"
-    )
-    yield from _server_args(rollout.server_args)
+    because = "engines that mrl starts get a key from the run"
+    yield from without_effect(rollout, "rollout", ["api_key_file"], because, "rollout.urls")
+    for name in (argument.partition("=")[0] for argument in rollout.server_args):
+        if name in ("--host", "--port", "--api-key", "--admin-api-key", "--config"):
+            message = f"mrl sets {name} itself (engines listen on 127.0.0.1, with a key of the run): leave it out"
+            yield Problem(("rollout.server_args",), message)
     if rollout.tensor > 1:
         because = "tensor-parallel engines on CPUs use one thread per process"
         yield from without_effect(rollout, "rollout", ["threads"], because, "rollout.tensor")
@@ -214,18 +211,12 @@ def check_passwords(key: str, key_file: str, urls: Sequence[str]) -> Iterator[Pr
             yield Problem((key, key_file), message)
 
 
-def _server_args(arguments: tuple[str, ...]) -> Iterator[Problem]:
-    for name in (argument.partition("=")[0] for argument in arguments):
-        if name in ("--host", "--port", "--api-key", "--admin-api-key", "--config"):
-            message = f"mrl sets {name} itself (engines listen on 127.0.0.1, with a key of the run): leave it out"
-            yield Problem(("rollout.server_args",), message)
-
-
 def _sync(cfg: RLConfig, machine: Machine) -> Iterator[Problem]:
     transport = cfg.sync.transport
     if transport == "cuda_ipc" and machine.gpus == 0:
         yield Problem(("sync.transport",), "cuda_ipc needs GPUs, and this machine has none: use shared_memory or auto")
-    remote = [url for url in cfg.rollout.urls if not _is_local(url)]
+    hosts = {url: urlsplit(url).hostname or "" for url in cfg.rollout.urls}
+    remote = [url for url, host in hosts.items() if host not in ("localhost", "::1") and not host.startswith("127.")]
     if transport in ("cuda_ipc", "shared_memory", "disk") and remote:
         message = f"{transport} cannot reach {', '.join(remote)} on another machine: use distributed, http or auto"
         yield Problem(("sync.transport", "rollout.urls"), message)
@@ -241,16 +232,12 @@ def _sync(cfg: RLConfig, machine: Machine) -> Iterator[Problem]:
             "members on one GPU: use cuda_ipc, shared_memory, http, disk or auto, or other rollout.gpus"
         )
         yield Problem(("sync.transport", "rollout.urls"), message)
-    if cfg.sync.delta is not None and cfg.sync.lora == "merge":
-        yield from _delta(cfg)
     if transport == "disk":
-        yield from without_effect(
-            cfg.sync, "sync", ["bucket_mib"], "disk transport writes files, not buckets", "sync.transport"
-        )
-
-
-def _delta(cfg: RLConfig) -> Iterator[Problem]:
-    key, transport = "sync.delta", cfg.sync.transport
+        because = "disk transport writes files, not buckets"
+        yield from without_effect(cfg.sync, "sync", ["bucket_mib"], because, "sync.transport")
+    if cfg.sync.delta is None or cfg.sync.lora != "merge":
+        return
+    key = "sync.delta"
     if transport not in DELTA_TRANSPORTS:
         message = f"{transport} does not send deltas: set transport: http or distributed, or leave delta out"
         yield Problem((key, "sync.transport"), message)
@@ -283,8 +270,3 @@ def _quantization(cfg: RLConfig, arch: ModelArch | None, machine: Machine) -> It
         if whole % (_BLOCK * ranks):
             message = f"fp8 needs multiples of {_BLOCK} per engine rank, and {name} {whole} is on {ranks} ranks"
             yield Problem((key, "rollout.tensor"), message)
-
-
-def _is_local(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    return host in ("localhost", "::1") or host.startswith("127.")

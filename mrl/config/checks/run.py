@@ -11,14 +11,27 @@ from mrl.config import resume
 from mrl.config.checks.base import without_effect
 from mrl.config.derived import Machine
 from mrl.config.problems import Problem, printable, reason
-from mrl.config.sections.run import CheckpointConfig, RunConfig
+from mrl.config.sections.run import RunConfig
 from mrl.config.trainers.base import AnyConfig
 
 LONGEST_NAME, LONGEST_PATH = 200, 3000  # bytes; leaves room for the names of files below
 HUB_NAME = re.compile(r"\w[\w-]*/\w[\w.-]{,94}\w", re.ASCII)
 
 
-def check_directory(run: RunConfig) -> Iterator[Problem]:
+def check(cfg: AnyConfig, machine: Machine) -> Iterator[Problem]:
+    """Checks the sections `run`, `checkpoint` and `resilience`."""
+    yield from _directory(cfg.run)
+    if len(set(cfg.run.trackers)) < len(cfg.run.trackers):
+        yield Problem(("run.trackers",), "names a tracker twice")
+    for name in ("wandb", "mlflow", "trackio", "swanlab"):
+        if name not in cfg.run.trackers:
+            yield from without_effect(cfg.run, "run", [name], f"{name} is not among the trackers", "run.trackers")
+    yield from _profile(cfg, machine)
+    yield from _checkpoint(cfg)
+    yield from _resilience(cfg)
+
+
+def _directory(run: RunConfig) -> Iterator[Problem]:
     """Checks that ROOT/NAME can be created or written to."""
     if run.name in ("", ".", "..") or "/" in run.name:
         yield Problem(("run.name",), f"{run.name!r} must be one plain directory name (run.root holds the path)")
@@ -39,16 +52,7 @@ def check_directory(run: RunConfig) -> Iterator[Problem]:
         yield Problem(("run.root",), f"{there} {said}, and the run directory is created below run.root")
 
 
-def check_trackers(run: RunConfig) -> Iterator[Problem]:
-    """Checks for trackers named twice, and for settings of trackers that are not used."""
-    if len(set(run.trackers)) < len(run.trackers):
-        yield Problem(("run.trackers",), "names a tracker twice")
-    for name in ("wandb", "mlflow", "trackio", "swanlab"):
-        if name not in run.trackers:
-            yield from without_effect(run, "run", [name], f"{name} is not among the trackers", "run.trackers")
-
-
-def check_profile(cfg: AnyConfig, machine: Machine) -> Iterator[Problem]:
+def _profile(cfg: AnyConfig, machine: Machine) -> Iterator[Problem]:
     """Checks for steps and ranks that do not exist, and for tools that this run or machine cannot use."""
     profile, history = cfg.run.profile, cfg.run.memory_history
     if profile is not None:
@@ -66,10 +70,8 @@ def check_profile(cfg: AnyConfig, machine: Machine) -> Iterator[Problem]:
         yield Problem(("run.memory_history",), "writes no snapshot: name steps, or set on_out_of_memory: true")
     yield from _steps_and_ranks(cfg, machine, "run.memory_history", history.steps, history.ranks)
     if machine.gpus == 0:
-        message = (
-            "records the allocator of CUDA, and this machine has no GPUs: leave it out (metrics memory/resident_gib/*)"
-        )
-        yield Problem(("run.memory_history",), message)
+        message = "records the allocator of CUDA, and this machine has no GPUs: leave it out"
+        yield Problem(("run.memory_history",), f"{message} (metrics memory/resident_gib/*)")
 
 
 def _steps_and_ranks(
@@ -85,37 +87,31 @@ def _steps_and_ranks(
         yield Problem((f"{key}.ranks",), message if none else "names no rank")
 
 
-def check_checkpoint(cfg: AnyConfig) -> Iterator[Problem]:
-    """Checks for settings of checkpoints that are never written."""
-    checkpoint, every = cfg.checkpoint, "checkpoint.every_steps"
-    kept = checkpoint.keep_every_steps
+def _checkpoint(cfg: AnyConfig) -> Iterator[Problem]:
+    """Checks for settings of checkpoints and uploads that are never made."""
+    checkpoint, every, hub = cfg.checkpoint, "checkpoint.every_steps", "checkpoint.push_to_hub"
+    kept, repository = checkpoint.keep_every_steps, checkpoint.push_to_hub
     if checkpoint.every_steps is None:
         names = ["keep_last", "keep_every_steps", "asynchronous", "writers"]
         yield from without_effect(checkpoint, "checkpoint", names, "no checkpoints are written", every)
     elif kept is not None and kept % checkpoint.every_steps:
         message = f"{kept} is not a multiple of {checkpoint.every_steps}, the steps at which checkpoints are written"
         yield Problem(("checkpoint.keep_every_steps", every), message)
-    yield from _check_hub(checkpoint)
+    if repository is None:
+        yield from without_effect(checkpoint, "checkpoint", ["hub_private"], "nothing is uploaded", hub)
+    elif not HUB_NAME.fullmatch(repository) or "--" in repository or ".." in repository:
+        yield Problem((hub,), f"{repository!r} is not the name of a repository: expected OWNER/NAME")
+    if repository is not None and not checkpoint.export_hf:
+        yield Problem((hub, "checkpoint.export_hf"), "uploads RUN_DIR/hf, which is not written: set export_hf: true")
     for key in checkpoint.accept_changes:
         if not resume.is_key(type(cfg), key):
             yield Problem(("checkpoint.accept_changes",), f"{key!r} is not a key of this configuration")
 
 
-def _check_hub(checkpoint: CheckpointConfig) -> Iterator[Problem]:
-    """Checks the name of the repository, and that there is an export to upload."""
-    repository, key = checkpoint.push_to_hub, "checkpoint.push_to_hub"
-    if repository is None:
-        yield from without_effect(checkpoint, "checkpoint", ["hub_private"], "nothing is uploaded", key)
-        return
-    if not HUB_NAME.fullmatch(repository) or "--" in repository or ".." in repository:
-        yield Problem((key,), f"{repository!r} is not the name of a repository: expected OWNER/NAME")
-    if not checkpoint.export_hf:
-        yield Problem((key, "checkpoint.export_hf"), "uploads RUN_DIR/hf, which is not written: set export_hf: true")
-
-
-def check_resilience(cfg: AnyConfig) -> Iterator[Problem]:
+def _resilience(cfg: AnyConfig) -> Iterator[Problem]:
     """Checks for limits that nothing monitors or that are never reached, and for restarts without a checkpoint."""
     saves, key = cfg.checkpoint.every_steps is not None, "checkpoint.every_steps"
+    timeouts, of = cfg.resilience.timeouts_s, "resilience.timeouts_s"
     if cfg.run.launcher != "ft":
         because = f"launcher {cfg.run.launcher} neither monitors nor restarts ranks"
         yield from without_effect(cfg.run, "run", ["max_restarts"], because, "run.launcher")
@@ -125,17 +121,9 @@ def check_resilience(cfg: AnyConfig) -> Iterator[Problem]:
         yield Problem(("run.launcher", key), message)
     if not saves:
         yield from without_effect(cfg.resilience, "resilience", ["save_deadline_s"], "no checkpoints are written", key)
-    if cfg.resilience.straggler_ratio <= 1:
-        message = f"must be greater than 1, got {cfg.resilience.straggler_ratio:g}"
-        yield Problem(("resilience.straggler_ratio",), message)
-    yield from _timeouts(cfg)
-
-
-def _timeouts(cfg: AnyConfig) -> Iterator[Problem]:
-    timeouts, key = cfg.resilience.timeouts_s, "resilience.timeouts_s"
     if not cfg.is_sampling:
         because = f"trainer {cfg.trainer} does not generate"
-        yield from without_effect(timeouts, key, ["rollout", "reward", "sync"], because, "trainer")
+        yield from without_effect(timeouts, of, ["rollout", "reward", "sync"], because, "trainer")
     elif timeouts.reward > timeouts.rollout:
         message = f"{timeouts.reward:g} s is never reached: the rollout includes rewards and has {timeouts.rollout:g} s"
-        yield Problem((f"{key}.reward", f"{key}.rollout"), message)
+        yield Problem((f"{of}.reward", f"{of}.rollout"), message)

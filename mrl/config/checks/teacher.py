@@ -58,10 +58,8 @@ def _served(name: str, model: TeacherModelConfig, url: str, temperature: float) 
     yield from without_effect(model, name, ["parallel", "offload"], f"the engine at {url} computes this teacher", key)
     yield from check_passwords(key, key_file, (url,))
     if temperature != 1:
-        message = (
-            f"{temperature:g}: an engine reports the log-probs of a prompt at temperature 1 only. Use 1.0, or leave "
-            f"{key} out, so that the trainer computes the teacher"
-        )
+        what = f"{temperature:g}: an engine reports the log-probs of a prompt at temperature 1 only"
+        message = f"{what}. Use 1.0, or leave {key} out, so that the trainer computes the teacher"
         yield Problem(("rollout.sampling.temperature", key), message)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from mrl.config.checks.base import Archs, without_effect
 from mrl.config.derived import first_chunk_layers, model_size
 from mrl.config.problems import Problem
-from mrl.config.trainers.base import Config
+from mrl.config.trainers.base import Config, section_of
 from mrl.families import ModelArch, VisionArch
 
 SGLANG_PATCH_VALUES = 1176  # 0.5.23, get_image_feature of models/qwen2_5_vl.py
@@ -28,17 +28,18 @@ def check(cfg: Config, archs: Archs) -> Iterator[Problem]:
     for name, arch in seeing.items():
         yield from _deep(cfg, name, arch)
     for name, model in cfg.built().items():
-        section = "reward.model" if name == "reward" else name
+        section = section_of(name)
         if section not in seeing:
             continue
         if model.train.lora is not None and model.is_trained:
             yield Problem((f"{section}.lora", "model.path"), "is not supported for vision models")
         if model.train.precision.fp8.recipe != "none":
             yield Problem((f"{section}.precision.fp8.recipe", "model.path"), "is not supported for vision models")
+    if "actor" in seeing and cfg.has_turns:
+        yield Problem(("agent", "model.path"), "is not supported for vision models: later turns would lack the images")
     if "actor" in seeing:
-        yield from _prompts_alone(cfg)
         yield from _data(cfg)
-        yield from _engine(cfg, archs.get("actor"))
+        yield from _engine(cfg, seeing["actor"])
 
 
 def _unseen(cfg: Config) -> Iterator[Problem]:
@@ -49,12 +50,6 @@ def _unseen(cfg: Config) -> Iterator[Problem]:
         yield from without_effect(use.cfg, key, ["images_key", "max_images", "max_image_tokens"], because, other)
     if (rewards := cfg.rewards()) is not None:
         yield from without_effect(rewards, "reward", ["pictures"], because, other)
-
-
-def _prompts_alone(cfg: Config) -> Iterator[Problem]:
-    """Checks that engines get prompts of the data only, since images belong to the prompt."""
-    if cfg.has_turns:
-        yield Problem(("agent", "model.path"), "is not supported for vision models: later turns would lack the images")
 
 
 def _data(cfg: Config) -> Iterator[Problem]:
@@ -99,16 +94,14 @@ def _deep(cfg: Config, name: str, arch: ModelArch) -> Iterator[Problem]:
         yield Problem((f"{name}.parallel.first_stage_layers", f"{name}.parallel.pipeline"), message)
 
 
-def _engine(cfg: Config, arch: ModelArch | None) -> Iterator[Problem]:
+def _engine(cfg: Config, arch: ModelArch) -> Iterator[Problem]:
     found = cfg.engines()
-    if found is None:
+    if found is None or arch.vision is None:
         return
-    rollout, _ = found
-    if rollout.engine == "sglang" and arch is not None and arch.vision is not None:
-        values = arch.vision.patch_values
-        if arch.family == "qwen2_5_vl" and values != SGLANG_PATCH_VALUES:
-            message = f"patches of {values} values: SGLang's Qwen2.5-VL supports only {SGLANG_PATCH_VALUES} (14 x 14 "
-            yield Problem(("rollout.engine", "model.path"), message + "pixels): set rollout.engine: transformers")
+    rollout, values = found[0], arch.vision.patch_values
+    if rollout.engine == "sglang" and arch.family == "qwen2_5_vl" and values != SGLANG_PATCH_VALUES:
+        message = f"patches of {values} values: SGLang's Qwen2.5-VL supports only {SGLANG_PATCH_VALUES} (14 x 14 "
+        yield Problem(("rollout.engine", "model.path"), message + "pixels): set rollout.engine: transformers")
     if rollout.quantization != "none":
         yield Problem(("rollout.quantization", "model.path"), "is not supported for vision models")
     if rollout.urls and cfg.model.vision.train:

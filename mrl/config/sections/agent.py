@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from mrl.config.sections.base import FilePath, NonNegativeInt, PositiveFloat, PositiveInt, Section
 from mrl.config.sections.reward import SandboxConfig
+from mrl.options.base import FilePath, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
 class AgentConfig(Section):

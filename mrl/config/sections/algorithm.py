@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import TypeAdapter
 
-from mrl.config.sections.base import FilePath, NonNegativeFloat, PositiveFloat, PositiveInt, Section
 from mrl.config.sections.policy import PolicyLoss, RolloutCorrectionConfig, policy_loss
 from mrl.config.sections.variants import Variants
+from mrl.options.base import FilePath, NonNegativeFloat, PositiveFloat, PositiveInt, Section
 from mrl.options.estimators import ESTIMATORS, EstimatorOptions
 from mrl.options.losses import AggMode
 

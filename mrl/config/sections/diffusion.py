@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field
-
-from mrl.config.sections.base import FilePath, NonNegativeFloat, PositiveFloat, PositiveInt, Section
 from mrl.config.sections.data import Sources
 from mrl.config.sections.models import OptimizerConfig
 from mrl.config.sections.reward import ServerConfig
+from mrl.options.base import BelowOne, FilePath, NonNegativeFloat, PositiveFloat, PositiveFraction, PositiveInt, Section
 
 
 class DiffusionModelConfig(Section):
@@ -77,14 +75,14 @@ class DiffusionBatchConfig(Section):
     images_per_update: PositiveInt | None = None  # images per update, with all their denoising steps; null: all
     inner_epochs: PositiveInt = 1  # passes over the images of a step
     # share of an image's denoising steps to train on, in random order
-    timestep_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
+    timestep_fraction: PositiveFraction = 1.0
 
 
 class DiffusionSFTBatchConfig(Section):
     """Batch size; a step is one update."""
 
     images_per_step: PositiveInt  # images per update, each at one random time
-    drop_prompt: Annotated[float, Field(ge=0, lt=1)] = 0.1  # share of images trained without a prompt, for guidance
+    drop_prompt: BelowOne = 0.1  # share of images trained without a prompt, for guidance
 
 
 class DiffusionAdvantageConfig(Section):

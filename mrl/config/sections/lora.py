@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field
-
-from mrl.config.sections.base import PositiveFloat, PositiveInt, Section
 from mrl.families.adapters import LoRA
+from mrl.options.base import BelowOne, PositiveFloat, PositiveInt, Section
 
 
 class LoRAConfig(Section):
@@ -21,7 +19,7 @@ class LoRAConfig(Section):
     rslora: bool = False  # scale = alpha / sqrt(rank) (arXiv 2312.03732)
     dora: bool = False  # also train the magnitude of every row (DoRA, arXiv 2402.09353)
     # dropout of the adapters' inputs in training; sft only
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    dropout: BelowOne = 0.0
     # initialization of A; B is 0. kaiming: uniform within 1 / sqrt(input size); gaussian: normal with standard
     # deviation 1 / rank
     init: Literal["kaiming", "gaussian"] = "kaiming"

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field
-
-from mrl.config.sections.base import (
+from mrl.config.sections.lora import LoRAConfig
+from mrl.config.sections.precision import PrecisionConfig
+from mrl.options.base import (
+    BelowOne,
     FilePath,
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
+    PositiveFraction,
     PositiveInt,
     Section,
 )
-from mrl.config.sections.lora import LoRAConfig
-from mrl.config.sections.precision import PrecisionConfig
 
 
 class ParallelConfig(Section):
@@ -70,8 +70,8 @@ class OptimizerConfig(Section):
     # (null: all updates of the run). Must cover all updates of the run, unless min_lr is given
     decay_steps: PositiveInt | None = None
     min_lr: NonNegativeFloat = 0.0  # learning rate of updates after `decay_steps`
-    beta1: Fraction = 0.9  # decay of Adam's mean of gradients
-    beta2: Fraction = 0.95  # decay of Adam's mean of squared gradients
+    beta1: BelowOne = 0.9  # decay of Adam's mean of gradients
+    beta2: BelowOne = 0.95  # decay of Adam's mean of squared gradients
     eps: PositiveFloat = 1e-8  # added to Adam's denominator
     weight_decay: NonNegativeFloat = 0.0  # subtract lr * this * weight at every update
     clip_grad: PositiveFloat = 1.0  # maximum gradient norm over all weights; larger gradients are scaled down
@@ -138,7 +138,7 @@ class RefConfig(Section):
 
     policy: Literal["frozen", "ema", "refreshed"] = "frozen"  # whether and how the reference changes; see the section
     refresh_every_steps: PositiveInt | None = None  # steps between refreshes; refreshed only
-    refresh_share: Annotated[float, Field(gt=0, le=1)] = 1.0  # share of the way to the actor; refreshed only
+    refresh_share: PositiveFraction = 1.0  # share of the way to the actor; refreshed only
     path: FilePath | None = None  # Hugging Face directory; null: the actor's initial weights
     parallel: ParallelConfig | None = None  # layout; null: the actor's
     max_tokens_per_microbatch: PositiveInt | None = None  # maximum tokens per micro-batch; null: the actor's

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from mrl.config.sections.base import PositiveFloat, PositiveInt, Section
+from mrl.options.base import PositiveFloat, PositiveInt, Section
 
 
 class PlacementConfig(Section):

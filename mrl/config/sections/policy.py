@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, TypeAdapter
 
-from mrl.config.sections.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section
 from mrl.config.sections.variants import Variants
-from mrl.options.losses import POLICY_LOSSES, AggMode, LossOptions, TokenShare
+from mrl.options.base import NonNegativeFloat, PositiveFloat, PositiveFraction, PositiveInt, Section
+from mrl.options.losses import POLICY_LOSSES, AggMode, LossOptions
 
 if TYPE_CHECKING:
     LossMode = str
@@ -23,7 +23,8 @@ class PolicyLossConfig(LossOptions):
     # mask responses with a negative advantage that are further than this from the rollout policy, in nats per token;
     # TRL uses 0.5
     off_policy_mask_threshold: PositiveFloat | None = None
-    high_entropy_token_ratio: TokenShare = 1.0  # train only on this share of a mini-batch's tokens, by highest entropy
+    # train only on this share of a mini-batch's tokens, by highest entropy
+    high_entropy_token_ratio: PositiveFraction = 1.0
     loss_agg_mode: AggMode | None = None  # aggregation of token losses; null: the default of the loss_mode, below
     # divisor of a response's sum, in tokens, for seq-mean-token-sum-norm; null: rollout.sampling.max_new_tokens
     loss_scale_factor: PositiveFloat | None = None

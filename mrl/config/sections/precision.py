@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from mrl.config.sections.base import NonNegativeInt, PositiveInt, Section
+from mrl.options.base import NonNegativeInt, PositiveInt, Section
 
 FP8Recipe = Literal["none", "current", "delayed", "blockwise", "mxfp8"]
 FP8Format = Literal["hybrid", "e4m3"]

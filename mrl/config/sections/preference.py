@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from mrl.config.sections.base import FilePath, PositiveInt, Section
 from mrl.options import preference as losses
+from mrl.options.base import FilePath, Fraction, PositiveFraction, PositiveInt, Section
 from mrl.options.preference import PreferenceOptions
 
 
@@ -59,7 +59,7 @@ class PreferenceConfig(Section):
     loss: Losses = LossesConfig(sigmoid=losses.Sigmoid())
     reference_free: bool = False  # use 0 as the reference's log-probs, and build no reference
     # LD-DPO (arXiv 2409.06411): weight of a response's tokens beyond the length of the other response; null: 1
-    ld_alpha: Annotated[float, Field(ge=0, le=1)] | None = None
+    ld_alpha: Fraction | None = None
     # WPO (arXiv 2406.11827): weight pairs by the probability of their responses under the policy
     use_weighting: bool = False
 
@@ -95,5 +95,5 @@ class PreferenceRefConfig(Section):
 
     policy: Literal["frozen", "cached", "refreshed"] = "frozen"  # how the reference is computed; see the section
     refresh_every_steps: PositiveInt | None = None  # steps between refreshes; refreshed only
-    refresh_share: Annotated[float, Field(gt=0, le=1)] = 1.0  # share of the way to the actor; refreshed only
+    refresh_share: PositiveFraction = 1.0  # share of the way to the actor; refreshed only
     path: FilePath | None = None  # Hugging Face directory; null: the actor's initial weights

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from pydantic import Field
-
-from mrl.config.sections.base import PositiveFloat, PositiveInt, Section
 from mrl.config.sections.data import DataConfig
+from mrl.options.base import InnerFraction, PositiveFloat, PositiveInt, Section
 
 
 class EMAConfig(Section):
     """A moving average of the actor's weights, float32 and sharded like its optimizer. After every update
     average <- decay * average + (1 - decay) * actor. `checkpoint.export_hf` writes it too, to RUN_DIR/hf_ema."""
 
-    decay: Annotated[float, Field(gt=0, lt=1)] = 0.992  # decay of the average per update
+    decay: InnerFraction = 0.992  # decay of the average per update
     offload: bool = True  # keep it in host memory; false: on the device
     in_validation: bool = False  # also validate with the average (two more weight syncs)
 

@@ -6,17 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from mrl.config.sections.base import (
-    FilePath,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    Section,
-    Url,
-)
 from mrl.config.sections.models import ParallelConfig
 from mrl.config.sections.precision import PrecisionConfig
+from mrl.options.base import FilePath, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, Url
 
 
 class FormatConfig(Section):

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import TypeAdapter
 
-from mrl.config.sections.base import PositiveInt
 from mrl.config.sections.variants import Variants
+from mrl.options.base import PositiveInt
 from mrl.options.reward_losses import REWARD_LOSSES, RewardLossOptions
 
 if TYPE_CHECKING:

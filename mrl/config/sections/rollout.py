@@ -8,12 +8,13 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from mrl.config.engines import EngineName
-from mrl.config.sections.base import (
+from mrl.options.base import (
     FilePath,
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
+    PositiveFraction,
     PositiveInt,
     Section,
     Url,
@@ -24,7 +25,7 @@ class SamplingConfig(Section):
     """Sampling parameters of generation."""
 
     temperature: PositiveFloat = 1.0  # sampling temperature: logits are divided by it
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # nucleus sampling: most likely tokens of this total probability
+    top_p: PositiveFraction = 1.0  # nucleus sampling: most likely tokens of this total probability
     top_k: int = -1  # sample from the k most likely tokens; -1: all
     max_new_tokens: PositiveInt = 1024  # maximum tokens of a response
     stop: tuple[str, ...] = ()  # texts that end a response, besides the end token; they remain part of it
@@ -166,6 +167,6 @@ class ValidationConfig(Section):
     prompts: PositiveInt | None = None  # use the first N prompts of data.validation; null: all
     samples_per_prompt: PositiveInt = 1  # responses per prompt
     temperature: NonNegativeFloat = 0.0  # logits are divided by it; 0: greedy
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # nucleus sampling: most likely tokens of this total probability
+    top_p: PositiveFraction = 1.0  # nucleus sampling: most likely tokens of this total probability
     top_k: int = -1  # sample from the k most likely tokens; -1: all
     at_start: bool = True  # also validate before the first step

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from mrl.config.sections.base import FilePath, NonNegativeInt, PositiveFloat, PositiveInt, Section, Seed
+from pydantic import Field
+
+from mrl.options.base import FilePath, NonNegativeInt, PositiveFloat, PositiveInt, Section, Seed
 
 TrackerName = Literal[
     "tensorboard",
@@ -171,4 +173,4 @@ class ResilienceConfig(Section):
     # of a step (mrl plan warns)
     save_deadline_s: PositiveFloat = 60.0
     straggler_every_steps: PositiveInt = 10  # steps between comparisons of the ranks' times
-    straggler_ratio: PositiveFloat = 2.0  # report a rank that takes this many times its peers' median
+    straggler_ratio: Annotated[float, Field(gt=1)] = 2.0  # report a rank that takes this many times its peers' median

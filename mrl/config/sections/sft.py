@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field
-
-from mrl.config.sections.base import PositiveFloat, PositiveInt, Section
+from mrl.options.base import BelowOne, PositiveFloat, PositiveInt, Section
 
 
 class ImitationConfig(Section):
@@ -15,7 +13,7 @@ class ImitationConfig(Section):
     # loss of a token with probability p: -log p (nll), or -p log p with no gradient through the first p (dft, arXiv
     # 2508.05629)
     type: Literal["nll", "dft"] = "nll"
-    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0  # share of the target spread evenly over all tokens
+    label_smoothing: BelowOne = 0.0  # share of the target spread evenly over all tokens
     # alpha of NEFTune's noise on the embeddings: U(-1, 1) * alpha / sqrt(tokens of the row * hidden size); null: none
     neftune_noise_alpha: PositiveFloat | None = None
 

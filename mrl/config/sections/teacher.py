@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field
-
-from mrl.config.sections.base import FilePath, NonNegativeFloat, PositiveFloat, PositiveInt, Section, Url
 from mrl.config.sections.models import ParallelConfig
-
-Mix = Annotated[float, Field(gt=0, lt=1)]
+from mrl.options.base import FilePath, InnerFraction, NonNegativeFloat, PositiveFloat, PositiveInt, Section, Url
 
 
 class TeacherModelConfig(Section):
@@ -47,8 +43,9 @@ class TeacherConfig(Section):
     teachers: dict[str, TeacherModelConfig] = {}  # value of data.data_source_key -> its teacher, instead of `path`
     # divergence between actor and teacher; see the section
     divergence: Literal["reverse_kl", "forward_kl", "jsd", "skewed_kl", "skewed_reverse_kl", "sampled"] = "reverse_kl"
-    beta: Mix = 0.5  # the teacher's share of m; jsd only
-    skew: Mix = 0.1  # how far the second distribution moves towards the first; skewed_kl and skewed_reverse_kl only
+    beta: InnerFraction = 0.5  # the teacher's share of m; jsd only
+    # how far the second distribution moves towards the first; skewed_kl and skewed_reverse_kl only
+    skew: InnerFraction = 0.1
     coef: PositiveFloat = 1.0  # weight of the divergence
     policy_coef: NonNegativeFloat = 1.0  # weight of the policy loss; 0: learn from the teacher alone
     top_k: PositiveInt = 32  # most likely tokens that engines at url report for each token; not with sampled

@@ -31,24 +31,11 @@ class Variants:
 
     def sections(self, common: type[Section]) -> dict[str, type[Section]]:
         """Returns, for every value of the key, the class of the whole section."""
-        if common not in self._made:
-            self._made[common] = {name: self._section(common, name, kind) for name, kind in self.kinds.items()}
-        return self._made[common]
-
-    def _section(self, common: type[Section], name: str, kind: type[Options]) -> type[Section]:
-        chosen: Any = {self.by: (Literal[name], name)}
-        return create_model(f"{common.__name__}[{name}]", __base__=(kind, common), **chosen)
-
-    def chosen(self, common: type[Section], given: Mapping[str, Any]) -> Any:
-        """Returns the value of the key: as given, as implied by another key, or its default."""
-        if self.by in given:
-            return given[self.by]
-        implied = [name for name, kind in self.kinds.items() if kind.implied_by in given]
-        return implied[0] if implied else common.model_fields[self.by].get_default()
-
-    def owners(self, key: str) -> list[str]:
-        """Returns the values for which the section has this further key."""
-        return [name for name, kind in self.kinds.items() if key in kind.model_fields or key in kind.renamed]
+        made = self._made.setdefault(common, {})
+        for name, kind in self.kinds.items() if not made else ():
+            chosen: Any = {self.by: (Literal[name], name)}
+            made[name] = create_model(f"{common.__name__}[{name}]", __base__=(kind, common), **chosen)
+        return made
 
     def __get_pydantic_core_schema__(self, common: type[Section], handler: GetCoreSchemaHandler) -> CoreSchema:
         class Unknown(common):  # type: ignore[valid-type, misc]
@@ -71,7 +58,8 @@ class Variants:
 
     def _read(self, common: type[Section], given: dict[str, Any]) -> dict[str, Any]:
         """Replaces former key names, writes out the choice, and drops default-valued keys of other algorithms."""
-        name = self.chosen(common, given)
+        implied = (name for name, kind in self.kinds.items() if kind.implied_by in given)
+        name = given[self.by] if self.by in given else next(implied, common.model_fields[self.by].get_default())
         if not isinstance(name, str) or name not in self.kinds:
             return given
         kind = self.kinds[name]
@@ -83,6 +71,6 @@ class Variants:
 
     def _is_default(self, key: str, value: Any) -> bool:
         """True if the value is the key's default in any variant. 1 equals 1.0, but not true."""
-        fields = [self.kinds[name].model_fields.get(key) for name in self.owners(key)]
+        fields = [kind.model_fields.get(key) for kind in self.kinds.values()]
         defaults = [found.get_default() for found in fields if found is not None and not found.is_required()]
         return any(value == default and (type(value) is bool) == (type(default) is bool) for default in defaults)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from mrl.config.sections.algorithm import AlgorithmConfig
-from mrl.config.sections.base import Section
-from mrl.config.sections.data import DataConfig, Form, PreferenceDataConfig, SFTDataConfig, SourceConfig
-from mrl.config.sections.held_out import HeldOutConfig
+from mrl.config.sections.data import DataConfig, Form, HeldOutConfig, PreferenceDataConfig, SFTDataConfig, SourceConfig
 from mrl.config.sections.models import ModelConfig, ParallelConfig, TrainConfig
 from mrl.config.sections.placement import PlacementConfig
 from mrl.config.sections.reward import RewardConfig, ServerConfig
@@ -18,6 +16,7 @@ from mrl.config.sections.rollout import RolloutConfig, SyncConfig
 from mrl.config.sections.run import CheckpointConfig, ResilienceConfig, RunConfig
 from mrl.config.tokenizer_files import TOKENIZER_FILES
 from mrl.families import has_draft_layers
+from mrl.options.base import Section
 
 
 @dataclass(frozen=True)
@@ -66,10 +65,6 @@ class DataUse:
     is_evaluated: bool = False
     sources: Container[str] = ()
 
-    @property
-    def uses_validation(self) -> bool:
-        return self.is_sampled or self.is_evaluated
-
     def needed(self, columns: Container[str]) -> dict[str, str]:
         """Returns setting -> column name for the columns that a row with `columns` must have."""
         if isinstance(self.cfg, PreferenceDataConfig) and self.preferences is not None:
@@ -83,6 +78,11 @@ class DataUse:
     def reads_prompts(self) -> bool:
         """True if the prompt column of a row is used."""
         return self.preferences is not None or "prompt_key" in self.needed(())
+
+
+def section_of(model: str) -> str:
+    """Returns the section of a model that a run builds, by its name in `Config.built`."""
+    return "reward.model" if model == "reward" else model
 
 
 @dataclass(frozen=True)
@@ -136,6 +136,12 @@ class StepSize:
     served_tokens: int = 0
 
 
+def renamed(key: str, moved: Mapping[str, str]) -> str:
+    """Returns `key`, or if it is in a section of `moved` its name there."""
+    section = next((own for own in moved if f"{key}.".startswith(f"{own}.")), "")
+    return moved[section] + key.removeprefix(section) if section else key
+
+
 class AnyConfig(Section):
     """The keys of every trainer. Other packages call these methods and never check which trainer it is."""
 
@@ -173,6 +179,11 @@ class AnyConfig(Section):
     def engines(self) -> tuple[RolloutConfig, SyncConfig] | None:
         """Returns the settings of the engines and of weight syncs; None if the run generates nothing."""
         return None
+
+    def parts(self) -> Iterator[tuple[AnyConfig, dict[str, str]]]:
+        """Yields the configurations that this one holds besides its own, each with the keys that differ: the key there
+        -> the key here."""
+        yield from ()
 
     def nodes_per_engine(self) -> int:
         """Returns the number of nodes that each engine spans."""
@@ -277,7 +288,7 @@ class Config(AnyConfig):
     def frozen(self) -> dict[str, str | None]:
         """Returns section -> directory of every language model that is never trained; None: that of the run's model."""
         models = {name: model.path for name, model in self.built().items() if not model.is_trained}
-        return {"reward.model" if name == "reward" else name: path for name, path in models.items()}
+        return {section_of(name): path for name, path in models.items()}
 
     def reread_files(self) -> Iterator[tuple[str, str]]:
         frozen = self.frozen()

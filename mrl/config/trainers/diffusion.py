@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from mrl.config.builtin_rewards import IMAGE_SCORER
 from mrl.config.checks.base import Archs, without_effect
-from mrl.config.checks.data import unreadable
+from mrl.config.checks.data import Unreadable, read_columns
 from mrl.config.checks.diffusion import (
     NETS,
     SCHEDULERS,
@@ -43,8 +43,6 @@ from mrl.config.sections.diffusion import (
 from mrl.config.sections.reward import ServerConfig
 from mrl.config.trainers.base import AnyConfig, DataUse
 
-PACKAGES = ("diffusers", "peft", "PIL")
-PLAN, PREVIEW = "mrl.diffusion.plan:DiffusionPlan", "mrl.diffusion.preview:preview"
 KIND, GUIDANCE, AGAINST = "sampler.kind", "sampler.guidance", "advantage.against"
 
 
@@ -130,7 +128,11 @@ def check_sft(cfg: DiffusionSFTConfig, archs: Archs, machine: Machine) -> Iterat
 
 def check_ddpo(cfg: DDPOConfig, archs: Archs, machine: Machine) -> Iterator[Problem]:
     yield from _common(cfg, machine)
-    yield from _batch(cfg, machine)
+    total, each = cfg.images_per_step, cfg.images_per_update
+    if total % each:
+        message = f"{each} do not divide the {total} images of a step (prompts_per_step x images_per_prompt)"
+        yield Problem(("batch.images_per_update", "batch.prompts_per_step", "batch.images_per_prompt"), message)
+    yield from _shares(cfg, machine, "batch.prompts_per_step", total)
     yield from _advantage(cfg)
     yield from _reward(cfg.reward)
     if cfg.sampler.kind == "ddim":
@@ -146,8 +148,10 @@ def check_ddpo(cfg: DDPOConfig, archs: Archs, machine: Machine) -> Iterator[Prob
 def check_files(cfg: DiffusionConfig) -> Iterator[Problem]:
     """Checks the diffusers directory and the data by their JSON files and first rows."""
     for source in cfg.data.train:
-        if (why := unreadable(source)) is not None:
-            yield Problem(("data.train",), why)
+        try:
+            read_columns(source)
+        except Unreadable as error:
+            yield Problem(("data.train",), str(error))
     yield from _weights(cfg)
     yield from check_shapes(cfg)
     scorer = cfg.reward.scorer if isinstance(cfg, DDPOConfig) else None
@@ -197,8 +201,8 @@ def _sampler(cfg: DDPOConfig, name: str, config: dict, scheduler: str, settings:
         yield Problem((KIND, "model.path"), f"{cfg.model.path}/scheduler: {why}")
     times = settings.get("num_train_timesteps", 1000)
     if cfg.sampler.steps > times:
-        message = f"{cfg.sampler.steps} steps exceed the scheduler's {times} timesteps"
-        yield Problem(("sampler.steps", "model.path"), message)
+        what = f"{cfg.sampler.steps} steps exceed the scheduler's {times} timesteps"
+        yield Problem(("sampler.steps", "model.path"), what)
     if not has_random_step(cfg.sampler.kind, settings, cfg.sampler.steps):
         message = "the only step is at time 0, where it is deterministic and has no ratio: use more steps"
         yield Problem(("sampler.steps", "model.path"), message)
@@ -215,18 +219,9 @@ def _common(cfg: DiffusionConfig, machine: Machine) -> Iterator[Problem]:
         yield from check_shapes(cfg)
     yield from check_optimizer("actor.optimizer", cfg.actor.optimizer, cfg.min_updates("actor"))
     if cfg.actor.optimizer.muon is not None:
-        message = f"trainer {cfg.trainer} trains with Adam alone: remove muon"
-        yield Problem(("actor.optimizer.muon", "trainer"), message)
+        yield Problem(("actor.optimizer.muon", "trainer"), f"trainer {cfg.trainer} trains with Adam alone: remove muon")
     if cfg.actor.lora is not None and cfg.model.from_scratch:
         yield Problem(("actor.lora", "model.from_scratch"), "adapters need trained weights: set from_scratch: false")
-
-
-def _batch(cfg: DDPOConfig, machine: Machine) -> Iterator[Problem]:
-    total, each = cfg.images_per_step, cfg.images_per_update
-    if total % each:
-        message = f"{each} do not divide the {total} images of a step (prompts_per_step x images_per_prompt)"
-        yield Problem(("batch.images_per_update", "batch.prompts_per_step", "batch.images_per_prompt"), message)
-    yield from _shares(cfg, machine, "batch.prompts_per_step", total)
 
 
 def _shares(cfg: DiffusionConfig, machine: Machine, key: str, count: int) -> Iterator[Problem]:
@@ -244,9 +239,8 @@ def _reward(reward: ImageRewardConfig) -> Iterator[Problem]:
     if reward.server is not None:
         yield from check_server("reward.server", reward.server)
         yield from without_effect(reward.server, "reward.server", ["api"], "images use api: mrl", "reward.server")
-        yield from without_effect(
-            reward, "reward", ["workers", "timeout_s"], "a server scores the images", "reward.server"
-        )
+        because = "a server scores the images"
+        yield from without_effect(reward, "reward", ["workers", "timeout_s"], because, "reward.server")
     if (reward.function == IMAGE_SCORER) != (reward.scorer is not None):
         yield Problem(("reward.function", "reward.scorer"), f"`function: {IMAGE_SCORER}` and `scorer:` need each other")
 
@@ -262,3 +256,11 @@ def _advantage(cfg: DDPOConfig) -> Iterator[Problem]:
     if advantage.against == "group" and cfg.batch.images_per_prompt < 2:
         message = "1 image per prompt has no group to be compared with: use at least 2"
         yield Problem(("batch.images_per_prompt", AGAINST), message)
+
+
+OF_BOTH: dict[str, Any] = {  # of the rows of both trainers in the table
+    "check_files": check_files,
+    "packages": ("diffusers", "peft", "PIL"),
+    "plan": "mrl.diffusion.plan:DiffusionPlan",
+    "preview": "mrl.diffusion.preview:preview",
+}

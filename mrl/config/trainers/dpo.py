@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from mrl.config.checks.base import Archs, without_effect
+from mrl.config.checks.base import Archs, check_refresh, without_effect
 from mrl.config.derived import Machine
 from mrl.config.problems import Problem
 from mrl.config.sections.preference import PreferenceConfig, PreferenceRefConfig
@@ -131,21 +131,14 @@ def _pictures(cfg: DPOConfig, archs: Archs) -> Iterator[Problem]:
 
 
 def _reference(cfg: DPOConfig) -> Iterator[Problem]:
-    ref, moving = cfg.ref, ["refresh_every_steps", "refresh_share"]
+    ref = cfg.ref
     if not cfg.preference.needs_reference:
-        because = "no reference is used"
-        yield from without_effect(ref, "ref", list(type(ref).model_fields), because, LOSS)
+        yield from without_effect(ref, "ref", list(type(ref).model_fields), "no reference is used", LOSS)
         return
-    if ref.policy != "refreshed":
-        yield from without_effect(ref, "ref", moving, f"the reference is {ref.policy}", REF)
-    else:
+    yield from check_refresh(ref, cfg.run.steps)
+    if ref.policy == "refreshed":
         because = "the reference is refreshed: it runs in the actor, with other weights"
         yield from without_effect(ref, "ref", ["path"], because, REF)
-        if ref.refresh_every_steps is None:
-            yield Problem(("ref.refresh_every_steps", REF), "required by refreshed")
-        elif ref.refresh_every_steps >= cfg.run.steps:
-            message = f"{ref.refresh_every_steps} steps of {cfg.run.steps}: the reference would never be refreshed"
-            yield Problem(("ref.refresh_every_steps", "run.steps"), message)
     if ref.policy == "cached" and cfg.preference.needs_kl:
         message = "kto needs the reference in every step, for responses to other prompts: use frozen or refreshed"
         yield Problem((REF, LOSS), message)

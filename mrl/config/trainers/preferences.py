@@ -6,13 +6,11 @@ from abc import abstractmethod
 from collections.abc import Iterator
 
 from mrl.config.checks.base import Archs
-from mrl.config.checks.data import check_preferences
-from mrl.config.checks.held_out import check_held_out
+from mrl.config.checks.data import check_held_out, check_preferences
 from mrl.config.checks.layout import check_shares
 from mrl.config.derived import Machine
 from mrl.config.problems import Problem
-from mrl.config.sections.data import PreferenceBatchConfig, PreferenceDataConfig
-from mrl.config.sections.held_out import ComparisonConfig
+from mrl.config.sections.data import ComparisonConfig, PreferenceBatchConfig, PreferenceDataConfig
 from mrl.config.trainers.base import Config, StepSize
 
 

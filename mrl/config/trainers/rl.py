@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from mrl.config.file_fingerprint import file_of
+from mrl.config.sections.adapter import AdapterConfig
 from mrl.config.sections.agent import AgentConfig
 from mrl.config.sections.algorithm import Algorithm, AlgorithmConfig
 from mrl.config.sections.data import BatchConfig
@@ -16,7 +17,7 @@ from mrl.config.sections.reuse import EMAConfig, PTXConfig, ReplayConfig
 from mrl.config.sections.reward import RewardConfig, RewardModelConfig
 from mrl.config.sections.rollout import RolloutConfig, SyncConfig, ValidationConfig
 from mrl.config.sections.teacher import TeacherConfig, TeacherModelConfig
-from mrl.config.trainers.base import Config, DataUse, ModelSpec, ModelUse, StepSize
+from mrl.config.trainers.base import AnyConfig, Config, DataUse, ModelSpec, ModelUse, StepSize, renamed
 from mrl.config.verifiers_environments import is_environment, module_file
 from mrl.options.estimators import CustomEstimator
 from mrl.options.losses import CustomLoss
@@ -41,6 +42,34 @@ class RLConfig(Config):
     replay: ReplayConfig | None = None
     ptx: PTXConfig | None = None
     validation: ValidationConfig = ValidationConfig()
+    adapters: dict[str, AdapterConfig] = {}  # name -> adapter, to train several of one base; empty: one
+
+    def adapter_configs(self) -> dict[str, RLConfig]:
+        """Returns the configuration of each of several adapters, as that of a run of it alone; empty for one."""
+        found = {}
+        for name, own in self.adapters.items():
+            given = {key: value for key, value in dict(own).items() if value is not None}
+            lora, optimizer = given.pop("lora", self.actor.lora), given.pop("optimizer", self.actor.optimizer)
+            given["actor"] = self.actor.model_copy(update={"lora": lora, "optimizer": optimizer})
+            sampling = given.pop("sampling", self.rollout.sampling)
+            given["rollout"] = self.rollout.model_copy(update={"sampling": sampling})
+            if own.data is not None and own.data.validation is None and own.validation is None:
+                given["validation"] = ValidationConfig()  # the run's is for other adapters
+            found[name] = self.model_copy(update={**given, "adapters": {}})
+        return found
+
+    @property
+    def policies(self) -> list[RLConfig]:
+        """The configurations of all adapters; of a run with one policy its own."""
+        return [*self.adapter_configs().values()] or [self]
+
+    def parts(self) -> Iterator[tuple[AnyConfig, dict[str, str]]]:
+        for name, cfg in self.adapter_configs().items():
+            moved = {key: f"adapters.{name}.{key}" for key, value in dict(self.adapters[name]).items() if value}
+            for own, key in (("sampling", "rollout"), ("optimizer", "actor"), ("lora", "actor")):
+                if own in moved:
+                    moved[f"{key}.{own}"] = moved.pop(own)
+            yield cfg, moved
 
     @property
     def sees_pictures(self) -> bool:
@@ -99,7 +128,7 @@ class RLConfig(Config):
         return found | ({"reference": True} if needs_ref(self) and self.ref.policy == "refreshed" else {})
 
     def engines(self) -> tuple[RolloutConfig, SyncConfig]:
-        context = self.rollout.max_context_tokens or most_tokens(self)
+        context = self.rollout.max_context_tokens or max(most_tokens(cfg) for cfg in self.policies)
         return self.rollout.model_copy(update={"max_context_tokens": context}), self.sync
 
     def nodes_per_engine(self) -> int:
@@ -143,6 +172,9 @@ class RLConfig(Config):
         found = {"data": DataUse(self.data, prompts_per_round(self), is_sampled=True, sources=sources)}
         if self.ptx is not None:
             found["ptx.data"] = DataUse(self.ptx.data, most_updates_per_step(self) * self.ptx.samples_per_update)
+        for name, own in self.adapter_configs().items():
+            if self.adapters[name].data is not None:
+                found[f"adapters.{name}.data"] = own.data_uses()["data"]
         return found
 
     def reread_files(self) -> Iterator[tuple[str, str]]:
@@ -162,6 +194,8 @@ class RLConfig(Config):
             else:
                 called.append(("agent.rollout", agent.rollout))
         yield from ((key, file) for key, spec in called if (file := file_of(spec)))
+        for own, moved in self.parts():
+            yield from ((renamed(key, moved), file) for key, file in own.reread_files() if renamed(key, moved) != key)
 
     def rewards(self) -> RewardConfig:
         return self.reward
@@ -199,6 +233,9 @@ class RLConfig(Config):
             where = f"{own} {each} (mrl serve)"
         elif (size := self.placement.nodes_per_engine) > 1:
             where = f"{own} on each group of {size} nodes"
+        if self.adapters:
+            steps = (f"{name} ({samples_per_step(cfg)} samples a step)" for name, cfg in self.adapter_configs().items())
+            rows = [("adapters", ", ".join(steps))]
         return [*rows, ("engine", f"{self.rollout.engine}, {where}")]
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from mrl.config.checks.base import Archs, without_effect
-from mrl.config.checks.held_out import check_held_out
+from mrl.config.checks.base import Archs, check_positions, without_effect
+from mrl.config.checks.data import check_held_out
 from mrl.config.checks.layout import check_shares
 from mrl.config.derived import Machine
 from mrl.config.problems import Problem
-from mrl.config.sections.data import SFTBatchConfig, SFTDataConfig
-from mrl.config.sections.held_out import LikelihoodConfig
+from mrl.config.sections.data import LikelihoodConfig, SFTBatchConfig, SFTDataConfig
 from mrl.config.sections.sft import ImitationConfig, PackingConfig
 from mrl.config.trainers.base import Config, DataUse, StepSize
 
@@ -73,10 +72,7 @@ def check(cfg: SFTConfig, archs: Archs, machine: Machine) -> Iterator[Problem]:
     yield from _packing(cfg, archs)
     if cfg.loss.type == "dft" and cfg.loss.label_smoothing:
         yield Problem(("loss.label_smoothing", "loss.type"), "dft does not support label smoothing: set 0")
-    arch, limit = archs["actor"], cfg.data.max_tokens
-    if arch is not None and limit is not None and limit > arch.max_positions:
-        message = f"{limit} exceeds the model's {arch.max_positions} positions"
-        yield Problem(("data.max_tokens", "model.path"), message)
+    yield from check_positions("data.max_tokens", cfg.data.max_tokens, archs["actor"])
 
 
 def _rows(cfg: SFTConfig) -> Iterator[Problem]:
@@ -93,11 +89,9 @@ def _rows(cfg: SFTConfig) -> Iterator[Problem]:
     if data.form == "text":
         because = "a text has no turns and is trained on as a whole"
         yield from without_effect(data, "data", ["chat_template", "completion_only"], because, form)
-    if data.form == "text" or not data.completion_only:
-        because = "a text has no turns" if data.form == "text" else "all tokens are trained"
-        yield from without_effect(
-            data, "data", ["train_on"], because, form if data.form == "text" else "data.completion_only"
-        )
+        yield from without_effect(data, "data", ["train_on"], "a text has no turns", form)
+    elif not data.completion_only:
+        yield from without_effect(data, "data", ["train_on"], "all tokens are trained", "data.completion_only")
     if data.form == "answers" and data.max_tokens is not None and data.max_prompt_tokens >= data.max_tokens:
         message = f"{data.max_prompt_tokens} prompt tokens leave no room for an answer in {data.max_tokens} tokens"
         yield Problem(("data.max_prompt_tokens", "data.max_tokens"), message)
@@ -105,10 +99,8 @@ def _rows(cfg: SFTConfig) -> Iterator[Problem]:
 
 def _packing(cfg: SFTConfig, archs: Archs) -> Iterator[Problem]:
     packing, strategy = cfg.packing, "packing.strategy"
-    arch = archs["actor"]
-    if cfg.is_packed and arch is not None and packing.seq_length > arch.max_positions and cfg.is_wrapped:
-        message = f"{packing.seq_length} exceeds the model's {arch.max_positions} positions"
-        yield Problem(("packing.seq_length", "model.path"), message)
+    if cfg.is_wrapped:
+        yield from check_positions("packing.seq_length", packing.seq_length, archs["actor"])
     if cfg.is_packed and packing.seq_length < 2:
         yield Problem(("packing.seq_length",), "must be at least 2: the first token of a row is not trained")
     if not cfg.is_wrapped:

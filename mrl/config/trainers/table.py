@@ -93,22 +93,9 @@ TRAINERS: dict[str, Trainer[Any]] = {  # by `trainer`
         reward_model.check,
         reward_model.check_files,
     ),
-    "ddpo": Trainer(
-        *(diffusion.DDPOConfig, "mrl.diffusion.ddpo:DDPOLoop", diffusion.check_ddpo, diffusion.check_files),
-        packages=diffusion.PACKAGES,
-        plan=diffusion.PLAN,
-        preview=diffusion.PREVIEW,
-    ),
+    "ddpo": Trainer(diffusion.DDPOConfig, "mrl.diffusion.ddpo:DDPOLoop", diffusion.check_ddpo, **diffusion.OF_BOTH),
     "diffusion_sft": Trainer(
-        *(
-            diffusion.DiffusionSFTConfig,
-            "mrl.diffusion.sft:DiffusionSFTLoop",
-            diffusion.check_sft,
-            diffusion.check_files,
-        ),
-        packages=diffusion.PACKAGES,
-        plan=diffusion.PLAN,
-        preview=diffusion.PREVIEW,
+        diffusion.DiffusionSFTConfig, "mrl.diffusion.sft:DiffusionSFTLoop", diffusion.check_sft, **diffusion.OF_BOTH
     ),
 }
 

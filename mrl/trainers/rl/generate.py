@@ -44,6 +44,7 @@ class Generator:
 
     scheduler: of the samples that steps train on, after `open_scheduler`
     on_sample: called in the main thread with each of them, as soon as that waits; is_active: with each, in any thread
+    adapter: name of the adapter to sample with, where the run trains several, which share the engines
     """
 
     cfg: RLConfig
@@ -57,6 +58,7 @@ class Generator:
     agents: AgentRunner | None = None
     on_sample: OnSample = lambda sample: None
     is_active: Callable[[object], None] = lambda what: None
+    adapter: str = ""
     _is_truncation_told: bool = field(default=False, init=False)
 
     def open_scheduler(self, activity: Activity) -> None:
@@ -118,7 +120,7 @@ class Generator:
     def step(self, step: int) -> tuple[Rollout, dict[str, float]]:
         """Waits for the step's samples, scores them and writes them down. Raises SamplingError."""
         algorithm, is_async = self.cfg.algorithm, self.cfg.rollout.max_staleness > 0
-        if not is_async:
+        if not (is_async or self.adapter):
             self.engine.take_loads()  # a validation's
         self.scheduler.wait(step)
         taken = self.scheduler.take(step)
@@ -137,21 +139,29 @@ class Generator:
             by_group = torch.tensor([sample.score for sample in greedy], dtype=torch.float32)
             rollout = replace(rollout, greedy_scores=by_group[rollout.group])
             metrics["sampling/greedy_reward_mean"] = float(by_group.mean())
-        loads, waiting = self.engine.take_loads()
-        metrics = sample_metrics(samples) | metrics | load_metrics(list(loads.values()), waiting)
-        if is_async and loads:  # since the step before took its samples
-            metrics["perf/generate_s"] = max(load.seconds for load in loads.values())
+        metrics = sample_metrics(samples) | metrics | ({} if self.adapter else self.load_metrics(step))
         mixed = [{*versions.tolist()} for each in samples if (versions := each.token_weight_versions) is not None]
         if mixed:
             metrics["staleness/mixed"] = sum(len(each) > 1 for each in mixed) / len(mixed)
         unscored = [sample for group in taken.all for sample in group if sample.reward_error and sample.left_out]
         self._write_down([sample_row(sample) for sample in (*samples, *greedy, *unscored)], f"step_{step + 1}")
         self._warn_of_truncation(step, metrics["response/truncated"])
-        of_each = {url: asdict(each) for url, each in loads.items()}
-        row = {"step": step + 1, "waiting": asdict(waiting), "engines": of_each}
+        return rollout, metrics
+
+    def load_metrics(self, step: int) -> dict[str, float]:
+        """Writes the engines' loads since the last call down, and returns their metrics."""
+        loads, waiting = self.engine.take_loads()
+        row = {
+            "step": step + 1,
+            "waiting": asdict(waiting),
+            "engines": {url: asdict(each) for url, each in loads.items()},
+        }
         file, on_error = self.run_dir / ENGINES, self.cfg.checkpoint.on_error
         write_guarded("the engines' loads", lambda: append_jsonl(file, row), on_error, self.note)
-        return rollout, metrics
+        metrics = load_metrics(list(loads.values()), waiting)
+        if self.cfg.rollout.max_staleness and loads:  # since the step before took its samples
+            metrics["perf/generate_s"] = max(load.seconds for load in loads.values())
+        return metrics
 
     def _collect(self, taken: StepSamples) -> None:
         """Waits for the scores, unless the policy has."""
@@ -237,7 +247,9 @@ class Generator:
         is_interruptible = is_background and self.cfg.rollout.interrupt != "never"
 
         async def generate(request: Request, params: SamplingParams) -> Sample:
-            how = self.engine.generation(params, is_background=is_background, is_interruptible=is_interruptible)
+            how = self.engine.generation(
+                params, is_background=is_background, is_interruptible=is_interruptible, adapter=self.adapter
+            )
             sample = await self.engine.dispatcher.generate(request, how, None if self.agents else group)
             self.is_active(sample)
             return sample

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,7 +21,6 @@ from mrl.inference.engine import Engine
 from mrl.inference.launch import cpu_threads, started_with
 from mrl.inference.start import Others, join_engines, start_engine
 from mrl.inference.teacher_engine import TeacherEngine
-from mrl.observe import Recorder, SilentRecorder
 from mrl.reward.check import row_check
 from mrl.reward.manager import RewardManager
 from mrl.trainers.rl.generate import Generator
@@ -45,7 +45,10 @@ class Ready:
 
 @dataclass
 class MainParts:
-    """Rank 0's parts, closed with the setup's stack; the instances of other ranks are empty."""
+    """Rank 0's parts, closed with the setup's stack; the instances of other ranks are empty.
+
+    adapter: the one that this is for, where a run trains several
+    """
 
     cfg: RLConfig
     setup: RunSetup
@@ -54,6 +57,11 @@ class MainParts:
     generator: Generator | None = None
     nodes: NodeEngines | None = None  # every rank's
     teacher_engines: dict[str, TeacherEngine] = field(default_factory=dict)
+    adapter: str = ""
+
+    def note(self, line: str) -> None:
+        """Shows a line, with the name of the adapter if this is for one of several."""
+        self.setup.recorder.note(f"{self.adapter}: {line}" if self.adapter else line)
 
     def start_elsewhere(self) -> None:
         """Starts the engines of the other nodes, before rank 0 starts its own. Collective."""
@@ -61,9 +69,15 @@ class MainParts:
 
     def start(self) -> None:
         """Starts what takes its time: the engine where its GPUs are not the trainer's, and the reward workers."""
-        cfg = self.cfg
-        if not placement.gpus_with_engines(cfg, this_machine()):
+        self.start_engine_early()
+        self.start_rewards()
+
+    def start_engine_early(self) -> None:
+        if not placement.gpus_with_engines(self.cfg, this_machine()):
             self._start_engine()
+
+    def start_rewards(self) -> None:
+        cfg = self.cfg
         rewards = RewardManager(
             cfg.reward,
             prompt_key=cfg.data.prompt_key,
@@ -89,8 +103,12 @@ class MainParts:
         return self.nodes.others if self.nodes is not None else None
 
     def ready(self) -> Ready:
-        """Waits for the engine, which it starts first where that has waited for the models."""
-        assert self.rewards is not None
+        """Waits for the engine, which it starts first where that has waited for the models, and opens the generator."""
+        engines = self.ready_engine()
+        self.open_generator()
+        return engines
+
+    def ready_engine(self) -> Ready:
         recorder = self.setup.recorder
         engine, own = self.engine or self._start_engine(), self.cfg.placement
         found = placement.notes(self.cfg.rollout, this_machine(), own.nodes_per_engine)
@@ -107,20 +125,26 @@ class MainParts:
             self.setup.stack.enter_context(contextlib.closing(teacher))
         check_teacher_engines(self.cfg, self.teacher_engines)
         engine.wait_ready()
-        engine.check_room(most_tokens(self.cfg))
+        engine.check_room(max(most_tokens(cfg) for cfg in self.cfg.policies))
         if self.cfg.actor.routing_replay == "engine":
             engine.check_experts()
-        self.generator = make_generator(self.cfg, self.setup.run_dir, engine, self.rewards, recorder)
+        for note in (*engine.pool.notes, *model_notes(self.cfg)):
+            recorder.note(note)
+        is_as_exact = is_exact(self.cfg) and engine.computes_in == {("cpu", "float32")}
+        return Ready(engine.urls, engine.pool.access, engine.pool.tensor, is_as_exact)
+
+    def open_generator(self) -> None:
+        assert self.rewards is not None and self.engine is not None
+        self.generator = make_generator(self.cfg, self.setup.run_dir, self.engine, self.rewards, self.note)
+        self.generator.adapter = self.adapter
         self.generator.is_active = self.rewards.on_scored = self.setup.world.activity.note
         if self.cfg.agent is not None:
             agents = make_agents(self.cfg, self.cfg.agent, self.generator.tokenizer)
             self.generator.agents = self.setup.stack.enter_context(contextlib.closing(agents))
         self.generator.open_scheduler(self.setup.world.activity)
-        self.setup.stack.callback(engine.close_dispatcher)
-        for note in (*engine.pool.notes, *self.generator.notes(), *model_notes(self.cfg)):
-            recorder.note(note)
-        is_as_exact = is_exact(self.cfg) and engine.computes_in == {("cpu", "float32")}
-        return Ready(engine.urls, engine.pool.access, engine.pool.tensor, is_as_exact)
+        self.setup.stack.callback(self.engine.close_dispatcher)
+        for line in self.generator.notes():
+            self.note(line)
 
 
 def is_exact(cfg: RLConfig) -> bool:
@@ -157,8 +181,8 @@ def this_machine() -> Machine:
 
 
 def make_generator(
-    cfg: RLConfig, run_dir: Path, engine: Engine, rewards: RewardManager, recorder: Recorder | SilentRecorder
+    cfg: RLConfig, run_dir: Path, engine: Engine, rewards: RewardManager, note: Callable[[str], None]
 ) -> Generator:
     sets = open_prompts(cfg, row_check(cfg.reward, cfg.data))
     train = sets["data.train"]
-    return Generator(cfg, run_dir, engine, rewards, recorder.note, train.tokenizer, train, sets.get("data.validation"))
+    return Generator(cfg, run_dir, engine, rewards, note, train.tokenizer, train, sets.get("data.validation"))

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from mrl.config.engines import ENGINES
+from mrl.learner import Learner
 from mrl.trainers.rl.main_parts import MainParts, Ready
-from mrl.trainers.rl.models import Models
 from mrl.weights.model.export import Exporter
-from mrl.weights.sync.adapter import AdapterSync
+from mrl.weights.sync.adapter import AdapterSource, AdapterSync
 from mrl.weights.sync.engine_sync import EngineSync
 from mrl.weights.sync.quantized import QuantizedSource
 from mrl.weights.sync.weight_sync import WeightSync
 
 
-def make_sync(main: MainParts, models: Models, engines: Ready) -> EngineSync:
-    rollout, sync, actor = main.cfg.rollout, main.cfg.sync, models.actor
+def make_sync(main: MainParts, actors: Mapping[str, Learner], engines: Ready) -> EngineSync:
+    """actors: the policies that are trained, by the name of their adapter; "" for the only one."""
+    rollout, sync, actor = main.cfg.rollout, main.cfg.sync, next(iter(actors.values()))
     urls, access = engines.urls, engines.access
     guard = main.engine.check_sync if main.engine is not None else None
     if sync.lora == "adapter":
         assert actor.adapters is not None
-        model, spec = (actor.bare, actor.arch, actor.mesh), actor.adapters.spec
-        adapters, base = Exporter(*model, lora=spec), Exporter(*model)
-        return AdapterSync(adapters, base, spec, urls, sync, engines.tensor, access=access, guard=guard)
+        model = actor.bare, actor.arch, actor.mesh
+        sources = {}
+        for name, learner in actors.items():
+            assert learner.adapters is not None
+            learner.adapters.activate()
+            sources[name] = AdapterSource(Exporter(*model, lora=learner.adapters.spec), learner.adapters.spec)
+        return AdapterSync(sources, Exporter(*model), urls, sync, engines.tensor, access=access, guard=guard)
     return WeightSync(
         QuantizedSource(actor.exporter) if rollout.quantization == "fp8" else actor.exporter,
         urls,

@@ -13,7 +13,7 @@ import torch
 from mrl import platform
 from mrl.algo import kl
 from mrl.config import placement
-from mrl.config.schema import RLConfig
+from mrl.config.schema import KLConfig, RLConfig
 from mrl.config.trainers.rl import samples_per_step
 from mrl.core import Rollout, Sample
 from mrl.inference.protocol import RELEASED_PARTS
@@ -161,7 +161,7 @@ class RLRun(Run):
                         raise
                 verify = True
             if engine is not None:
-                engine.has_synced(str(version), report.adapter)
+                engine.has_synced(str(version), report.adapters)
         self.synced_version, self.memory.needs_weight_sync = version, False
         return report
 
@@ -240,7 +240,7 @@ def open_rl_run(cfg: RLConfig) -> Iterator[RLRun]:
         if waits:
             main.start_elsewhere()
         engines = world.from_main("starting the engine", main.ready)
-        sync = make_sync(main, models, engines)
+        sync = make_sync(main, {"": models.actor}, engines)
         warmup_steps = cfg.critic.warmup_steps if cfg.critic else 0
         mismatch = MismatchLimits(cfg.rollout.mismatch, note, engines.is_exact, warmup_steps)
         run = build_run(main, models, demonstrations, sync, mismatch)
@@ -269,6 +269,10 @@ def open_rl_run(cfg: RLConfig) -> Iterator[RLRun]:
         yield run
 
 
+def make_kl_controller(cfg: KLConfig) -> kl.Controller:
+    return kl.make_controller(cfg.controller, coef=cfg.coef, target=cfg.target, horizon_samples=cfg.horizon_samples)
+
+
 def build_run(
     main: MainParts,
     models: Models,
@@ -276,10 +280,7 @@ def build_run(
     sync: EngineSync,
     mismatch: MismatchLimits,
 ) -> RLRun:
-    cfg, setup, kl_cfg = main.cfg, main.setup, main.cfg.algorithm.kl
-    controller = kl.make_controller(
-        kl_cfg.controller, coef=kl_cfg.coef, target=kl_cfg.target, horizon_samples=kl_cfg.horizon_samples
-    )
+    cfg, setup, controller = main.cfg, main.setup, make_kl_controller(main.cfg.algorithm.kl)
     scores = ScoreControl(cfg.algorithm)
     replay = Replay(cfg.replay, cfg.run.seed, setup.world) if cfg.replay is not None else None
     states: dict[str, Stateful] = {"kl_controller": controller, "score_moments": scores.moments}

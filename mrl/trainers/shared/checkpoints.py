@@ -29,7 +29,7 @@ from mrl.observe import (
 from mrl.resilience import preemption
 from mrl.resilience.protocol import attempt, started_by_torchelastic
 from mrl.trainers.shared.best_validation import BestValidation
-from mrl.trainers.shared.exports import Exports
+from mrl.trainers.shared.exports import AdapterExports, Exports
 from mrl.trainers.shared.hub import push_to_hub
 from mrl.trainers.shared.phases import Phases
 from mrl.trainers.shared.updates import Updates
@@ -103,7 +103,7 @@ def open_run_dir(cfg: AnyConfig, run_dir: Path, stack: ExitStack) -> Recorder:
 class Checkpointer:
     """The checkpoints of one run. Construction and all methods but `close` are collective.
 
-    parts: the trained models and copies of their weights by name, "actor" among them
+    parts: the trained models and copies of their weights by name, "actor" or several adapters among them
     states: JSON state of the loop besides `updates`, by name
     kept: state of rank 0 alone
     best: the best validation so far, None without validations
@@ -127,7 +127,7 @@ class Checkpointer:
         self._states = {**states, **({"best": best} if best is not None else {})}
         self._saver = Saver(self._run_dir, cfg.checkpoint, self._note_written)
         self._config = self._from_main("reading the run's configuration and inputs", lambda: resume.snapshot(cfg))
-        self._exports = exports or self._of_actor(end_tokens)
+        self._exports = exports or self._of_actors(end_tokens)
         self._since_row = StepStats(0)
         self._step = 0  # steps done by the learners
         self._written: list[Path] = []
@@ -290,10 +290,13 @@ class Checkpointer:
         if self._phase.world.is_main and checkpoint.best_of(path) == path:
             self._recorder.write_guarded("checkpoints/best", lambda: checkpoint.link_best(self._run_dir, step))
 
-    def _of_actor(self, end_tokens: Collection[int]) -> Exports:
-        cfg, actor = self._cfg, self._parts["actor"]
-        assert isinstance(cfg, Config) and isinstance(actor, Learner)
-        return Exports(cfg, self._phase, self._config, actor, end_tokens)
+    def _of_actors(self, end_tokens: Collection[int]) -> WeightExporter:
+        cfg, actor = self._cfg, self._parts.get("actor")
+        assert isinstance(cfg, Config)
+        if isinstance(actor, Learner):
+            return Exports(cfg, self._phase, self._config, actor, end_tokens)
+        learners = {name: part for name, part in self._parts.items() if isinstance(part, Learner)}
+        return AdapterExports(cfg, self._phase, self._config, learners)
 
     def _newest(self) -> int:
         path = self._from_main("looking for a checkpoint", lambda: checkpoint.latest(self._run_dir))

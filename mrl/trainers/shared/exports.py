@@ -22,16 +22,23 @@ from mrl.weights.model.save_adapter import save_adapter
 class Exports:
     """Exports of one run. All methods are collective; `step` is the step of the weights.
 
-    config: configuration as stored in checkpoints; ends: stop tokens that the actor learns, on rank 0
+    config: configuration as stored in checkpoints; ends: stop tokens that the actor learns, on rank 0; part: the
+    actor's name in checkpoints
     """
 
     def __init__(
-        self, cfg: Config, phase: Phases, config: Mapping[str, Any], actor: Learner, end_tokens: Collection[int] = ()
+        self,
+        cfg: Config,
+        phase: Phases,
+        config: Mapping[str, Any],
+        actor: Learner,
+        end_tokens: Collection[int] = (),
+        part: str = "actor",
     ) -> None:
         self._model, self._phase, self._config, self._actor = cfg.model.path, phase, config, actor
         self._template, self._eos, self._ends = cfg.model.chat_template, cfg.model.eos_token, end_tokens
         self._drafts = None if cfg.model.from_scratch else Path(cfg.model.path)
-        self._allow_pickle = cfg.model.allow_pickle
+        self._allow_pickle, self._part = cfg.model.allow_pickle, part
 
     def of_step(self, step: int) -> None:
         """Writes RUN_DIR/adapter_step_N if the actor has adapters, else RUN_DIR/hf_step_N."""
@@ -60,6 +67,7 @@ class Exports:
         if actor.adapters is None:
             return
         self._phase.memory.begin("export")
+        actor.adapters.activate()
         save_adapter(
             *(actor.bare, actor.arch, actor.mesh),
             actor.adapters.spec,
@@ -71,7 +79,7 @@ class Exports:
         )
 
     def _describe(self, target: Path, step: int) -> Describe:
-        origin = WeightsOrigin(self._phase.run_dir, self._config, step)
+        origin = WeightsOrigin(self._phase.run_dir, self._config, step, self._part)
         base = _digests(origin.base_files())
 
         def describe(export: Path, digests: dict[str, str]) -> None:
@@ -84,6 +92,25 @@ class Exports:
                 self._phase.recorder.note(note)
 
         return describe
+
+
+class AdapterExports:
+    """Exports of a run of several adapters: each one's adapter, in RUN_DIR/adapters/NAME. No weights are merged."""
+
+    def __init__(self, cfg: Config, phase: Phases, config: Mapping[str, Any], learners: Mapping[str, Learner]) -> None:
+        """learners: by their names in checkpoints, which are folders of the run directory too."""
+        self._each = {name: Exports(cfg, phase, config, learner, part=name) for name, learner in learners.items()}
+
+    def of_step(self, step: int) -> None:
+        """Writes RUN_DIR/adapters/NAME/adapter_step_N."""
+        self.adapter(f"adapter_step_{step}", step)
+
+    def whole(self, name: str, step: int) -> None:
+        """Writes nothing: `adapter` does."""
+
+    def adapter(self, name: str, step: int) -> None:
+        for part, exports in self._each.items():
+            exports.adapter(f"{part}/{name}", step)
 
 
 def _digests(files: list[Path]) -> dict[str, str]:

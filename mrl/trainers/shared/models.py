@@ -23,12 +23,13 @@ def build_learner(
     arch: ModelArch | None = None,
     replays: bool = False,
     pixels: PixelsOf | None = None,
+    base: Learner | None = None,
 ) -> Learner:
     """Builds one model of the run. Collective.
 
     path: model with weights; None: the run's model, which may start at random. arch: None: the architecture of the
     path.
-    pixels: pixels of the pictures in the prompts.
+    pixels: pixels of the pictures in the prompts. base: as in Learner.
     """
     where = path or cfg.model.path
     made = Learner(
@@ -44,6 +45,7 @@ def build_learner(
         trainable=trainable,
         trains_vision=cfg.model.vision.train,
         replays=replays,
+        base=base,
     )
     made.pixels = pixels
     return made

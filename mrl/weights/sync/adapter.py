@@ -12,6 +12,7 @@ import hashlib
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -34,18 +35,34 @@ OURS = "mrl-"  # prefix of the names of adapters that runs have synced
 TRANSPORT = "adapter"
 
 
+@dataclass(frozen=True)
+class AdapterSource:
+    """Adapters of one policy. exporter: of their tensors, under PEFT's names without prefix; lora: their
+    configuration."""
+
+    exporter: WeightSource
+    lora: LoRA
+
+    def tensors(self, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Returns the tensors under PEFT's names, from all ranks' parts, with those that SGLang misses."""
+        found = {PREFIX + key: tensor for part in parts for key, tensor in part.items()}
+        if len(found) != (expected := len(self.exporter.metas())):
+            raise WeightError(f"gathered {len(found)} adapter tensors instead of {expected}")
+        missing = missing_adapters(self.exporter.arch, self.lora, found)
+        return found | {PREFIX + key: tensor for key, tensor in missing}
+
+
 class AdapterSync(EngineSync):
-    """Keeps engines at the adapters of `exporter`, beside the weights of `base`, which engines read from the model's
+    """Keeps engines at the adapters of `sources`, beside the weights of `base`, which engines read from the model's
     directory. The first sync to each engine verifies these base weights, whatever `sync.verify` says.
 
-    exporter: of the adapters, under PEFT's names without prefix; lora: their configuration; the rest as in EngineSync
+    sources: by name of the run's adapter, "" for the only one; the rest as in EngineSync
     """
 
     def __init__(
         self,
-        exporter: WeightSource,
+        sources: Mapping[str, AdapterSource],
         base: WeightSource,
-        lora: LoRA,
         urls: Sequence[str],
         sync: SyncConfig,
         engine_tensor: int = 1,
@@ -54,8 +71,7 @@ class AdapterSync(EngineSync):
         guard: Guard | None = None,
     ) -> None:
         super().__init__(base, urls, sync, engine_tensor, access=access, guard=guard)
-        self._exporter, self._lora = exporter, lora
-        self._metas = exporter.metas()
+        self._sources = dict(sources)
         self._run = self._agreement.on_main("naming the run's adapters", lambda: secrets.token_hex(4))
         self._syncs = 0
         self._base: Mapping[Key, str] | None = None  # hashes of the base parameters
@@ -70,24 +86,26 @@ class AdapterSync(EngineSync):
 
     def _sync_adapter(self, verify: bool, again: bool, started: float) -> SyncReport:
         self._syncs += not again
-        name = f"{OURS}{self._run}-{self._syncs}"
+        prefix = f"{OURS}{self._run}-{self._syncs}"
+        names = {own: f"{prefix}-{own}".removesuffix("-") for own in self._sources}
         self._on_rank_0("asking the engines", self._check_guard)
         self._prove_base()
         began = time.monotonic()
-        parts = self._agreement.collect(self._at("gathering the adapters"), dict(self._host_stream()))
+        parts = self._agreement.collect(self._at("gathering the adapters"), self._host_streams())
         gather_s, began = time.monotonic() - began, time.monotonic()
-        self._on_rank_0("loading the adapter", lambda: self._load(name, parts, again, verify))
+        self._on_rank_0("loading the adapter", lambda: self._load(names, parts, again, verify))
         self._on_rank_0("finishing the update", lambda: self._settle(self._version))
-        size = sum(meta.nbytes for meta in self._metas)
+        metas = [meta for source in self._sources.values() for meta in source.exporter.metas()]
+        size = sum(meta.nbytes for meta in metas)
         engine_s, sent = time.monotonic() - began, size * len(self._engines.clients)
         return SyncReport(
             seconds=time.monotonic() - started,
             bytes=size,
-            tensors=len(self._metas),
-            verified=len(self._metas) if verify else 0,
+            tensors=len(metas),
+            verified=len(metas) if verify else 0,
             transport=TRANSPORT,
             hops=HopCosts(gather_s=gather_s, engine_s=engine_s, engine_bytes=sent),
-            adapter=name,
+            adapters=names,
         )
 
     def _forget(self, client: EngineClient) -> None:
@@ -107,27 +125,33 @@ class AdapterSync(EngineSync):
         self._verify(verifier, self._base)
         self._verified_base |= unseen
 
-    def _host_stream(self) -> list[tuple[str, Tensor]]:
-        return [(name, tensor.cpu().clone()) for name, tensor in self._exporter.stream()]
+    def _host_streams(self) -> dict[str, dict[str, Tensor]]:
+        """Returns the tensors that this rank sends, by adapter."""
+        return {
+            own: {name: tensor.cpu().clone() for name, tensor in source.exporter.stream()}
+            for own, source in self._sources.items()
+        }
 
-    def _load(self, name: str, parts: Sequence[Mapping[str, Tensor]], again: bool, verify: bool) -> None:
-        """Loads the adapter into every engine, and unloads the former ones, on rank 0."""
-        tensors = {PREFIX + key: tensor for part in parts for key, tensor in part.items()}
-        if len(tensors) != len(self._metas):
-            raise WeightError(f"gathered {len(tensors)} adapter tensors instead of {len(self._metas)}")
-        tensors |= {PREFIX + key: tensor for key, tensor in missing_adapters(self._exporter.arch, self._lora, tensors)}
-        payload = pickle_by_name(tensors)
-        sums = {key: _sha256(tensor) for key, tensor in tensors.items()} if verify else None
-        config = peft_config("base", self._exporter.arch, "policy", self._lora)
+    def _load(
+        self, names: Mapping[str, str], parts: Sequence[Mapping[str, Mapping[str, Tensor]]], again: bool, verify: bool
+    ) -> None:
+        """Loads the adapters into every engine, and unloads the former ones, on rank 0."""
+        loads = []
+        for own, source in self._sources.items():
+            tensors = source.tensors([part[own] for part in parts])
+            sums = {key: _sha256(tensor) for key, tensor in tensors.items()} if verify else None
+            config = peft_config("base", source.exporter.arch, "policy", source.lora)
+            loads.append((names[own], config, [pickle_by_name(tensors)] * self._engines.tensor, sums))
 
         def load(client: EngineClient) -> None:
-            if again:
-                with contextlib.suppress(EngineError):  # it is loaded only if an earlier attempt failed
-                    client.unload_adapter(name)
-            payloads = [payload] * self._engines.tensor
-            held = client.load_adapter(name, config, payloads, sums)
+            held: Sequence[str] = ()
+            for name, config, payloads, sums in loads:
+                if again:
+                    with contextlib.suppress(EngineError):  # it is loaded only if an earlier attempt failed
+                        client.unload_adapter(name)
+                held = client.load_adapter(name, config, payloads, sums)
             for former in held:
-                if former.startswith(OURS) and former != name:
+                if former.startswith(OURS) and former not in names.values():
                     client.unload_adapter(former)
 
         self._engines.call(load)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TypeVar
 
 from mrl.config.schema import SyncConfig
@@ -25,7 +25,8 @@ Guard = Callable[[str], None]  # of an engine's URL: raises EngineError if that 
 @dataclass(frozen=True)
 class SyncReport:
     """Report of one weight sync. seconds: wall time; bytes, tensors: exported; verified: tensors proved equal (none or
-    all); hops: seconds and bytes by hop; adapter: name that requests ask for, if adapters were sent.
+    all); hops: seconds and bytes by hop; adapters: name that requests ask for, by name of the run's adapter, if
+    adapters were sent.
     """
 
     seconds: float
@@ -34,7 +35,7 @@ class SyncReport:
     verified: int
     transport: str
     hops: HopCosts
-    adapter: str | None = None
+    adapters: Mapping[str, str] = field(default_factory=dict)
 
     def metrics(self) -> dict[str, float]:
         """Returns perf/sync_s and sync/bytes of the whole sync, a byte of the model counted once, and

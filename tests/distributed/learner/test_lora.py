@@ -116,6 +116,15 @@ def test_without_its_adapters_the_actor_is_the_model_that_it_began_with_to_the_b
     assert reported[f"merged {kind}"]["off_is_base"] and reported[f"merged {kind}"]["on_again"]
 
 
+@pytest.mark.parametrize("layout", ["tp2.pp2", "tp2.dp2", *slow_cases("pp2.vpp2.dp2", "tp2.cp2/full")])
+def test_several_adapters_of_one_base_become_what_each_becomes_alone_to_the_bit(
+    reported: Reported, layout: str
+) -> None:
+    found = reported[f"shared {layout}"]
+    assert found["is_one_model"] and found["same_base"] and found["apart"] > 0.1
+    assert found["same"] == {"both": [True, True], "loaded": [True, True]} and found["same_outputs"] == [True, True]
+
+
 def test_gradients_have_room_for_adapters_alone(reported: Reported) -> None:
     found = reported["merged dense"]
     assert found["trained"] <= found["buffer"] < 0.3 * found["parameters"]

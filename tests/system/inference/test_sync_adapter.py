@@ -30,7 +30,7 @@ from mrl.inference.start import start_engine
 from mrl.weights.disk import adapter_files
 from mrl.weights.errors import SyncError, SyncMismatch
 from mrl.weights.meta import TensorMeta
-from mrl.weights.sync.adapter import AdapterSync, missing_adapters
+from mrl.weights.sync.adapter import AdapterSource, AdapterSync, missing_adapters
 from mrl.weights.sync.payload import pickle_by_name
 from tests.conftest import TinyModels
 from tests.helpers.runs import results
@@ -90,7 +90,8 @@ def engine(model: Path, config: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 def make_sync(engine: Engine, adapters: RandomAdapters, base: Path, lora: LoRA = SPEC) -> AdapterSync:
     cfg = SyncConfig(lora="adapter", verify="checksum", timeout_s=60.0)
-    return AdapterSync(adapters, FileExporter(base), lora, engine.urls, cfg, access=engine.pool.access)
+    sources = {"": AdapterSource(adapters, lora)}
+    return AdapterSync(sources, FileExporter(base), engine.urls, cfg, access=engine.pool.access)
 
 
 def drawn(engine: Engine) -> list[Sample]:
@@ -120,17 +121,18 @@ def test_the_engine_draws_with_the_adapters_that_were_pushed_last(engine: Engine
     first, second = RandomAdapters(model, 1), RandomAdapters(model, 2)
     with closing(make_sync(engine, first, model)) as sync:
         report = sync.update_weights("1")
-        engine.has_synced("1", report.adapter)
+        engine.has_synced("1", report.adapters)
         before = drawn(engine)
         assert gap(before, model, first) < LOG_PROB_TOLERANCE < 0.1 < gap(before, model, None)
         assert report.verified == report.tensors == len(first.tensors)
         assert report.bytes == sum(tensor.nbytes for tensor in first.tensors.values())
-        sync._exporter = second
-        engine.has_synced("2", sync.update_weights("2").adapter)
+        sync._sources = {"": AdapterSource(second, SPEC)}
+        engine.has_synced("2", sync.update_weights("2").adapters)
         after = drawn(engine)
     assert gap(after, model, second) < LOG_PROB_TOLERANCE
     assert {sample.weight_version for sample in after} == {"2"}
-    asked = {"input_ids": [5], "sampling_params": {"max_new_tokens": 1, "temperature": 0}, "lora_path": report.adapter}
+    greedy = {"max_new_tokens": 1, "temperature": 0}
+    asked = {"input_ids": [5], "sampling_params": greedy, "lora_path": report.adapters[""]}
     with pytest.raises(EngineError, match="Failed to implicitly load"):  # the former one has gone
         engine.pool.client(engine.urls[0], 60.0).generate(asked)  # type: ignore[arg-type]
 
@@ -138,12 +140,11 @@ def test_the_engine_draws_with_the_adapters_that_were_pushed_last(engine: Engine
 def test_an_engine_that_lost_the_adapter_gets_it_again_under_its_name(engine: Engine, model: Path) -> None:
     adapters, url = RandomAdapters(model, 3), engine.urls[0]
     with closing(make_sync(engine, adapters, model)) as sync:
-        name = sync.update_weights("7").adapter
-        assert name is not None
-        engine.has_synced("7", name)
-        engine.pool.client(url, 60.0).unload_adapter(name)
+        names = sync.update_weights("7").adapters
+        engine.has_synced("7", names)
+        engine.pool.client(url, 60.0).unload_adapter(names[""])
         for _ in range(2):  # also where it has it
-            assert sync.resync(url).adapter == name
+            assert sync.resync(url).adapters == names
         assert gap(drawn(engine), model, adapters) < LOG_PROB_TOLERANCE
 
 
@@ -157,7 +158,7 @@ def test_a_directory_of_adapters_is_one_that_sglang_loads(engine: Engine, model:
     )
     load = Endpoint[tuple[str, ...]]("load_lora_adapter", read_adapters)
     assert "saved" in client._call(load, {"lora_name": "saved", "lora_path": str(tmp_path)})
-    engine.pool.adapter, engine.weight_version = "saved", None
+    engine.pool.adapters, engine.weight_version = {"": "saved"}, None
     assert gap(drawn(engine), model, adapters) < LOG_PROB_TOLERANCE
     client.unload_adapter("saved")
 

@@ -38,6 +38,7 @@ RECIPES = {  # and the GPUs that their names promise
     "grpo_qwen0.6b_1gpu": 1,
     "distill_qwen0.6b_1gpu": 1,
     "grpo_lora_qwen7b_1gpu": 1,
+    "grpo_adapters_qwen7b_1gpu": 1,
     "sft_lora_llama70b_8gpu": 8,
     "ddpo_sd15_1gpu": 1,
     "flow_grpo_sd3_8gpu": 8,

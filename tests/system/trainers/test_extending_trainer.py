@@ -25,9 +25,9 @@ from mrl.config.checks.layout import check_shares
 from mrl.config.derived import Machine
 from mrl.config.loader import ConfigError, load
 from mrl.config.problems import Problem
-from mrl.config.sections.base import PositiveInt
 from mrl.config.trainers.base import Config, DataUse
 from mrl.config.trainers.table import TRAINERS, Trainer
+from mrl.options.base import PositiveInt
 from tests.helpers import zygote
 
 ROOT = Path(__file__).parents[3]

@@ -89,6 +89,12 @@ def test_a_session_refuses_teachers_of_data_sources(rl: dict[str, Any]) -> None:
     Session(rl | {"trainer": "rl", "teacher": teachers["teachers"]["a"]})
 
 
+def test_a_session_trains_one_policy(rl: dict[str, Any]) -> None:
+    actor = rl["actor"] | {"lora": {"rank": 2, "targets": ["q_proj"]}}
+    with pytest.raises(ConfigError, match="adapters: a session trains one policy: remove the section"):
+        Session(rl | {"trainer": "rl", "actor": actor, "sync": {"lora": "adapter"}, "adapters": {"a": {}}})
+
+
 def some_rows() -> Iterator[dict[str, Any]]:
     for n in range(6):
         yield {"prompt": f"{n} =", "answer": str(n), "weight": np.float64(n)}

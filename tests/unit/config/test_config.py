@@ -427,7 +427,7 @@ def test_the_named_rewards_are_the_built_in_ones(name: str) -> None:
 
 THEIRS = (
     *("model.path", "model.chat_template", "data.train", "data.validation", "reward.scorer.path", "run.nodes"),
-    *("agent.rollout", "reward.function", "teacher.path"),
+    *("agent.rollout", "reward.function", "teacher.path", "adapters.code.data.train"),
 )
 
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mrl.config.checks.data import unreadable
+from mrl.config.checks.data import Unreadable, read_columns
 from mrl.config.schema import DataConfig, SourceConfig
 from mrl.data import DataError, PromptDataset, Tokenizer, data_notes
 from mrl.data.mixture import Mixture
@@ -230,10 +230,18 @@ def test_one_source_keeps_the_order_it_always_had(tmp_path: Path, tokenizer: Tok
         assert [p.index for p in data.prompts_for_step(step, 3, seed=9)] == order
 
 
+def test_a_directory_of_several_splits_asks_for_one(tmp_path: Path) -> None:
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["a", "b"]}')
+    with pytest.raises(Unreadable, match=f"^{tmp_path} has the splits a, b: choose one with split$"):
+        read_columns(SourceConfig(path=str(tmp_path)))
+    with pytest.raises(Unreadable, match=f"^{tmp_path} has no split 'c'; it has a, b$"):
+        read_columns(SourceConfig(path=str(tmp_path), split="c"))
+
+
 def test_a_split_that_environments_of_verifiers_lack_is_refused() -> None:
     pytest.importorskip("verifiers", reason="the package verifiers (extra verifiers) is not installed")
-    assert unreadable(SourceConfig(path="verifiers:json", split="eval")) is None, "only its rows can tell"
-    assert "has no split 'test'; it has train, eval" in str(
-        unreadable(SourceConfig(path="verifiers:json", split="test"))
-    )
-    assert "there is no module nowhere" in str(unreadable(SourceConfig(path="verifiers:nowhere")))
+    assert read_columns(SourceConfig(path="verifiers:json", split="eval")) is None, "only its rows can tell"
+    with pytest.raises(Unreadable, match="has no split 'test'; it has train, eval"):
+        read_columns(SourceConfig(path="verifiers:json", split="test"))
+    with pytest.raises(Unreadable, match="there is no module nowhere"):
+        read_columns(SourceConfig(path="verifiers:nowhere"))

@@ -85,7 +85,7 @@ def notes_of_training(config: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[li
         yield SimpleNamespace(world=None, recorder=recorder, begin=begin)
 
     if cfg.trainer == "rl":
-        made = main_parts.make_generator(cfg, config.parent, None, None, recorder)  # type: ignore[arg-type]
+        made = main_parts.make_generator(cfg, config.parent, None, None, recorder.note)  # type: ignore[arg-type]
         return made.notes(), [len(made.train), len(made.validation or ())], cfg
     module: Any = {"sft": sft, "dpo": dpo, "reward_model": reward_model}[cfg.trainer]
     monkeypatch.setattr(module, "set_up_run", started)

@@ -204,15 +204,20 @@ def test_a_token_s_attention_has_the_same_bits_in_any_batch(window: int | None, 
         torch.testing.assert_close(found[row], wanted.transpose(0, 1), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("shape", [(64, 1), (64, 320), (20, 33)])
-def test_rows_of_products_and_functions_have_the_same_bits_however_many_there_are(shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("beta", [0, 1])
+@pytest.mark.parametrize("shape", [(64, 1), (64, 320), (20, 33), (3, 48)])
+def test_rows_of_products_and_functions_have_the_same_bits_however_many_there_are(
+    shape: tuple[int, int], beta: int
+) -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(40, shape[0]), torch.randn(shape[1], shape[0])
 
     def results(x: torch.Tensor) -> list[torch.Tensor]:
         linear = torch.nn.functional.linear(x, weight)
         batched = torch.bmm(x.expand(2, -1, -1), weight.T.expand(2, -1, -1))[0]
-        return [linear, x @ weight.T, torch.mm(x, weight.T), batched, linear.sigmoid(), torch.nn.functional.silu(x)]
+        added = torch.ones(2, len(x), 2 * shape[1])[1, :, shape[1] :].addmm_(x, weight.T, beta=beta, alpha=0.7)
+        products = [linear, x @ weight.T, torch.mm(x, weight.T), batched, added]
+        return [*products, linear.sigmoid(), torch.nn.functional.silu(x)]
 
     with BatchInvariance():
         whole = results(x)

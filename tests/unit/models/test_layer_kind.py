@@ -62,7 +62,7 @@ def test_contradictions_are_told_before_the_start(dtype: str, layers: str, gpus:
         model=ModelConfig(path="m", dtype=dtype),
         actor=TrainConfig(layers=layers),  # type: ignore[arg-type]
     )
-    found = [str(problem) for problem in checks.check_layers(cfg, Machine(1, 1, gpus))]
+    found = [str(problem) for problem in checks.check_layers(cfg, {}, Machine(1, 1, gpus))]
     assert len(found) == (says is not None)
     assert says is None or re.search(rf"^actor.layers.*{says}", found[0])
 
@@ -77,7 +77,7 @@ def test_families_that_it_has_no_layers_for_are_local(
     with pytest.raises(UnsupportedModel, match=f"{family} needs"):
         layer_kind("transformer_engine", torch.bfloat16, arch)
     cfg = SFTConfig.model_construct(model=ModelConfig(path="m"), actor=TrainConfig(layers="transformer_engine"))
-    (problem,) = checks.check_local(cfg, {"actor": arch})
+    (problem,) = checks.check_layers(cfg, {"actor": arch}, Machine(1, 1))
     assert f"no layers for {family}" in str(problem)
 
 

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 ROWS = 4
 SMALL = 400  # multiplications: torch itself computes smaller products of a batch
+_STOCK = functional.linear
 VECTORS = 64  # numbers; torch's loops take two vectors of at most 16 at once
 
 
@@ -51,10 +52,22 @@ def in_whole_vectors(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def run(x: Tensor, *more: Any, **settings: Any) -> Tensor:
         if x.device.type != "cpu" or settings.get("inplace") or "out" in settings:
             return function(x, *more, **settings)
-        made = function(functional.pad(x.reshape(-1), (0, -x.numel() % VECTORS)), *more, **settings)
+        missing = -x.numel() % VECTORS
+        if not missing and x.is_contiguous():
+            return function(x, *more, **settings)
+        made = function(functional.pad(x.reshape(-1), (0, missing)), *more, **settings)
         return made[: x.numel()].view(x.shape)
 
     return run
+
+
+INVARIANT_MM = in_four_rows(torch.mm)
+
+
+def add_product(out: Tensor, x: Tensor, y: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """Tensor.addmm_, which SGLang's adapters use, as a product of whole rows and a sum."""
+    made = INVARIANT_MM(x, y).mul_(alpha)
+    return out.mul_(beta).add_(made) if beta else out.copy_(made)
 
 
 PRODUCTS: list[tuple[Any, str]] = [(functional, "linear"), (torch, "mm"), (torch, "matmul"), (torch, "bmm")]
@@ -64,15 +77,13 @@ FUNCTIONS += [(owner, name) for owner in (torch, Tensor) for name in ("sigmoid",
 INVARIANT: dict[Any, Callable[..., Tensor]] = {
     **{product: in_four_rows(product) for product in (getattr(owner, name) for owner, name in PRODUCTS)},
     **{function: in_whole_vectors(function) for function in (getattr(owner, name) for owner, name in FUNCTIONS)},
+    Tensor.addmm_: add_product,
 }
-
-
-_STOCK = functional.linear
 
 
 def install(module: Any = None) -> None:
     """Replaces them in this process, an engine's. module: ignored; the one whose import begins an engine."""
-    for owner, name in (*PRODUCTS, *FUNCTIONS):
+    for owner, name in (*PRODUCTS, *FUNCTIONS, (Tensor, "addmm_")):
         setattr(owner, name, INVARIANT[getattr(owner, name)])
 
 

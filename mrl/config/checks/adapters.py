@@ -1,0 +1,53 @@
+"""Checks of section `adapters`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from mrl.config.problems import Problem
+from mrl.config.trainers.rl import RLConfig
+
+NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
+
+
+def check(cfg: RLConfig) -> Iterator[Problem]:
+    """Checks names, and that all that adapters share is what several of them can share."""
+    if not cfg.adapters:
+        return
+    for name in cfg.adapters:
+        if not NAME.fullmatch(name):
+            message = (
+                "names a folder and metrics: use at most 63 of a-z, 0-9, _ and -, and begin with a letter or digit"
+            )
+            yield Problem((f"adapters.{name}",), message)
+    if cfg.sync.lora != "adapter":
+        message = "several adapters of one base are synced unmerged: set sync.lora: adapter"
+        yield Problem(("adapters", "sync.lora"), message)
+    if cfg.actor.offload != "none":
+        message = "several adapters share the model's memory: set actor.offload: none"
+        yield Problem(("adapters", "actor.offload"), message)
+    if cfg.rollout.is_behind:
+        message = "all adapters are synced at once, with nothing in flight: set rollout.max_staleness: 0 and "
+        message += "rollout.interrupt: never, and leave out rollout.segment_tokens"
+        yield Problem(("adapters", "rollout.max_staleness"), message)
+    alone = {
+        "critic": cfg.critic is not None,
+        "ema": cfg.ema is not None,
+        "teacher": cfg.teacher is not None,
+        "replay": cfg.replay is not None,
+        "ptx": cfg.ptx is not None,
+        "ref.path": cfg.ref.path is not None,
+        "ref.policy": cfg.ref.policy != "frozen",
+        "rollout.early_passes": cfg.rollout.early_passes is not None,
+        "placement.mode": cfg.placement.is_apart,
+        "checkpoint.push_to_hub": cfg.checkpoint.push_to_hub is not None,
+    }
+    for key in (key for key, is_set in alone.items() if is_set):
+        yield Problem((key, "adapters"), "is not supported with several adapters: remove the key, or train one adapter")
+    for own, moved in cfg.parts():
+        assert isinstance(own, RLConfig)
+        if own.reward.model is not None:
+            key = moved.get("reward", "reward")
+            message = "is not supported with several adapters: score by a server, see reward.servers"
+            yield Problem((f"{key}.model", "adapters"), message)
