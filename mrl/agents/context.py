@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING, Any
 from mrl import strict_json, user_functions
 from mrl.agents.argument_types import Tool
 from mrl.agents.chat import Message
-from mrl.agents.endpoint import Endpoint
+from mrl.agents.endpoint import Endpoint, Session
 from mrl.agents.tool_call_parsers import ParsedCalls, Parser, ToolCall
 
 if TYPE_CHECKING:
     from mrl.reward.sandbox import ProgramResult
 
 Observation = str | list[Message]  # text where there is no chat template
-Ask = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 Program = Callable[["Context", str], Awaitable[Any]]
 
 
@@ -66,7 +65,7 @@ class Context:
 
     def __init__(
         self,
-        ask: Ask,
+        session: Session,
         row: dict[str, Any],
         seed: int,
         parser: Parser | None = None,
@@ -82,7 +81,7 @@ class Context:
         self._parser, self._limits = parser, dict(limits or {})
         self.row, self.rng, self.endpoint = row, random.Random(seed), endpoint
         self.score, self._new_reward = 0.0, 0.0
-        self._ask, self._said = ask, list[Message | str]()
+        self._session, self._said = session, list[Message | str]()
 
     async def generate(self) -> Turn:
         """Returns the model's next turn, after everything that was said to it.
@@ -104,7 +103,7 @@ class Context:
             raise NoTurnsLeft(self.why_over)
         if self._asked is None:
             said, self._said, self._said_bytes = self._said, [], 0
-            self._asked = asyncio.ensure_future(self._ask({"say": said}))
+            self._asked = asyncio.wrap_future(self._session.ask("say", said))  # this process ends with rank 0
         self._is_waiting = True
         try:
             answer = await asyncio.shield(self._asked)
@@ -114,9 +113,10 @@ class Context:
         if "over" in answer:
             self.why_over = answer["over"]
             raise NoTurnsLeft(self.why_over)
-        found = parse_calls(answer, self._parser, self.tools)
+        turn = answer["turn"]
+        found = parse_calls(turn, self._parser, self.tools)
         calls, error = (found.calls, found.error) if found is not None else ((), "")
-        return Turn(answer["text"], tuple(answer["ids"]), answer["finish"], answer["number"], calls, error)
+        return Turn(turn["text"], tuple(turn["ids"]), turn["finish"], turn["number"], calls, error)
 
     async def sandbox(self, code: str, stdin: str = "") -> ProgramResult:
         """Runs a Python program in a sandbox as agent.sandbox says, and returns its result (`how`, `ok`, `stdout`,

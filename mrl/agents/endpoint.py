@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 from mrl import strict_json
 from mrl.agents.chat import Answer, BadChat, Message
@@ -42,26 +43,26 @@ class Endpoint:
 
 
 class Session:
-    """Requests of one trajectory, one after the other.
+    """Questions of one trajectory to rank 0: by its program, or by its harness's requests, one after the other.
 
     arrived: the last answer, unless its harness was gone; why_over: the reason why the model has no turn left, once the
     harness has received it
 
     Args:
-        ask: sends a question to rank 0, which replies by `answer`.
+        send: sends a question to rank 0, which replies by `answer`.
         parse: makes the message of an answer, from its number and the request's tools.
-        timeout_s: seconds to wait for rank 0.
+        timeout_s: seconds that a request waits for rank 0.
         max_bytes: of a request's messages and tools; longer ones are refused at once.
     """
 
     def __init__(
         self,
-        ask: Callable[[Message], None],
+        send: Callable[[Message], None],
         parse: Callable[[Message, int, list[Message]], Message],
         timeout_s: float,
         max_bytes: float,
     ) -> None:
-        self._ask, self._parse, self._timeout_s, self._max_bytes = ask, parse, timeout_s, max_bytes
+        self._send, self._parse, self._timeout_s, self._max_bytes = send, parse, timeout_s, max_bytes
         self.turn = asyncio.Lock()
         self.arrived: Message | None = None
         self.why_over = ""
@@ -96,7 +97,7 @@ class Session:
             answer = {"over": f"the messages and tools have {size} bytes, more than agent.max_tokens can hold"}
         else:
             try:
-                waits = await asyncio.to_thread(self._asked, kind, question)
+                waits = await asyncio.to_thread(self.ask, kind, question)
                 answer = await asyncio.wait_for(asyncio.wrap_future(waits), self._timeout_s)
             except TimeoutError:
                 raise BadChat(f"the run did not respond within {self._timeout_s:g} s", status=504) from None
@@ -110,13 +111,14 @@ class Session:
             raise BadChat(answer["refused"], "messages")
         return answer
 
-    def _asked(self, kind: str, question: Message) -> Future[Message]:
+    def ask(self, kind: str, question: Any) -> Future[Message]:
+        """Sends a question to rank 0, and returns its future reply. Raises BadChat once the trajectory has ended."""
         waits: Future[Message] = Future()
         with self._state:
             if self._is_closed:
                 raise _ended()
             self._waits = waits
-            self._ask({kind: question})
+            self._send({kind: question})
             self.arrived = None
         return waits
 
