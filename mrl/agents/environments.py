@@ -13,7 +13,8 @@ import http.client
 import random
 import uuid
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from contextlib import closing
+from typing import Any
 from urllib.parse import urlsplit
 
 from mrl import strict_json
@@ -30,25 +31,13 @@ class OpenEnvError(RuntimeError):
     """The server does not follow OpenEnv's protocol."""
 
 
-class Gymnasium(Protocol):
-    """Used part of `gymnasium.Env`."""
-
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]: ...
-
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]: ...
-
-    def close(self) -> None: ...
-
-
 def from_gymnasium(
-    make: Callable[[dict[str, Any]], Gymnasium], act: Act, show: Show = str, options: str | None = None
+    make: Callable[[dict[str, Any]], Any], act: Act, show: Show = str, options: str | None = None
 ) -> type[Any]:
     """Returns a class for `agent.rollout`.
 
     Args:
-        make: makes the environment of a row of the data.
+        make: makes the `gymnasium.Env` of a row of the data.
         act: maps a turn to an action; may raise ValueError, whose text goes to the model.
         show: maps an observation to text for the model, or to messages with a chat template.
         options: the row's key of the options for `reset`.
@@ -130,26 +119,23 @@ def _field(told: dict[str, Any], name: str, url: str) -> Any:
 
 
 def _asked(url: str, method: str, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
-    parts = urlsplit(url)
+    parts, what = urlsplit(url), f"{method} {url}{path}"
     kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
     if parts.scheme not in kinds or parts.hostname is None:
         raise OpenEnvError(f"{url!r} is not a server address such as http://host:port")
+    data = None if body is None else strict_json.dumps(body)
     connection = kinds[parts.scheme](parts.hostname, parts.port, timeout=HTTP_S)
     try:
-        data = None if body is None else strict_json.dumps(body)
-        connection.request(method, parts.path.rstrip("/") + path, data, {"Content-Type": "application/json"})
-        answer = connection.getresponse()
-        content = answer.read(MAX_ANSWER_BYTES)
+        with closing(connection):
+            connection.request(method, parts.path.rstrip("/") + path, data, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            content = answer.read(MAX_ANSWER_BYTES)
+        told = strict_json.loads(content) if answer.status == 200 else None
     except (OSError, http.client.HTTPException) as error:
-        raise OpenEnvError(f"{method} {url}{path}: {type(error).__name__}: {error}") from error
-    finally:
-        connection.close()
-    if answer.status != 200:
-        raise OpenEnvError(f"{method} {url}{path} returned {answer.status}: {content[:200].decode(errors='replace')}")
-    try:
-        told = strict_json.loads(content)
+        raise OpenEnvError(f"{what}: {type(error).__name__}: {error}") from error
     except ValueError as error:
-        raise OpenEnvError(f"{method} {url}{path} did not return JSON: {error}") from error
+        raise OpenEnvError(f"{what} did not return JSON: {error}") from error
     if not isinstance(told, dict):
-        raise OpenEnvError(f"{method} {url}{path} returned {str(told)[:200]} instead of an object")
+        shown = content[:200].decode(errors="replace")
+        raise OpenEnvError(f"{what} returned {answer.status} and {shown!r}, expected 200 and a JSON object")
     return told
