@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mrl.reward.errors import RewardError, SampleError
 from mrl.reward.loading import answer_problem
-from mrl.reward.manager import pool_setup, prompt_text
-from mrl.reward.plan import Component, Mix, ScoringPlan, make_plan
+from mrl.reward.manager import builtin_settings, prompt_text
+from mrl.reward.plan import Component, ScoringPlan, make_plan
 from mrl.reward.pool import FunctionPool
 from mrl.reward.sandbox.isolate import readable_through
 from mrl.reward.score_requests import ScoreRequest
@@ -34,24 +34,18 @@ def row_check(cfg: RewardConfig, data: DataConfig) -> Callable[[Mapping[str, Any
             mix = plan.mix_of(row, data.data_source_key)
         except RewardError as error:
             return f"the row {error}"
-        specs = [plan.components[name].spec for name in mix if plan.components[name].kind == "function"]
-        needs, unsplit = [spec for spec in specs if not zero and ":" not in spec], cfg.code.unsplit
-        problems = (answer_problem(spec, row, data.answer_key, unsplit) for spec in needs)
-        return next(filter(None, problems), None) or (unserializable_value(row) if _is_sent(cfg, plan, mix) else None)
+        used = [plan.components[name] for name in mix]
+        builtins = [c.spec for c in used if c.kind == "function" and ":" not in c.spec]
+        problems = [answer_problem(spec, row, data.answer_key, cfg.code.unsplit) for spec in builtins if not zero]
+        if any(c.kind == "server" and cfg.servers[c.spec].api == "mrl" for c in used):
+            problems.append(unserializable_value(row))
+        return next(filter(None, problems), None)
 
     return check
 
 
-def _is_sent(cfg: RewardConfig, plan: ScoringPlan, mix: Mix) -> bool:
-    """Returns True if the row is sent to a reward server."""
-    servers = [component.spec for name in mix if (component := plan.components[name]).kind == "server"]
-    return any(cfg.servers[name].api == "mrl" for name in servers)
-
-
 def check_hidden(cfg: RewardConfig, paths: Mapping[str, str]) -> None:
-    """Raises RewardError if the sandboxed programs of the built-in `code` could read one of `paths`, given by
-    description.
-    """
+    """Raises RewardError if sandboxed programs of the built-in `code` could read one of `paths`, by description."""
     specs = {component.spec for component in make_plan(cfg).components.values()}
     if "code" not in specs or cfg.code.isolation == "none":
         return
@@ -80,12 +74,12 @@ def check_functions(cfg: RewardConfig, data: DataConfig, trials: Iterable[TrialR
     Raises RewardError if a function cannot be imported, is not a function, or takes other arguments.
     """
     plan = make_plan(cfg)
-    setup = pool_setup(cfg, plan, data.answer_key)
-    if setup is None or not any(c.spec == "code" or ":" in c.spec for c in setup.components):
+    functions = plan.of_kind("function", "batch")
+    if not any(c.spec == "code" or ":" in c.spec for c in functions):
         return []
-    pool = FunctionPool(replace(setup, workers=1))
+    pool = FunctionPool(functions, builtin_settings(cfg), data.answer_key, 1, cfg.timeout_s, cfg.pictures)
     try:
-        untried = {c.name: c for c in setup.components if ":" in c.spec}
+        untried = {c.name: c for c in functions if ":" in c.spec}
         return [
             problem
             for component, trial in _matched(plan, untried, data.data_source_key, trials)
@@ -117,7 +111,7 @@ def _try_out(pool: FunctionPool, component: Component, trial: TrialRow, data: Da
     call = ScoreRequest(prompt_text(trial.row.get(data.prompt_key, "")), response, trial.row, pictures=trial.pictures)
     running = pool.submit(component, [call], [f"{trial.where}, with the response {response[:40]!r},"])
     try:
-        [outcome] = running.result(pool.setup.timeout_s + STARTUP_TIMEOUT_S)
+        [outcome] = running.result(pool.timeout_s + STARTUP_TIMEOUT_S)
     except TimeoutError:
-        return f"reward.{component.where}: no score of {trial.where} within {pool.setup.timeout_s:g} s"
+        return f"reward.{component.where}: no score of {trial.where} within {pool.timeout_s:g} s"
     return f"reward.{component.where}: {outcome}" if isinstance(outcome, SampleError) else None

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, as_completed
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from mrl.reward.errors import NoVerdict, RewardError, SampleError
-from mrl.reward.plan import MODEL, Component, ScoringPlan, make_plan
-from mrl.reward.pool import FunctionPool, PoolSetup
+from mrl.reward.plan import MODEL, Component, make_plan
+from mrl.reward.pool import FunctionPool
 from mrl.reward.score_requests import Outcome, ScoreRequest
 from mrl.reward.server import ServerClient
 
@@ -22,14 +22,6 @@ if TYPE_CHECKING:
 
 PROMPT_HEAD_CHARS = 80
 ScoreSamples = Callable[["Sequence[Sample]"], Sequence[float]]
-
-
-class ScoreSource(Protocol):
-    """Scorer of some components' samples, in processes or on servers."""
-
-    def submit(
-        self, component: Component, calls: Sequence[ScoreRequest], labels: Sequence[str]
-    ) -> Future[list[Outcome | SampleError]]: ...
 
 
 @dataclass(frozen=True)
@@ -61,8 +53,7 @@ class RewardManager:
         data_source_key: str = "data_source",
         max_response_tokens: int = 0,
     ) -> None:
-        self.cfg = cfg
-        self.plan = make_plan(cfg)
+        self.cfg, self.plan = cfg, make_plan(cfg)
         self.prompt_key, self.data_source_key = prompt_key, data_source_key
         self.failures = 0
         self.on_scored: Callable[[object], None] = lambda future: None  # after each call, in any thread
@@ -70,14 +61,19 @@ class RewardManager:
         self._running: dict[Sample, dict[str, Future[Outcome]]] = {}
         self._lock = threading.Lock()  # guards the next one
         # calls of batch functions and the model, until `collect`; the model is the last, as it blocks
-        waiting = sorted(
-            (c.name for c in self.plan.components.values() if c.kind in ("batch", "model")), key=MODEL.__eq__
-        )
+        waiting = sorted((c.name for c in self.plan.of_kind("batch", "model")), key=MODEL.__eq__)
         self._waiting: dict[str, list[_Call]] = {name: [] for name in waiting}
+        self._sources: dict[str, FunctionPool | ServerClient] = {}
         with ExitStack() as stack:
-            self._sources: dict[str, ScoreSource] = _open_sources(
-                cfg, self.plan, answer_key, max_response_tokens, stack
-            )
+            if functions := self.plan.of_kind("function", "batch"):  # one pool for all
+                settings = builtin_settings(cfg, max_response_tokens)
+                pool = FunctionPool(functions, settings, answer_key, cfg.workers, cfg.timeout_s, cfg.pictures)
+                stack.callback(pool.close)
+                self._sources |= {component.name: pool for component in functions}
+            for component in self.plan.of_kind("server"):
+                client = ServerClient(component.spec, cfg.servers[component.spec])
+                stack.callback(client.close)
+                self._sources[component.name] = client
             self._open = stack.pop_all()
 
     def submit(self, sample: Sample) -> None:
@@ -231,34 +227,7 @@ def longest_call_s(cfg: RewardConfig) -> float:
     return max(cfg.timeout_s, *servers) if servers else cfg.timeout_s
 
 
-def _open_sources(
-    cfg: RewardConfig, plan: ScoringPlan, answer_key: str, max_response_tokens: int, stack: ExitStack
-) -> dict[str, ScoreSource]:
-    """Returns sources by component name: one pool for all functions, a client for each server."""
-    sources: dict[str, ScoreSource] = {}
-    setup = pool_setup(cfg, plan, answer_key, max_response_tokens)
-    if setup is not None:
-        pool = FunctionPool(setup)
-        stack.callback(pool.close)
-        sources |= {component.name: pool for component in setup.components}
-    for name in (component.spec for component in plan.components.values() if component.kind == "server"):
-        sources[name] = client = ServerClient(name, cfg.servers[name])
-        stack.callback(client.close)
-    return sources
-
-
-def pool_setup(
-    cfg: RewardConfig, plan: ScoringPlan, answer_key: str = "answer", max_response_tokens: int = 0
-) -> PoolSetup | None:
-    """Returns the setup of the plan's functions; None if it has none."""
-    functions = tuple(c for c in plan.components.values() if c.kind in ("function", "batch"))
-    if not functions:
-        return None
-    settings = _settings(cfg, max_response_tokens)
-    return PoolSetup(functions, settings, answer_key, cfg.workers, cfg.timeout_s, cfg.pictures)
-
-
-def _settings(cfg: RewardConfig, max_response_tokens: int) -> dict[str, dict[str, Any]]:
+def builtin_settings(cfg: RewardConfig, max_response_tokens: int = 0) -> dict[str, dict[str, Any]]:
     """Returns settings of built-ins that have a section, as plain values: a worker imports no pydantic."""
     found = {"format": cfg.format.model_dump(), "code": cfg.code.model_dump()}
     if cfg.length is not None:

@@ -32,6 +32,9 @@ class ScoringPlan:
     components: dict[str, Component]
     mixes: dict[str, Mix]  # by the row's data_source, `ANY` for those that are not named
 
+    def of_kind(self, *kinds: str) -> list[Component]:
+        return [component for component in self.components.values() if component.kind in kinds]
+
     def mix_of(self, row: Mapping[str, Any], key: str) -> Mix:
         """Returns the mix of the row's data source, which is under `key`. Raises RewardError for a source that nothing
         scores.
