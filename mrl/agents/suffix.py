@@ -85,9 +85,7 @@ class Suffix:
         return [each for each in said if isinstance(each, dict)]
 
     def whole(self, messages: Sequence[Message], more: Mapping[str, Any] | None = None) -> list[int]:
-        """Returns the ids of a conversation up to the start of the model's next turn. Raises AgentError for a
-        conversation that the chat template refuses.
-        """
+        """Returns the ids of a conversation up to the model's next turn. Raises AgentError if the template refuses."""
         try:
             return self._rendered([*messages], whole=False, more=more)
         except ValueError as error:
@@ -107,16 +105,12 @@ class Suffix:
         return base[len(base) - after :] + full[len(base) :]
 
     @cached_property
-    def _base(self) -> list[int]:
-        return self._rendered(self._dummy, whole=True)
-
-    @cached_property
     def _end(self) -> int | None:
         """Token that ends a turn, the last special one of the dummy's; None if the start of the next turn ends it."""
-        before = self._rendered(self._dummy[:1], whole=False)
-        same = next((i for i, (a, b) in enumerate(zip(before, self._base)) if a != b), len(before))
+        before, base = self._rendered(self._dummy[:1], whole=False), self._rendered(self._dummy, whole=True)
+        same = next((i for i, (a, b) in enumerate(zip(before, base)) if a != b), len(before))
         special = {self._tokenizer.eos_id, *self._tokenizer.hf.added_tokens_decoder}
-        return next((token for token in reversed(self._base[same:]) if token in special), None)
+        return next((token for token in reversed(base[same:]) if token in special), None)
 
     @cached_property
     def _dummy(self) -> list[Message]:
