@@ -134,12 +134,16 @@ def _started(program: str, limits: Limits, isolation: Isolation, ready_fd: int) 
         plan: dict[str, object] = {"uid": None, "tmp_options": None, "filter": None, "ready_fd": ready_fd}
         resources, command, python, inside = _resources(limits), [], isolate.PYTHON_OUTSIDE, str(source)
         if isolation == "bubblewrap":
-            uid = isolate.own_uid()
+            uid, bwrap, program_filter = isolate.own_uid(), isolate.find_bwrap(), filter_program()
+            if bwrap is None:
+                raise SandboxError(_cannot("bubblewrap", "bwrap is not on the PATH"))
+            if program_filter is None:
+                raise SandboxError(f"mrl has no system call filter for the processor {os.uname().machine}")
             resources["RLIMIT_NPROC"] = limits.processes + (uid is None)  # its namespace counts bwrap's own process
-            plan |= {"uid": uid, "tmp_options": isolate.tmp_options(limits.disk_mib), "filter": _filter().hex()}
+            plan |= {"uid": uid, "tmp_options": isolate.tmp_options(limits.disk_mib), "filter": program_filter.hex()}
             memory_mib = limits.processes * limits.memory_mib + limits.disk_mib
             joined = stack.enter_context(groups.group(memory_mib, limits.processes))
-            command = [*joined, *isolate.bwrap_command(_bwrap(), source, limits.disk_mib, unprivileged=uid is None)]
+            command = [*joined, *isolate.bwrap_command(bwrap, source, limits.disk_mib, unprivileged=uid is None)]
             python, inside = isolate.python_inside(), "/program.py"
         plan |= {"limits": resources, "argv": [python, *PROGRAM_OPTIONS, inside]}
         process = subprocess.Popen(
@@ -154,20 +158,6 @@ def _started(program: str, limits: Limits, isolation: Isolation, ready_fd: int) 
         )
         stack.callback(_end, process)
         yield process
-
-
-def _bwrap() -> str:
-    bwrap = isolate.find_bwrap()
-    if bwrap is None:
-        raise SandboxError(_cannot("bubblewrap", "bwrap is not on the PATH"))
-    return bwrap
-
-
-def _filter() -> bytes:
-    program = filter_program()
-    if program is None:
-        raise SandboxError(f"mrl has no system call filter for the processor {os.uname().machine}")
-    return program
 
 
 def _resources(limits: Limits) -> dict[str, int]:
