@@ -60,7 +60,8 @@ class _Statements(Expressions):
 
     def text(self, text: str, trust: bool) -> tuple[list[Step], bool]:
         """Returns the steps of the text, and True if they are a test."""
-        tree, before = parse(text), self.copy()
+        of_names = ("known", "sent_names", "helpers", "modules", "checks", "called")
+        tree, before = parse(text), {name: vars(self)[name].copy() for name in of_names}
         self.steps = []
         try:
             for node in tree.body:
@@ -74,21 +75,13 @@ class _Statements(Expressions):
         except UnsplittableTest:
             if not trust:
                 raise
-        vars(self).update(vars(before))
-        return self.whole(text, tree), True
-
-    def copy(self) -> _Statements:
-        of_names = ("known", "sent_names", "helpers", "modules", "checks", "called")
-        return _Statements(**{name: vars(self)[name].copy() for name in of_names})
-
-    def whole(self, text: str, tree: ast.Module) -> list[Step]:
-        """Returns definitions of everything that the text may mention, then the text."""
-        for name in sorted(self.known):
+        vars(self).update(before, steps=[], calls_program=False)
+        for name in sorted(self.known):  # definitions of everything that the text may mention, then the text
             self.send_name(name)
         self.steps += [Statement(ast.unparse(node)) for node in self.checks.values()]
         self.called.update(self.checks)
         self.helpers.update(bound_in(tree))
-        return [*self.steps, Statement(text)]
+        return [*self.steps, Statement(text)], True
 
     def statement(self, node: ast.stmt) -> None:
         self.seen.clear()
@@ -148,9 +141,7 @@ class _Statements(Expressions):
         self.steps.append(Statement(ast.unparse(node)))
 
     def bind(self, target: ast.expr, value: ast.expr) -> None:
-        """Binds a target. The program learns a plain value only when it is asked for an expression that mentions the
-        target.
-        """
+        """Binds a target. The program learns a plain value only if it is asked for an expression of the target."""
         self.seen.clear()
         self.without_value.clear()
         found = self.value(value)

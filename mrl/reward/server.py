@@ -133,7 +133,7 @@ class ServerClient:
             async with self._http.stream("POST", self.url, content=body.encode(), headers=headers) as reply:
                 if reply.status_code == 200:
                     return await self._read(reply)
-                text = await _beginning(reply)
+                text = await anext(reply.aiter_raw(MAX_ERROR_BYTES), b"")
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise _Retryable(f"{type(error).__name__}: {error}") from error
         if reply.has_redirect_location:
@@ -145,18 +145,8 @@ class ServerClient:
         """Returns the whole answer, within its limits."""
         if reply.headers.get("content-encoding", "identity") != "identity":
             raise BadResponse(f"the response is compressed ({reply.headers['content-encoding']}): send it uncompressed")
-        limit, data = self.cfg.max_answer_mib << 20, bytearray()
-        async for chunk in reply.aiter_raw():
-            data += chunk
-            if len(data) > limit:
-                raise BadResponse(f"the response is longer than {self.cfg.max_answer_mib} MiB (max_answer_mib)")
-        return bytes(data)
-
-
-async def _beginning(reply: httpx.Response) -> bytes:
-    data = b""
-    async for chunk in reply.aiter_raw():
-        data += chunk
-        if len(data) > MAX_ERROR_BYTES:
-            break
-    return data[:MAX_ERROR_BYTES]
+        limit = self.cfg.max_answer_mib << 20
+        data = await anext(reply.aiter_raw(limit + 1), b"")  # all of it, or more than is allowed
+        if len(data) > limit:
+            raise BadResponse(f"the response is longer than {self.cfg.max_answer_mib} MiB (max_answer_mib)")
+        return data

@@ -43,15 +43,6 @@ def default_compute_score(data_source: str, solution_str: str, ground_truth: Any
     openai/gsm8k takes `arithmetic`; the MATH, DAPO, AIME and NuminaMath sources take `math`. verl's math_dapo gives -1
     to a wrong answer, and its gsm8k accepts an answer after "####" only.
 
-    Args:
-        data_source: Name of the data set.
-        solution_str: The response's text.
-        ground_truth: The right answer.
-        extra_info: Unused.
-
-    Returns:
-        The score.
-
     Raises:
         RewardError: For another data source, or if `math` reaches no verdict.
         ValueError: For an unreadable answer.
@@ -83,11 +74,7 @@ class NaiveRewardManager:
         self.compute_score = compute_score or default_compute_score
 
     def __call__(self, data: Mapping[str, Any], return_dict: bool = False) -> Tensor | dict[str, Any]:
-        """Returns the token rewards of a batch.
-
-        Args:
-            data: The batch.
-            return_dict: True returns a dict with "reward_tensor" and "reward_extra_info".
+        """Returns the token rewards of a batch; with `return_dict` a dict of "reward_tensor" and "reward_extra_info".
 
         Returns:
             [batch, response_len] float32: each score at its response's last token, in column 0 for an empty response
@@ -197,9 +184,6 @@ def load_reward_manager(config: Any, tokenizer: Any, num_examine: int, **reward_
         tokenizer: transformers tokenizer.
         num_examine: Number of responses to print per data source and call.
         **reward_kwargs: Further arguments of the manager, such as max_resp_len.
-
-    Returns:
-        The manager.
 
     Raises:
         RewardError: For another manager: `batch`, remote servers and reward models are in `mrl.reward.manager`.
