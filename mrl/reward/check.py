@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mrl.reward.errors import RewardError, SampleError
 from mrl.reward.loading import answer_problem
 from mrl.reward.manager import builtin_settings, prompt_text
-from mrl.reward.plan import Component, ScoringPlan, make_plan
+from mrl.reward.plan import Component, make_plan
 from mrl.reward.pool import FunctionPool
 from mrl.reward.sandbox.isolate import readable_through
 from mrl.reward.score_requests import ScoreRequest
@@ -80,29 +80,18 @@ def check_functions(cfg: RewardConfig, data: DataConfig, trials: Iterable[TrialR
     pool = FunctionPool(functions, builtin_settings(cfg), data.answer_key, 1, cfg.timeout_s, cfg.pictures)
     try:
         untried = {c.name: c for c in functions if ":" in c.spec}
-        return [
-            problem
-            for component, trial in _matched(plan, untried, data.data_source_key, trials)
-            if (problem := _try_out(pool, component, trial, data)) is not None
-        ]
+        problems = []
+        for trial in trials if untried else ():
+            try:
+                mix = plan.mix_of(trial.row, data.data_source_key)
+            except RewardError:  # reported by the row check
+                continue
+            problems += [_try_out(pool, untried.pop(name), trial, data) for name in untried.keys() & mix.keys()]
+            if not untried:
+                break
+        return [problem for problem in problems if problem is not None]
     finally:
         pool.close()
-
-
-def _matched(
-    plan: ScoringPlan, untried: dict[str, Component], key: str, trials: Iterable[TrialRow]
-) -> Iterator[tuple[Component, TrialRow]]:
-    """Yields each component once, as long as there are rows for it."""
-    waiting = dict(untried)
-    for trial in trials:
-        if not waiting:
-            return
-        try:
-            mix = plan.mix_of(trial.row, key)
-        except RewardError:  # reported by the row check
-            continue
-        for name in waiting.keys() & mix.keys():
-            yield waiting.pop(name), trial
 
 
 def _try_out(pool: FunctionPool, component: Component, trial: TrialRow, data: DataConfig) -> str | None:

@@ -58,7 +58,7 @@ class RewardManager:
         self.failures = 0
         self.on_scored: Callable[[object], None] = lambda future: None  # after each call, in any thread
         self._score_model: ScoreSamples | None = None
-        self._running: dict[Sample, dict[str, Future[Outcome]]] = {}
+        self._running: dict[Sample, dict[str, tuple[float, Future[Outcome]]]] = {}  # weight and outcome by component
         self._lock = threading.Lock()  # guards the next one
         # calls of batch functions and the model, until `collect`; the model is the last, as it blocks
         waiting = sorted((c.name for c in self.plan.of_kind("batch", "model")), key=MODEL.__eq__)
@@ -77,15 +77,18 @@ class RewardManager:
             self._open = stack.pop_all()
 
     def submit(self, sample: Sample) -> None:
-        """Starts scoring `sample` (its response_text must be set). Raises RewardError if its row does not name its
-        scorers, or cannot be sent to a worker.
-        """
+        """Starts scoring `sample`, whose response_text must be set. Raises RewardError for a row that does not name its
+        scorers, or cannot be sent to a worker."""
         request, label = self._request(sample)
-        running: dict[str, Future[Outcome]] = {}
-        for name in self._mix(sample, label):
+        try:
+            mix = self.plan.mix_of(sample.request.prompt.row, self.data_source_key)
+        except RewardError as error:
+            raise RewardError(f"{label}: its row {error}") from None
+        running: dict[str, tuple[float, Future[Outcome]]] = {}
+        for name, weight in mix.items():
             call = _Call(request, label)
             call.outcome.add_done_callback(self.on_scored)
-            running[name] = call.outcome
+            running[name] = weight, call.outcome
             if name in self._waiting:
                 with self._lock:
                     self._waiting[name].append(call)
@@ -103,7 +106,7 @@ class RewardManager:
         for sample in samples:
             if sample not in self._running:
                 self.submit(sample)
-        futures = [future for sample in samples for future in self._running[sample].values()]
+        futures = [future for sample in samples for _, future in self._running[sample].values()]
         mine = set(map(id, futures))
         try:
             for name in self._waiting:
@@ -149,9 +152,7 @@ class RewardManager:
             self._running.pop(sample, None)
 
     def use_model(self, score: ScoreSamples) -> None:
-        """Sets the function that runs the reward model on the trainer's ranks, if the configuration has one; call
-        before the first `collect`.
-        """
+        """Sets the function that runs `reward.model` on the trainer's ranks; call it before the first `collect`."""
         self._score_model = score
 
     def close(self) -> None:
@@ -164,16 +165,15 @@ class RewardManager:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _fill(self, sample: Sample, futures: Mapping[str, Future[Outcome]]) -> None:
+    def _fill(self, sample: Sample, running: Mapping[str, tuple[float, Future[Outcome]]]) -> None:
         sample.score, sample.score_parts, sample.reward_error = 0.0, {}, ""
-        weights = self._mix(sample, "")
-        for name, future in futures.items():
+        for name, (weight, future) in running.items():
             try:
                 outcome = future.result()
             except SampleError as error:
                 sample.reward_error = sample.reward_error or str(error)
                 continue
-            sample.score += weights[name] * outcome.score
+            sample.score += weight * outcome.score
             if len(self.plan.components) > 1:
                 parts = {f"{name}/{part}": value for part, value in outcome.parts.items()}
                 sample.score_parts |= {name: outcome.score, **parts}
@@ -186,12 +186,6 @@ class RewardManager:
             self.failures += 1
             if self.cfg.on_error != "zero":
                 sample.score, sample.score_parts, sample.left_out = math.nan, {}, sample.reward_error
-
-    def _mix(self, sample: Sample, label: str) -> Mapping[str, float]:
-        try:
-            return self.plan.mix_of(sample.request.prompt.row, self.data_source_key)
-        except RewardError as error:
-            raise RewardError(f"{label}: its row {error}") from None
 
     def _request(self, sample: Sample) -> tuple[ScoreRequest, str]:
         request = sample.request
@@ -217,9 +211,7 @@ def _settle(calls: Sequence[_Call], found: BaseException | Sequence[Outcome | Sa
 
 
 def longest_call_s(cfg: RewardConfig) -> float:
-    """Returns the longest duration in seconds of one call of a function or a server, with its retries, without
-    queueing.
-    """
+    """Returns the longest seconds of one call of a function, or a server with its retries, without queueing."""
     servers = [
         sum(server.timeout_s + server.backoff_s * 2**retry for retry in range(server.retries + 1))
         for server in cfg.servers.values()

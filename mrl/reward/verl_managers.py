@@ -21,7 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mrl import user_functions
-from mrl.reward import loading, shaping
+from mrl.reward import functions, loading
 from mrl.reward.errors import RewardError
 from mrl.reward.score_requests import ScoreRequest
 from mrl.verl_config import read
@@ -163,7 +163,7 @@ class DAPORewardManager(NaiveRewardManager):
         found = super()._score(data)
         if self.overlong:
             lengths = data["attention_mask"][:, data["prompts"].shape[1] :].sum(1).tolist()
-            penalties = [shaping.overlong("", length, **self.overlong) for length in lengths]
+            penalties = [functions.overlong("", length, **self.overlong) for length in lengths]
             for row, length, penalty in zip(found["reward_tensor"], lengths, penalties, strict=True):
                 row[max(length - 1, 0)] += penalty
             if self.logs_overlong:
