@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mrl.reward import extract
-from mrl.reward.assertions import Test, split_tests
+from mrl.reward.assertions import Statement, Step, Test, split_tests
 from mrl.reward.errors import RewardError
 from mrl.reward.plain_values import decode, evaluate
-from mrl.reward.program_queries import Statement, Step
 from mrl.reward.python_text import asked_names
 from mrl.reward.sandbox import Limits, SandboxError, converse_with_python, run_python
 from mrl.reward.sandbox.run import START_S, Isolation, check_isolation

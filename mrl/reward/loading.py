@@ -143,7 +143,7 @@ def check_result(result: object) -> Outcome:
 
 
 def check_results(results: object, count: int) -> list[Any]:
-    """Returns a batch function's results, each still to be checked. Raises TypeError or ValueError unless `count` came."""
+    """Returns a batch function's `count` results, each still to be checked. Raises TypeError or ValueError."""
     if isinstance(results, (str, bytes, dict)) or not hasattr(results, "__len__") or not hasattr(results, "__iter__"):
         raise TypeError(f"must return a list of {count} scores, got {type(results).__name__} {str(results)[:80]!r}")
     if len(results) != count:
