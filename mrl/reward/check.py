@@ -15,7 +15,7 @@ from mrl.reward.pool import FunctionPool
 from mrl.reward.sandbox.isolate import readable_through
 from mrl.reward.score_requests import ScoreRequest
 from mrl.reward.server_api import unserializable_value
-from mrl.workers.process import STARTUP_TIMEOUT_S
+from mrl.workers.pool import STARTUP_TIMEOUT_S
 
 if TYPE_CHECKING:
     from mrl.config.schema import DataConfig, RewardConfig
