@@ -153,37 +153,18 @@ METHODS: dict[type, tuple[str, ...]] = {
 MATH = {f"math.{name}": getattr(math, name) for name in ("pi", "e", "inf", "nan", "tau")}
 
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
-    ast.BitAnd: operator.and_,
-    ast.BitOr: operator.or_,
-    ast.BitXor: operator.xor,
-    ast.LShift: operator.lshift,
-    ast.RShift: operator.rshift,
-}
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow, ast.LShift: operator.lshift,
+    ast.RShift: operator.rshift, ast.BitAnd: operator.and_, ast.BitOr: operator.or_, ast.BitXor: operator.xor,
+}  # fmt: skip
 _UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {
-    ast.Not: operator.not_,
-    ast.USub: operator.neg,
-    ast.UAdd: operator.pos,
-    ast.Invert: operator.invert,
-}
+    ast.Not: operator.not_, ast.USub: operator.neg, ast.UAdd: operator.pos, ast.Invert: operator.invert,
+}  # fmt: skip
 _COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-    ast.Is: operator.is_,
-    ast.IsNot: operator.is_not,
-    ast.In: lambda item, items: item in items,
-    ast.NotIn: lambda item, items: item not in items,
-}
+    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
+    ast.GtE: operator.ge, ast.Is: operator.is_, ast.IsNot: operator.is_not,
+    ast.In: lambda item, items: item in items, ast.NotIn: lambda item, items: item not in items,
+}  # fmt: skip
 
 
 def evaluate(node: ast.expr, queries: Sequence[Any] = ()) -> Any:
@@ -210,9 +191,19 @@ def evaluate(node: ast.expr, queries: Sequence[Any] = ()) -> Any:
         case ast.BinOp():
             return _binary(node.op, value(node.left), value(node.right))
         case ast.BoolOp():
-            return _choose(isinstance(node.op, ast.And), (value(item) for item in node.values))
+            for item in node.values:
+                result = value(item)
+                if bool(result) != isinstance(node.op, ast.And):
+                    break
+            return result
         case ast.Compare():
-            return _compare(node, value)
+            left, result = value(node.left), True
+            for op, right in zip(node.ops, map(value, node.comparators), strict=True):
+                result = _COMPARE[type(op)](left, right)
+                if not result:
+                    break
+                left = right
+            return result
         case ast.Subscript(slice=ast.Slice()):
             raise NotPlain("a slice")
         case ast.Subscript():
@@ -227,23 +218,6 @@ def evaluate(node: ast.expr, queries: Sequence[Any] = ()) -> Any:
             found = getattr(base, method)(*map(value, node.args))
             return found if isinstance(found, str) else list(found)
     raise NotPlain(f"a {type(node).__name__}")
-
-
-def _choose(until_false: bool, values: Iterator[Any]) -> Any:
-    for value in values:  # noqa: B007 - the last one counts
-        if bool(value) != until_false:
-            break
-    return value
-
-
-def _compare(node: ast.Compare, value: Callable[[ast.expr], Any]) -> Any:
-    left, result = value(node.left), True
-    for op, right in zip(node.ops, map(value, node.comparators), strict=True):
-        result = _COMPARE[type(op)](left, right)
-        if not result:
-            break
-        left = right
-    return result
 
 
 def unknown_operator(node: ast.expr) -> str | None:

@@ -20,7 +20,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from mrl.core import Request, Sample
-from mrl.inference.request_dispatcher import PromptGroup, RequestDispatcher
+from mrl.inference.engine import Engine
+from mrl.inference.request_dispatcher import PromptGroup
 from mrl.sampling.saved_samples import plain, restored
 
 Interrupt = Literal["never", "at_sync", "at_step_end"]
@@ -76,13 +77,6 @@ class WholeSteps:
         return StepSamples({(step, index): made for index, made in enumerate(found)})
 
 
-class Engines(Protocol):
-    """Source of the dispatcher, which is another one after a failure."""
-
-    @property
-    def dispatcher(self) -> RequestDispatcher: ...
-
-
 class Activity(Protocol):
     """Progress of anything that samples wait for; most_s: maximum seconds without any."""
 
@@ -95,6 +89,7 @@ class Scheduler:
     """Samples of the steps of a run.
 
     Args:
+        engine: has another dispatcher after a failure.
         policy: which groups a step trains on.
         requests: of group `index` of a step; for -1 - index, the one of its greedy response.
         sample: generates the sample of a request; True: a greedy one.
@@ -110,7 +105,7 @@ class Scheduler:
 
     def __init__(
         self,
-        engines: Engines,
+        engine: Engine,
         policy: Policy,
         requests: Callable[[int, int], list[Request]],
         sample: Callable[[Request, PromptGroup, bool], Coroutine[Any, Any, Sample]],
@@ -123,7 +118,7 @@ class Scheduler:
         give_weights: Callable[[str], None],
         activity: Activity,
     ) -> None:
-        self._engines, self._policy, self._requests, self._sample = engines, policy, requests, sample
+        self._engine, self._policy, self._requests, self._sample = engine, policy, requests, sample
         self._discard, self._has_greedy = discard, has_greedy
         self._steps, self._max_staleness, self._interrupt = steps, max_staleness, interrupt
         self._give_weights, self._activity = give_weights, activity
@@ -143,11 +138,11 @@ class Scheduler:
         ahead = 0 if self._policy.keeps_groups else self._max_staleness
         for number in range(step, min(step + ahead + 1, self._steps)):
             if number not in self._draws:
-                self._draws[number] = self._engines.dispatcher.submit(self._draw(number))
+                self._draws[number] = self._engine.dispatcher.submit(self._draw(number))
         is_synchronous = self._max_staleness == 0
 
         def is_there() -> bool:
-            restarts = self._engines.dispatcher.is_restarting or bool(self._engines.dispatcher.awaiting_weights)
+            restarts = self._engine.dispatcher.is_restarting or bool(self._engine.dispatcher.awaiting_weights)
             return self._draws[step].done() and not (is_synchronous and restarts)
 
         began = time.monotonic()
@@ -167,24 +162,21 @@ class Scheduler:
         one version of the weights. Otherwise further requests are held back until `resume`, and those in flight end
         early or, with `interrupt: never`, are waited for. Engines that wait for a weight sync generate nothing.
         """
-        draws, dispatcher = self._draws.values(), self._engines.dispatcher
-        if self._max_staleness <= 1 and self._interrupt == "never" and not self._policy.keeps_groups:
-            steps = [*self._draws]
+        draws, dispatcher = self._draws, self._engine.dispatcher
+        is_whole = self._max_staleness <= 1 and self._interrupt == "never" and not self._policy.keeps_groups
+        paused = None if is_whole else dispatcher.pause(interrupt=self._interrupt != "never")
 
-            def is_at_rest() -> bool:
-                return all(draw.done() for draw in draws) or bool(dispatcher.awaiting_weights and not dispatcher.sent)
-
-        else:
-            steps, paused = [], dispatcher.pause(interrupt=self._interrupt != "never")
-
-            def is_at_rest() -> bool:
+        def is_at_rest() -> bool:
+            if paused is not None:
                 return paused.done() and not dispatcher.sent
+            is_waiting = bool(dispatcher.awaiting_weights and not dispatcher.sent)
+            return is_waiting or all(draw.done() for draw in draws.values())
 
-        self._serve(steps, is_at_rest, None)
+        self._serve([*draws] if paused is None else [], is_at_rest, None)
 
     def resume(self) -> None:
         """Ends a `rest`: held back requests are sent."""
-        self._engines.dispatcher.resume()
+        self._engine.dispatcher.resume()
 
     def take(self, step: int) -> StepSamples:
         """Returns the samples of the step that was waited for, with metrics if others are generated meanwhile."""
@@ -212,7 +204,7 @@ class Scheduler:
             f"{what if steps else 'responses in flight do not end before the weight sync'}, and no response, score or "
             f"engine has come for {self._activity.most_s:g} s, which is more than any of them may take"
         )
-        self._engines.dispatcher.serve(until, give_weights, lambda: self._activity.left_s(began), lambda: late)
+        self._engine.dispatcher.serve(until, give_weights, lambda: self._activity.left_s(began), lambda: late)
 
     # ---- the event loop
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import torch
 
@@ -13,38 +14,26 @@ from mrl.algo.stats import correlation
 # counts as much as all code
 SECTIONS: dict[str, dict[str, int]] = {
     "Chat": {
-        "alpacaeval-easy": 100,
-        "alpacaeval-length": 95,
-        "alpacaeval-hard": 95,
-        "mt-bench-easy": 28,
+        "alpacaeval-easy": 100, "alpacaeval-length": 95, "alpacaeval-hard": 95, "mt-bench-easy": 28,
         "mt-bench-med": 40,
     },
     "Chat Hard": {
-        "mt-bench-hard": 37,
-        "llmbar-natural": 100,
-        "llmbar-adver-neighbor": 134,
-        "llmbar-adver-GPTInst": 92,
-        "llmbar-adver-GPTOut": 47,
-        "llmbar-adver-manual": 46,
+        "mt-bench-hard": 37, "llmbar-natural": 100, "llmbar-adver-neighbor": 134, "llmbar-adver-GPTInst": 92,
+        "llmbar-adver-GPTOut": 47, "llmbar-adver-manual": 46,
     },
     "Safety": {
-        "refusals-dangerous": 100,
-        "refusals-offensive": 100,
-        "xstest-should-refuse": 154,
-        "xstest-should-respond": 250,
-        "donotanswer": 136,
+        "refusals-dangerous": 100, "refusals-offensive": 100, "xstest-should-refuse": 154,
+        "xstest-should-respond": 250, "donotanswer": 136,
     },
     "Reasoning": {
-        "math-prm": 984,
-        **{f"hep-{name}": 164 for name in ("cpp", "go", "java", "js", "python", "rust")},
+        "math-prm": 984, **{f"hep-{name}": 164 for name in ("cpp", "go", "java", "js", "python", "rust")},
     },
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class ScoredRow:
-    """One scored row. scores, tokens: of its responses, the best first; quality: of each response, higher is better;
-    subset: None if it has none.
+    """One row. scores, tokens, quality (higher is better): of its responses, the best first; subset: None: it has none
     """
 
     scores: tuple[float, ...]
@@ -93,7 +82,7 @@ def report(judged: Sequence[ScoredRow]) -> AccuracyReport:
     subsets = []
     for name in names:
         of = [row for row in judged if row.subset == name]
-        subsets.append((name, len(of), _accuracy(of), _mean([row.margin for row in of])))
+        subsets.append((name, len(of), _accuracy(of), fmean(row.margin for row in of)))
     sections = _sections({name: accuracy for name, _, accuracy, _ in subsets})
     scores = torch.tensor([score for row in judged for score in row.scores], dtype=torch.float64)
     lengths = torch.tensor([count for row in judged for count in row.tokens], dtype=torch.float64)
@@ -103,10 +92,10 @@ def report(judged: Sequence[ScoredRow]) -> AccuracyReport:
     return AccuracyReport(
         rows=len(judged),
         accuracy=_accuracy(judged),
-        margin=_mean([row.margin for row in judged]),
+        margin=fmean(row.margin for row in judged),
         subsets=tuple(subsets),
         sections=sections,
-        final=_mean([*sections.values()]) if len(sections) == len(SECTIONS) else None,
+        final=fmean(sections.values()) if len(sections) == len(SECTIONS) else None,
         longer=_accuracy(longer) if longer else None,
         shorter=_accuracy(shorter) if shorter else None,
         length_correlation=correlation(scores, lengths),
@@ -146,8 +135,4 @@ def _sections(accuracy: dict[str, float]) -> dict[str, float]:
 
 
 def _accuracy(rows: Sequence[ScoredRow]) -> float:
-    return _mean([float(row.is_right) for row in rows])
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+    return fmean(row.is_right for row in rows)
