@@ -238,9 +238,7 @@ def _environment_program(kind: type[Any]) -> Program:
 
 
 def score_of(result: Any, ctx: Context) -> dict[str, float]:
-    """Returns a program's result plus its rewards: "score", and other numbers by name. Raises ValueError for an invalid
-    score.
-    """
+    """Returns a program's result plus its rewards: "score", and other numbers by name. Raises ValueError for others."""
     if isinstance(result, Mapping):
         parts = {str(name): value for name, value in result.items()}
     else:

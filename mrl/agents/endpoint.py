@@ -22,9 +22,7 @@ OVER = "this model's maximum context length is exceeded"  # words by which harne
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Address (`base_url`) and key (`api_key`) that a program passes to its harness, for one trajectory. url: for
-    OpenAI's clients
-    """
+    """Address (OpenAI's clients: `url`) and `key` that a program passes to its harness, for one trajectory."""
 
     url: str
     key: str = field(repr=False)
@@ -79,9 +77,7 @@ class Session:
         return Answer(self._answers, message, told["finish"], told["tokens"])
 
     async def count(self, question: Message) -> int:
-        """Returns the number of tokens before the turn that would answer a question. Raises BadChat. The caller holds
-        `turn`.
-        """
+        """Returns the number of tokens before the turn that answers a question. The caller holds `turn`."""
         self._counts += 1
         if self._counts > MAX_COUNTS * (1 + self._answers):
             raise BadChat(f"tokens were counted {MAX_COUNTS} times for each answer: end the harness")

@@ -265,8 +265,7 @@ def _read_format(form: CallSyntax, text: str, start: int, tools: Sequence[Tool])
 
 
 def _read_fenced(text: str, start: int, tools: Sequence[Tool]) -> Read:
-    """Parses blocks of code as in CommonMark: the closing fence is alone on its line, and as long as the opening one or
-    longer."""
+    """Parses blocks of code as in CommonMark: a closing fence, alone on its line, is not shorter than the opening."""
     calls, spans = list[ToolCall](), list[Span]()
     opened: tuple[int, str, int, str] | None = None  # place, signs, indent, language
     code: list[str] = []

@@ -273,9 +273,7 @@ class _TestReader:
         return plain
 
     def outside(self, node: ast.expr, compared: bool) -> ast.expr:
-        """Returns the expression with its calls of the program claimed. `compared`: with a value that is hard to
-        guess.
-        """
+        """Returns the expression with its calls of the program claimed. compared: with a value hard to guess."""
         before = len(self.queries)
         found = self.parts(node, compared)
         return found if len(self.queries) > before or isinstance(found, ast.Constant) else self.folded(found)
@@ -346,9 +344,7 @@ class _TestReader:
         return name if name in FUNCTIONS and not taken else None
 
     def call(self, node: ast.Call, compared: bool) -> ast.expr:
-        """Returns the call of a function that is known outside, with its arguments split. Raises UnsplittableTest for a
-        call that is not plain.
-        """
+        """Returns a call of a function that is known outside, with its arguments split."""
         name = self.function(node) or ""
         keywords = [self.value(keyword.value) for keyword in node.keywords if keyword.arg]
         if len(keywords) != len(node.keywords) or not all(keywords):

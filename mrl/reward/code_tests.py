@@ -77,9 +77,7 @@ class CodeReward:
 
 
 def _talk(program: str, tests: list[Test], passed: list[bool], deadline: float) -> Talk:
-    """Sends one step after the other. After a failure only the statements of a test are run: later tests may need
-    them.
-    """
+    """Sends the steps. After a failure only statements are run, as later tests may need them."""
     if (yield _request(Statement(program))) == b"null":
         return
     for test in tests:
@@ -122,9 +120,7 @@ def check_answer(answer: Any, unsplit: Literal["refuse", "trust"]) -> None:
 
 
 def read_tests(answer: Any) -> tuple[list[str], list[tuple[str, str]]]:
-    """Returns the answer's texts that assert, or its (input, output) pairs. Raises ValueError, which says what was
-    expected.
-    """
+    """Returns the texts that assert, or (input, output) pairs, of an answer. Raises ValueError: what was expected."""
     if isinstance(answer, str) and answer.lstrip()[:1] in ("{", "["):
         try:
             answer = json.loads(answer)

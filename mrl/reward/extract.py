@@ -110,9 +110,7 @@ def final_answers(response: str) -> Iterator[FinalAnswer]:
 
 
 def hash_marked_answer(text: str) -> str:
-    """Returns the last line `#### 42` without its marks; "" if there is none. A heading of the fourth level does not
-    count.
-    """
+    """Returns the last line `#### 42` without its marks, "" if there is none. A heading of this level is not one."""
     found = _HASHES.findall(text)
     return found[-1].strip() if found else ""
 
@@ -209,9 +207,7 @@ def program(response: str, names: Collection[str] = ()) -> str:
 
 
 def _fitness(text: str, names: Collection[str]) -> tuple[int, bool]:
-    """Returns the number of `names` that the text defines, and True if it is Python that does more than state a
-    value.
-    """
+    """Returns how many of `names` the text defines, and whether it is Python that does more than state a value."""
     try:
         tree = parse(text)
     except ValueError:

@@ -33,9 +33,7 @@ class NotPlain(ValueError):
 
 @dataclass(frozen=True)
 class OpaqueItems:
-    """Items of a generator, a view or the like: equal only to itself or, for a dict's keys or items, to a set of the
-    same.
-    """
+    """Items of a generator or the like: equal only to itself or, for keys and items of a dict, to a set of the same."""
 
     values: list[Any]
     is_set: bool = False
@@ -58,9 +56,7 @@ class QueryResult:
 
 
 def decode(line: bytes) -> list[Any] | None:
-    """Returns the values of one line of `answer_calls`; None after an exception. Raises NotPlain for an invalid
-    line.
-    """
+    """Returns the values of a line of `answer_calls`; None after an exception. Raises NotPlain for an invalid line."""
     try:
         found = json.loads(line)
         return None if found is None else _decoded_items(found, 0)
@@ -168,9 +164,7 @@ _COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 
 
 def evaluate(node: ast.expr, queries: Sequence[Any] = ()) -> Any:
-    """Returns the value of an expression with calls of FUNCTIONS. Raises NotPlain, or any error of Python's
-    operations.
-    """
+    """Returns an expression's value, with calls of FUNCTIONS. Raises NotPlain, or any error of Python's operations."""
 
     def value(node: ast.expr) -> Any:
         return evaluate(node, queries)

@@ -13,9 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """One response to score. `prompt` is text: for a list of chat messages the last one's content (the row holds them
-    all).
-    """
+    """One response to score. prompt: text; for a list of chat messages the last one's content (the row holds all)."""
 
     prompt: str
     response: str

@@ -33,8 +33,7 @@ SECTIONS: dict[str, dict[str, int]] = {
 
 @dataclass(frozen=True)
 class ScoredRow:
-    """One row. scores, tokens, quality (higher is better): of its responses, the best first; subset: None: it has none
-    """
+    """A row. scores, tokens, quality (higher is better): of its responses, the best first; subset: None without one"""
 
     scores: tuple[float, ...]
     tokens: tuple[int, ...]

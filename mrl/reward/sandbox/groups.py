@@ -37,9 +37,7 @@ def group(memory_mib: int, processes: int) -> Iterator[list[str]]:
 
 @functools.cache
 def problem() -> str | None:
-    """Returns the reason why no group can be created here; None if one can. Also removes leftovers of killed
-    trainers.
-    """
+    """Returns why no group can be created here; None if one can. Also removes leftovers of killed trainers."""
     try:
         for above in _parents():
             for old in above.glob(f"{PREFIX}*"):

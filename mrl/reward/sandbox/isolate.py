@@ -63,9 +63,7 @@ def tmp_options(disk_mib: int) -> str:
 
 
 def bwrap_command(bwrap: str, program: Path, disk_mib: int, *, unprivileged: bool) -> list[str]:
-    """Returns the bubblewrap command. `unprivileged`: use a user namespace; otherwise root builds the sandbox. `enter`
-    drops the remaining privileges.
-    """
+    """Returns the bubblewrap command. unprivileged: use a user namespace, else root builds the sandbox."""
     return [
         bwrap,
         *["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"],
@@ -120,9 +118,7 @@ def bound_paths() -> list[str]:
 
 
 def _read_only() -> list[str]:
-    """Returns arguments that bind `bound_paths`, Python's at its own place, with empty folders for installed
-    packages.
-    """
+    """Returns arguments that bind `bound_paths`, Python's at its own place, and hide installed packages."""
     prefix = os.path.realpath(sys.base_prefix)
     inside = {path: path if prefix == "/usr" else _at_python(path, prefix) for path in (*bound_paths(), *packages())}
     above = {str(folder) for path in inside.values() for folder in Path(path).parents}

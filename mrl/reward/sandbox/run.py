@@ -175,9 +175,7 @@ def _resources(limits: Limits) -> dict[str, int]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kills bwrap, which ends everything inside; without bwrap kills the session, except processes that have left
-    it.
-    """
+    """Kills bwrap, which ends everything inside; without bwrap the session, except processes that have left it."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:

@@ -31,9 +31,7 @@ class WatchedProgram:
 
 
 class _Input:
-    """The program's stdin: `text`, then end of file; with `talk` a reply to each line that it prints, until `talk`
-    ends.
-    """
+    """The program's stdin: `text`, then end of file; with `talk` a reply to each printed line, until that ends."""
 
     def __init__(self, pipe: IO[bytes], text: bytes, talk: Talk | None) -> None:
         self.pipe, self.pending, self.talk = pipe, text, talk
