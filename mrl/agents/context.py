@@ -115,8 +115,7 @@ class Context:
             raise NoTurnsLeft(self.why_over)
         turn = answer["turn"]
         found = parse_calls(turn, self._parser, self.tools)
-        calls, error = (found.calls, found.error) if found is not None else ((), "")
-        return Turn(turn["text"], tuple(turn["ids"]), turn["finish"], turn["number"], calls, error)
+        return Turn(turn["text"], tuple(turn["ids"]), turn["finish"], turn["number"], found.calls, found.error)
 
     async def sandbox(self, code: str, stdin: str = "") -> ProgramResult:
         """Runs a Python program in a sandbox as agent.sandbox says, and returns its result (`how`, `ok`, `stdout`,
@@ -153,10 +152,10 @@ class Context:
         return value
 
 
-def parse_calls(turn: Mapping[str, Any], parser: Parser | None, tools: Sequence[Tool]) -> ParsedCalls | None:
-    """Returns the parser's result for a turn; None without a parser and for a truncated turn."""
+def parse_calls(turn: Mapping[str, Any], parser: Parser | None, tools: Sequence[Tool]) -> ParsedCalls:
+    """Returns the parser's result for a turn; without a parser, and for a truncated turn, its text alone."""
     if parser is None or turn["finish"] != "stop":
-        return None
+        return ParsedCalls((), "", turn["text"])
     return parser(turn["text"] if turn.get("shown") is None else turn["shown"], tools)
 
 
@@ -165,32 +164,27 @@ def load_program(spec: str, has_endpoint: bool = False) -> Program:
     requested at the endpoint; a plain function may then block on them, in its own thread.
     """
     found = user_functions.find(spec, "agent.rollout")
-    if has_endpoint:
-        return _harness_program(found, spec)
-    if inspect.isclass(found):
-        lacking = [name for name in ("reset", "step") if not callable(getattr(found, name, None))]
-        if lacking:
-            raise user_functions.FunctionError(f"agent.rollout {spec!r}: the class has no {' and no '.join(lacking)}")
-        return _environment_program(found)
-    if not inspect.iscoroutinefunction(found):
-        raise user_functions.FunctionError(
-            f"agent.rollout {spec!r} is neither `async def rollout(ctx, prompt)` nor a class with reset and step"
-        )
-    return found
-
-
-def _harness_program(found: Any, spec: str) -> Program:
     if inspect.iscoroutinefunction(found):
         return found
-    if not inspect.isfunction(found):
-        raise user_functions.FunctionError(
-            f"agent.rollout {spec!r} is not a function (ctx, prompt), which agent.endpoint needs"
-        )
+    if has_endpoint and inspect.isfunction(found):
+        return _harness_program(found)
+    if not has_endpoint and inspect.isclass(found):
+        lacking = [name for name in ("reset", "step") if not callable(getattr(found, name, None))]
+        if not lacking:
+            return _environment_program(found)
+        why = f"the class has no {' and no '.join(lacking)}"
+    elif has_endpoint:
+        why = "it is not a function (ctx, prompt), which agent.endpoint needs"
+    else:
+        why = "it is neither `async def rollout(ctx, prompt)` nor a class with reset and step"
+    raise user_functions.FunctionError(f"agent.rollout {spec!r}: {why}")
 
+
+def _harness_program(function: Callable[[Context, str], Any]) -> Program:
     async def play(ctx: Context, prompt: str) -> Any:
         def run() -> Any:
             try:
-                return found(ctx, prompt)
+                return function(ctx, prompt)
             except SystemExit as error:  # would end the process
                 raise RuntimeError(f"the program ended with SystemExit({error.code!r})") from None
 

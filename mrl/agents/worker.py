@@ -137,15 +137,12 @@ class _Trajectories:
     def _message(self, answer: dict[str, Any], number: int, tools: Sequence[Tool]) -> dict[str, Any]:
         """Returns a turn as the harness's message. An unreadable call stays text."""
         found = parse_calls(answer, self._parser, tools)
-        if found is None:
+        if not found.calls and answer.get("shown") is None:  # else the text lacks the special tokens of the format
             return {"role": "assistant", "content": answer["text"]}
-        if not found.calls:
-            is_apart = answer.get("shown") is not None  # its text lacks the special tokens that the format is made of
-            return {"role": "assistant", "content": found.content if is_apart else answer["text"]}
         made = [
             tool_call(f"call_{number}_{i}", call.name, call.arguments, "a call") for i, call in enumerate(found.calls)
         ]
-        return {"role": "assistant", "content": found.content, "tool_calls": made}
+        return {"role": "assistant", "content": found.content, **({"tool_calls": made} if made else {})}
 
 
 if __name__ == "__main__":
