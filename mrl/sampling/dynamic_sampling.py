@@ -39,10 +39,8 @@ class GroupFilter:
             return "equal"
         if self._cfg.enable and len({value_of(sample, self._cfg.metric, f"{KEY}.metric") for sample in group}) <= 1:
             return "equal"
-        return "kept" if self._function is None or self._ask(group) else "refused"
-
-    def _ask(self, group: Group) -> bool:
-        assert self._function is not None
+        if self._function is None:
+            return "kept"
         prompt = group[0].request.prompt
         where = (
             f"{KEY}.function {self._cfg.function!r} on the group of row {prompt.index} (prompt {prompt.text[:80]!r})"
@@ -53,7 +51,7 @@ class GroupFilter:
             raise SamplingError(f"{where} raised {type(error).__name__}: {error}") from error
         if not isinstance(answer, bool):
             raise SamplingError(f"{where} must return True or False, got {answer!r}")
-        return answer
+        return "kept" if answer else "refused"
 
 
 def value_of(sample: Sample, name: str, key: str) -> float:

@@ -57,11 +57,6 @@ def own_uid() -> int | None:
     return users - 2 - secrets.randbelow(users // 2) if users > 2 else None
 
 
-def tmp_options(disk_mib: int) -> str:
-    """Returns mount options of the tmpfs on /tmp that bubblewrap does not support."""
-    return f"nr_inodes={INODES_PER_MIB * disk_mib + 64}"
-
-
 def bwrap_command(bwrap: str, program: Path, disk_mib: int, *, unprivileged: bool) -> list[str]:
     """Returns the bubblewrap command. unprivileged: use a user namespace, else root builds the sandbox."""
     return [
