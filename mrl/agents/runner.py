@@ -60,14 +60,9 @@ class AgentRunner:
         setup |= {"endpoint": cfg.endpoint, "answer_timeout_s": turn_timeout_s + cfg.step_timeout_s}
         setup["max_bytes"] = cfg.max_tokens * BYTES_PER_TOKEN
         self._stops, self._shows_special = stops, cfg.parser in WITH_SPECIAL_TOKENS
+        what = f"agent.rollout {cfg.rollout!r}"
         self._pool = WorkerPool(
-            "agents",
-            "mrl.agents.worker",
-            setup,
-            cfg.workers,
-            what=f"agent.rollout {cfg.rollout!r}",
-            error=AgentError,
-            is_shared=True,
+            "agents", "mrl.agents.worker", setup, cfg.workers, what=what, error=AgentError, is_shared=True
         )
 
     def close(self) -> None:

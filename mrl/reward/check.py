@@ -14,7 +14,7 @@ from mrl.reward.plan import Component, make_plan
 from mrl.reward.pool import FunctionPool
 from mrl.reward.sandbox.isolate import readable_through
 from mrl.reward.score_requests import ScoreRequest
-from mrl.reward.server_api import unserializable_value
+from mrl.reward.server import unserializable_value
 from mrl.workers.pool import STARTUP_TIMEOUT_S
 
 if TYPE_CHECKING:

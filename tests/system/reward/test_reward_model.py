@@ -22,7 +22,7 @@ from mrl.inference.process import EngineProcess
 from mrl.inference.sglang.command import sglang_launch
 from mrl.ports import free_port
 from mrl.reward.manager import RewardManager
-from mrl.reward.server_api import BIASED_IN_SGLANG
+from mrl.reward.server import BIASED_IN_SGLANG
 from mrl.trainers.rl.reward_scores import of_heads
 from mrl.weights.disk.model_files import copy_model_files
 from tests.helpers.slow import slow_cases
