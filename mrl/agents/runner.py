@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from mrl.agents import AgentError
 from mrl.agents.chat import Message
-from mrl.agents.errors import AgentError
 from mrl.agents.suffix import Suffix
 from mrl.agents.tool_call_parsers import WITH_SPECIAL_TOKENS
 from mrl.agents.trajectory import TokenSequence, Trajectory, TurnPosition

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+from mrl.agents import AgentError
 from mrl.agents.chat import Message
-from mrl.agents.errors import AgentError
 from mrl.data import Tokenizer
 
 _CALL = {"type": "function", "function": {"name": "f", "arguments": {}}}

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from mrl.agents import AgentError
 from mrl.agents.chat import Message
-from mrl.agents.errors import AgentError
 from mrl.agents.suffix import Suffix
 from mrl.core import Prompt, Request, Sample
 from mrl.inference.routed import joined, whole

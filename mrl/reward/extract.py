@@ -230,24 +230,21 @@ def _parts(text: str) -> list[TextBlock]:
     while number < len(lines):
         line, number = lines[number], number + 1
         fence = _FENCE.match(line) or (None if opening else _FENCE_AFTER_TEXT.match(line))
-        block = parts[-1]
-        if fence and not opening:
+        block, in_string = parts[-1], False
+        if opening and fence and not fence["fence"].startswith(opening):
+            fence = None  # of another kind, or shorter: a line of the block
+        elif opening and fence and block.language in ("", *_PYTHON) and checks < MAX_STRING_CHECKS:
+            checks, in_string = checks + 1, _ends_in_string(block.text)
+        if in_string:
+            first_close = first_close or (number, len(block.lines))
+        if fence is None or in_string:
+            block.lines.append(_unindented(line, prefix) if opening else line)
+        elif not opening or fence["info"].strip():  # a block begins; another one before it was not closed
             opening, prefix, first_close = fence["fence"], fence["before"], None
             parts.append(TextBlock(True, _language(fence["info"])))
-        elif fence and opening and fence["fence"][0] == opening[0] and len(fence["fence"]) >= len(opening):
-            info = fence["info"].strip()
-            checks += 1
-            if block.language in ("", *_PYTHON) and checks <= MAX_STRING_CHECKS and _ends_in_string(block.text):
-                first_close = first_close or (number, len(block.lines))
-                block.lines.append(_unindented(line, prefix))
-            elif info:  # another block begins, this one was not closed
-                opening, prefix, first_close = fence["fence"], fence["before"], None
-                parts.append(TextBlock(True, _language(info)))
-            else:
-                opening = ""
-                parts.append(TextBlock())
         else:
-            block.lines.append(_unindented(line, prefix) if opening else line)
+            opening = ""
+            parts.append(TextBlock())
         if number == len(lines) and opening and first_close and _ends_in_string(parts[-1].text):
             number, kept = first_close  # the string is never closed, so the fence was
             parts[-1].lines[kept:] = []

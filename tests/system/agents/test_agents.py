@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mrl.agents import runner
-from mrl.agents.errors import AgentError
+from mrl.agents import AgentError, runner
 from mrl.agents.runner import AgentRunner
 from mrl.agents.suffix import Suffix
 from mrl.config.schema import AgentConfig, DataConfig, SourceConfig
