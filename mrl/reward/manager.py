@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, as_completed
 from contextlib import ExitStack
@@ -11,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mrl.reward.errors import NoVerdict, RewardError, SampleError
-from mrl.reward.plan import MODEL, Component, make_plan
+from mrl.reward.plan import Component, make_plan
 from mrl.reward.pool import FunctionPool
 from mrl.reward.score_requests import Outcome, ScoreRequest
 from mrl.reward.server import ServerClient
@@ -26,8 +25,9 @@ ScoreSamples = Callable[["Sequence[Sample]"], Sequence[float]]
 
 @dataclass(frozen=True)
 class _Call:
-    """A component's score of one sample."""
+    """A component's score of one sample. weight: in the sample's score"""
 
+    weight: float
     request: ScoreRequest
     label: str
     outcome: Future[Outcome] = field(default_factory=Future)
@@ -58,11 +58,7 @@ class RewardManager:
         self.failures = 0
         self.on_scored: Callable[[object], None] = lambda future: None  # after each call, in any thread
         self._score_model: ScoreSamples | None = None
-        self._running: dict[Sample, dict[str, tuple[float, Future[Outcome]]]] = {}  # weight and outcome by component
-        self._lock = threading.Lock()  # guards the next one
-        # calls of batch functions and the model, until `collect`; the model is the last, as it blocks
-        waiting = sorted((c.name for c in self.plan.of_kind("batch", "model")), key=MODEL.__eq__)
-        self._waiting: dict[str, list[_Call]] = {name: [] for name in waiting}
+        self._running: dict[Sample, dict[str, _Call]] = {}  # by component
         self._sources: dict[str, FunctionPool | ServerClient] = {}
         with ExitStack() as stack:
             if functions := self.plan.of_kind("function", "batch"):  # one pool for all
@@ -84,16 +80,11 @@ class RewardManager:
             mix = self.plan.mix_of(sample.request.prompt.row, self.data_source_key)
         except RewardError as error:
             raise RewardError(f"{label}: its row {error}") from None
-        running: dict[str, tuple[float, Future[Outcome]]] = {}
-        for name, weight in mix.items():
-            call = _Call(request, label)
+        running = {name: _Call(weight, request, label) for name, weight in mix.items()}
+        for name, call in running.items():
             call.outcome.add_done_callback(self.on_scored)
-            running[name] = weight, call.outcome
-            if name in self._waiting:
-                with self._lock:
-                    self._waiting[name].append(call)
-            else:
-                self._start(self.plan.components[name], [call])
+            if (component := self.plan.components[name]).kind not in ("batch", "model"):
+                self._start(component, [call])
         self._running[sample] = running
 
     def collect(self, samples: Sequence[Sample]) -> None:
@@ -106,22 +97,18 @@ class RewardManager:
         for sample in samples:
             if sample not in self._running:
                 self.submit(sample)
-        futures = [future for sample in samples for _, future in self._running[sample].values()]
-        mine = set(map(id, futures))
+        running = [self._running[sample] for sample in samples]
         try:
-            for name in self._waiting:
-                with self._lock:
-                    waiting = self._waiting[name]
-                    self._waiting[name] = [call for call in waiting if id(call.outcome) not in mine]
-                if calls := [call for call in waiting if id(call.outcome) in mine]:
-                    self._start(self.plan.components[name], calls)
+            for component in (*self.plan.of_kind("batch"), *self.plan.of_kind("model")):  # the model blocks
+                if batch := [calls[component.name] for calls in running if component.name in calls]:
+                    self._start(component, batch)
             if self.cfg.on_error == "stop":
-                for future in as_completed(futures):
+                for future in as_completed(call.outcome for calls in running for call in calls.values()):
                     error = future.exception()
                     if error is not None and not isinstance(error, NoVerdict):
                         raise error
-            for sample in samples:
-                self._fill(sample, self._running[sample])
+            for sample, calls in zip(samples, running, strict=True):
+                self._fill(sample, calls)
         finally:
             for sample in samples:
                 self._running.pop(sample, None)
@@ -129,22 +116,18 @@ class RewardManager:
     def _start(self, component: Component, calls: Sequence[_Call]) -> None:
         """Calls a component's scorer once."""
         requests, labels = [call.request for call in calls], [call.label for call in calls]
-        if component.kind == "model":
-            _settle(calls, self._scores(requests, labels))
+        if component.kind != "model":
+            found = self._sources[component.name].submit(component, requests, labels)
+            found.add_done_callback(lambda found: _settle(calls, found.exception() or found.result()))
             return
-        found = self._sources[component.name].submit(component, requests, labels)
-        found.add_done_callback(lambda found: _settle(calls, found.exception() or found.result()))
-
-    def _scores(self, requests: Sequence[ScoreRequest], labels: Sequence[str]) -> list[Outcome | SampleError]:
         if self._score_model is None:
             raise RewardError("the reward model is not loaded yet")
         scores = self._score_model([request.sample for request in requests if request.sample is not None])
-        return [
-            Outcome(score)
-            if math.isfinite(score)
-            else SampleError(f"reward model on {label}: the score must be finite, got {score}")
-            for label, score in zip(labels, scores, strict=True)
-        ]
+        outcomes: list[Outcome | SampleError] = list(map(Outcome, scores))
+        for i, (score, label) in enumerate(zip(scores, labels, strict=True)):
+            if not math.isfinite(score):
+                outcomes[i] = SampleError(f"reward model on {label}: the score must be finite, got {score}")
+        _settle(calls, outcomes)
 
     def discard(self, samples: Sequence[Sample]) -> None:
         """Forgets the scores of samples that nobody will collect."""
@@ -165,15 +148,15 @@ class RewardManager:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _fill(self, sample: Sample, running: Mapping[str, tuple[float, Future[Outcome]]]) -> None:
+    def _fill(self, sample: Sample, calls: Mapping[str, _Call]) -> None:
         sample.score, sample.score_parts, sample.reward_error = 0.0, {}, ""
-        for name, (weight, future) in running.items():
+        for name, call in calls.items():
             try:
-                outcome = future.result()
+                outcome = call.outcome.result()
             except SampleError as error:
                 sample.reward_error = sample.reward_error or str(error)
                 continue
-            sample.score += weight * outcome.score
+            sample.score += call.weight * outcome.score
             if len(self.plan.components) > 1:
                 parts = {f"{name}/{part}": value for part, value in outcome.parts.items()}
                 sample.score_parts |= {name: outcome.score, **parts}
