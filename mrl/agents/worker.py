@@ -107,15 +107,15 @@ class _Trajectories:
         self._pool.send(number, {**answer, **end})
 
     async def _result(self, ctx: Context, prompt: str, session: Session) -> dict[str, Any]:
+        result = None
         try:
             try:
                 result = await self._until_ended(ctx, prompt)
             except NoTurnsLeft:
-                result = None
+                pass
             except Exception:
                 if not session.why_over:  # a harness may fail in any way after it was told that
                     raise
-                result = None
             return {"done": score_of(result, ctx), "over": ctx.why_over or session.why_over}
         except (Exception, asyncio.CancelledError) as error:
             line = " ".join(f"{type(error).__name__}: {error}".split())

@@ -26,11 +26,8 @@ class ScoreRequest:
     @property
     def token_ids(self) -> list[int]:
         """Token ids of prompt and response for a text-only model, with one image token an image."""
-        return (
-            []
-            if self.sample is None
-            else [*self.sample.request.prompt.text_token_ids, *self.sample.response_ids.tolist()]
-        )
+        sample = self.sample
+        return [] if sample is None else [*sample.request.prompt.text_token_ids, *sample.response_ids.tolist()]
 
 
 @dataclass(frozen=True)
