@@ -61,11 +61,8 @@ def visible_text(response: str) -> str:
     at, opened = 0, ""
     for tag in _TAG.finditer(text):
         name = (tag["xml"] or tag["square"] or tag["triangle"]).lower()
-        quoted = (
-            tag.start() > 0
-            and text[tag.start() - 1] in "`'\""
-            and text[tag.end() : tag.end() + 1] == text[tag.start() - 1]
-        )
+        before, after = text[max(0, tag.start() - 1) : tag.start()], text[tag.end() : tag.end() + 1]
+        quoted = before == after and before in ("`", "'", '"')
         if quoted or (not opened and name in ("/tool_call", "/tool_response")):
             continue  # a quoted tag, or the end of a call without opening tag
         if not opened:
