@@ -11,7 +11,7 @@ import math
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mrl import strict_json, user_functions
@@ -53,35 +53,29 @@ class Turn:
     call_error: str = ""
 
 
+@dataclass(eq=False, repr=False)
 class Context:
-    """One trajectory, of the prompt in `row`.
+    """One trajectory, of the prompt in `row`."""
 
-    rng: random numbers that are the same whenever this trajectory is generated
-    tools: declarations of tools in OpenAI's form, from which agent.parser takes the types of arguments; those of the
-    row, until the program sets others
-    why_over: the reason why the model has no turn left, once the program has received it
-    endpoint: with agent.endpoint, the address at which a harness requests turns, in place of `generate`
-    """
-
-    def __init__(
-        self,
-        session: Session,
-        row: dict[str, Any],
-        seed: int,
-        parser: Parser | None = None,
-        limits: Mapping[str, Any] | None = None,
-        endpoint: Endpoint | None = None,
-        tools: Sequence[Tool] = (),
-        max_bytes: float = math.inf,
-    ) -> None:
-        self.tools, self.ended = tools, asyncio.Event()
-        self._max_bytes, self._said_bytes, self._ignored, self.why_over = max_bytes, 0, 0, ""
-        self._asked: asyncio.Future[dict[str, Any]] | None = None  # a turn not yet received
-        self._is_waiting = False
-        self._parser, self._limits = parser, dict(limits or {})
-        self.row, self.rng, self.endpoint = row, random.Random(seed), endpoint
-        self.score, self._new_reward = 0.0, 0.0
-        self._session, self._said = session, list[Message | str]()
+    row: dict[str, Any]
+    rng: random.Random  # its numbers are the same whenever this trajectory is generated
+    # Declarations in OpenAI's form, from which agent.parser takes the types of arguments; those of the row, until the
+    # program sets others.
+    tools: Sequence[Tool]
+    endpoint: Endpoint | None  # with agent.endpoint: where a harness requests turns, in place of `generate`
+    _session: Session
+    _parser: Parser | None
+    _sandbox: Mapping[str, Any]  # agent.sandbox
+    _max_bytes: float
+    why_over: str = ""  # why the model has no turn left, once the program has received it
+    score: float = 0.0
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    _new_reward: float = 0.0
+    _said: list[Message | str] = field(default_factory=list)
+    _said_bytes: int = 0
+    _ignored: int = 0
+    _asked: asyncio.Future[dict[str, Any]] | None = None  # a turn not yet received
+    _is_waiting: bool = False
 
     async def generate(self) -> Turn:
         """Returns the model's next turn, after everything that was said to it.
@@ -124,7 +118,7 @@ class Context:
         """
         from mrl.reward.sandbox import Limits, run_python
 
-        limits = dict(self._limits)
+        limits = dict(self._sandbox)
         isolation = limits.pop("isolation")
         return await asyncio.to_thread(run_python, code, stdin, limits=Limits(**limits), isolation=isolation)
 

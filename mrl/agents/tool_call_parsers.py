@@ -52,11 +52,12 @@ class ParsedCalls:
 Parser = Callable[[str, Sequence[Tool]], ParsedCalls]
 
 
+@dataclass
 class Cursor:
     """Position in a text, which advances as the text is read. Methods raise BadToolCall if the text does not match."""
 
-    def __init__(self, text: str, at: int) -> None:
-        self.text, self.at = text, at
+    text: str
+    at: int
 
     def skip_space(self) -> None:
         while self.at < len(self.text) and self.text[self.at].isspace():

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -92,10 +93,10 @@ class _Trajectories:
         def ask(question: dict[str, Any]) -> None:
             self._pool.send(number, {**question, "reward": ctx.take_reward(), "arrived": session.arrived})
 
-        max_bytes, limits = self._setup["max_bytes"], self._setup["sandbox"]
+        max_bytes, sandbox = self._setup["max_bytes"], self._setup["sandbox"]
         session = self._sessions[number] = Session(ask, self._message, self._setup["answer_timeout_s"], max_bytes)
         endpoint = self._server.open(session) if self._server is not None else None
-        ctx = Context(session, row, seed, self._parser, limits, endpoint, tools, max_bytes)
+        ctx = Context(row, random.Random(seed), tools, endpoint, session, self._parser, sandbox, max_bytes)
         try:
             answer = await self._result(ctx, prompt, session)
         finally:

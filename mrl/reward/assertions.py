@@ -256,16 +256,14 @@ class _TestReader:
         """Returns the expression's value as a constant if the program has no part in it, else None."""
         if id(node) in self.seen:
             return self.seen[id(node)]
-        queries, steps, sent_names = self.queries, list(self.steps), set(self.sent_names)
+        queries, steps, sent_names, plain = self.queries, list(self.steps), set(self.sent_names), None
         self.queries = []
         try:
             found = self.outside(node, True)
             plain = found if not self.queries and isinstance(found, ast.Constant) else None
-        except NoValue as error:
-            plain = None
-            self.without_value[id(node)] = str(error)
-        except UnsplittableTest:
-            plain = None
+        except UnsplittableTest as error:
+            if isinstance(error, NoValue):
+                self.without_value[id(node)] = str(error)
         if plain is None:
             self.steps, self.sent_names = steps, sent_names
         self.queries = queries

@@ -59,24 +59,22 @@ def own_uid() -> int | None:
 
 def bwrap_command(bwrap: str, program: Path, disk_mib: int, *, unprivileged: bool) -> list[str]:
     """Returns the bubblewrap command. unprivileged: use a user namespace, else root builds the sandbox."""
+    if unprivileged:
+        identity = ["--unshare-user", "--uid", "65534", "--gid", "65534", "--cap-add", "CAP_SYS_ADMIN"]
+    else:
+        capabilities = ("CAP_SETUID", "CAP_SETGID", "CAP_SYS_ADMIN")
+        identity = ["--cap-drop", "ALL", *[word for name in capabilities for word in ("--cap-add", name)]]
     return [
         bwrap,
         *["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"],
         *["--die-with-parent", "--new-session", "--hostname", "sandbox"],
-        *_identity(unprivileged),
+        *identity,
         *["--perms", "1777", "--size", str(disk_mib << 20), "--tmpfs", "/tmp"],
         *_read_only(),
         *["--ro-bind", str(program), "/program.py"],
         *[word for name in DEVICES for word in ("--dev-bind", f"/dev/{name}", f"/dev/{name}")],
         *["--remount-ro", "/", "--chdir", "/tmp", "--"],
     ]
-
-
-def _identity(unprivileged: bool) -> list[str]:
-    if unprivileged:
-        return ["--unshare-user", "--uid", "65534", "--gid", "65534", "--cap-add", "CAP_SYS_ADMIN"]
-    capabilities = ("CAP_SETUID", "CAP_SETGID", "CAP_SYS_ADMIN")
-    return ["--cap-drop", "ALL", *[word for name in capabilities for word in ("--cap-add", name)]]
 
 
 def python_inside() -> str:
