@@ -93,7 +93,8 @@ def final_answers(response: str) -> Iterator[FinalAnswer]:
     A box or a `####` line is the only answer: a marked answer that cannot be read is no answer. Otherwise the last
     sentences of "the answer is" come first, then the whole text.
     """
-    text = _without_programs(visible_text(response))
+    blocks = _parts(visible_text(response))  # without fences, programs and their output
+    text = "\n".join(line for block in blocks if not block.fenced or block.language in _WORDS for line in block.lines)
     found = boxed_answer(text)
     if found is not None:
         yield FinalAnswer(found)
@@ -160,15 +161,6 @@ def _phrase(text: str) -> str:
                 return text[len(opening) : end].strip()
     sentence = _SENTENCE_END.search(text)
     return (text if sentence is None else text[: sentence.start()]).strip().strip("*_").strip()
-
-
-def _without_programs(text: str) -> str:
-    """Returns the text without fence lines and fenced blocks of programs and program output."""
-    kept = []
-    for block in _parts(text):
-        if not block.fenced or block.language in _WORDS:
-            kept += block.lines
-    return "\n".join(kept)
 
 
 # programs

@@ -57,7 +57,7 @@ class RewardManager:
         self.prompt_key, self.data_source_key = prompt_key, data_source_key
         self.failures = 0
         self.on_scored: Callable[[object], None] = lambda future: None  # after each call, in any thread
-        self._score_model: ScoreSamples | None = None
+        self.score_model: ScoreSamples | None = None  # runs `reward.model` on the ranks; set it before `collect`
         self._running: dict[Sample, dict[str, _Call]] = {}  # by component
         self._sources: dict[str, FunctionPool | ServerClient] = {}
         with ExitStack() as stack:
@@ -120,9 +120,9 @@ class RewardManager:
             found = self._sources[component.name].submit(component, requests, labels)
             found.add_done_callback(lambda found: _settle(calls, found.exception() or found.result()))
             return
-        if self._score_model is None:
+        if self.score_model is None:
             raise RewardError("the reward model is not loaded yet")
-        scores = self._score_model([request.sample for request in requests if request.sample is not None])
+        scores = self.score_model([request.sample for request in requests if request.sample is not None])
         outcomes: list[Outcome | SampleError] = list(map(Outcome, scores))
         for i, (score, label) in enumerate(zip(scores, labels, strict=True)):
             if not math.isfinite(score):
@@ -133,10 +133,6 @@ class RewardManager:
         """Forgets the scores of samples that nobody will collect."""
         for sample in samples:
             self._running.pop(sample, None)
-
-    def use_model(self, score: ScoreSamples) -> None:
-        """Sets the function that runs `reward.model` on the trainer's ranks; call it before the first `collect`."""
-        self._score_model = score
 
     def close(self) -> None:
         """Ends workers and connections; safe to call twice. A caller that waits in `collect` gets a RewardError."""

@@ -113,7 +113,9 @@ def bound_paths() -> list[str]:
 def _read_only() -> list[str]:
     """Returns arguments that bind `bound_paths`, Python's at its own place, and hide installed packages."""
     prefix = os.path.realpath(sys.base_prefix)
-    inside = {path: path if prefix == "/usr" else _at_python(path, prefix) for path in (*bound_paths(), *packages())}
+    inside = {path: path for path in (*bound_paths(), *packages())}
+    if prefix != "/usr":
+        inside |= {path: f"{PYTHON}{path.removeprefix(prefix)}" for path in inside if path.startswith(f"{prefix}/")}
     above = {str(folder) for path in inside.values() for folder in Path(path).parents}
     folders = sorted({"/dev", "/etc", *above} - {"/", *inside.values()})  # bubblewrap would make them its own alone
     folders = [folder for folder in folders if not any(_lies_in(folder, path) for path in inside.values())]
@@ -148,7 +150,3 @@ def packages() -> list[str]:
 
 def _lies_in(path: str, folder: str) -> bool:
     return f"{path}/".startswith(f"{folder}/")
-
-
-def _at_python(path: str, prefix: str) -> str:
-    return f"{PYTHON}{path.removeprefix(prefix)}" if path.startswith(f"{prefix}/") else path
