@@ -75,7 +75,10 @@ def _found(args: argparse.Namespace, cfg: Config, weights: str, run_dir: Path) -
     """Returns the measurements, or the problem as text."""
     from mrl.config.schema import RewardModelTrainerConfig
     from mrl.data import DataError, TokenizerError
-    from mrl.evaluation import evaluate_answers, held_out, lm_eval_scores, reward_model_agreement, why_unanswerable
+    from mrl.evaluation.agreement import reward_model_agreement
+    from mrl.evaluation.answers import evaluate_answers, why_unanswerable
+    from mrl.evaluation.held_out import held_out
+    from mrl.evaluation.lm_harness import lm_eval_scores
     from mrl.inference import EngineError, EngineStartError, RolloutError
     from mrl.inference.errors import EngineUnavailable
     from mrl.reward.errors import RewardError
@@ -108,7 +111,7 @@ def _found(args: argparse.Namespace, cfg: Config, weights: str, run_dir: Path) -
 
 
 def _written(out: Path, found: dict[str, Any]) -> int:
-    from mrl.evaluation import lines, page
+    from mrl.evaluation.show import lines, page
 
     print(f"weights  {found['weights']}\ndata     {found['data']}\n")
     print("\n".join(lines(found)))
