@@ -154,9 +154,7 @@ def parse_calls(turn: Mapping[str, Any], parser: Parser | None, tools: Sequence[
 
 
 def load_program(spec: str, has_endpoint: bool = False) -> Program:
-    """Returns the program of `path/to/file.py:name`. Raises FunctionError for an invalid one. has_endpoint: turns are
-    requested at the endpoint; a plain function may then block on them, in its own thread.
-    """
+    """Returns the program of `path/to/file.py:name`, with an endpoint also a plain function. Raises FunctionError."""
     found = user_functions.find(spec, "agent.rollout")
     if inspect.iscoroutinefunction(found):
         return found

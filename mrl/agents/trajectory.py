@@ -60,8 +60,7 @@ class TokenSequence:
 
 @dataclass(frozen=True)
 class ChatState:
-    """State of a chat: its messages up to an answer, as the first `length` tokens of a sequence. is_whole: the answer
-    was not truncated"""
+    """A chat up to an answer, as the first `length` tokens of a sequence. is_whole: the answer was not truncated"""
 
     messages: list[Message]
     tools: list[Message]

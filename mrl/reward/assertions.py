@@ -368,9 +368,7 @@ class _TestReader:
         return ast.Call(ast.Attribute(base, node.func.attr, ast.Load()), [a for a in arguments if a], [])
 
     def query(self, node: ast.expr, compared: bool) -> ast.Constant:
-        """Adds a query for this expression's value. Raises UnsplittableTest if the program could answer with a value
-        that decides the test.
-        """
+        """Adds a query for this value. Raises UnsplittableTest if the program could answer so that it decides."""
         if not isinstance(node, (ast.Call, ast.Attribute, ast.Subscript, ast.Name, *_COMPREHENSIONS)):
             raise UnsplittableTest(f"{shown(node)} is a {type(node).__name__}")
         asked = node.elt if isinstance(node, _COMPREHENSIONS) else node

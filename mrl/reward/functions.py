@@ -69,9 +69,7 @@ def last_number(text: str) -> Decimal | None:
 
 
 def final_number(text: str) -> Decimal | Fraction | None:
-    r"""Returns the number of a final answer: 42 for "42 (6 * 7)", 7 for "3 + 4 = 7", 42 for "\frac{84}{2}", 42 for "she
-    has 42"; None if there is none.
-    """
+    """Returns the number of a final answer: 42 for "42 (6 * 7)", 7 for "3 + 4 = 7", 42 for "she has 42"; else None."""
     text = text.replace(_MINUS, "-").strip()
     if (fraction := _FRACTION.fullmatch(text)) is not None:
         sign, *parts = fraction.groups()
