@@ -15,10 +15,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mrl import strict_json, user_functions
-from mrl.agents.argument_types import Tool
 from mrl.agents.chat import Message
 from mrl.agents.endpoint import Endpoint, Session
-from mrl.agents.tool_call_parsers import ParsedCalls, Parser, ToolCall
+from mrl.agents.tool_call_parsers import ParsedCalls, Parser, Tool, ToolCall
 
 if TYPE_CHECKING:
     from mrl.reward.sandbox import ProgramResult

@@ -36,11 +36,7 @@ class Form(Protocol):
     def events(self, answer: Answer, asked: ChatRequest) -> Iterable[Message | str]: ...
 
 
-FORMS: dict[str, Form] = {
-    "/v1/chat/completions": chat,
-    MESSAGES: anthropic_messages,
-    "/v1/responses": openai_responses,
-}
+FORMS: dict[str, Form] = {"/v1/chat/completions": chat, MESSAGES: anthropic_messages, "/v1/responses": openai_responses}
 
 
 class EndpointServer:

@@ -92,7 +92,8 @@ class AgentRunner:
                 faults += fault.is_own
                 if faults <= self.cfg.retries:
                     continue
-                what = f"agent.rollout {self.cfg.rollout!r} on {trajectory.name} {fault}"
+                who = f"sample {request.sample_id} (data row {request.prompt.index})"
+                what = f"agent.rollout {self.cfg.rollout!r} on {who} {fault}"
                 why = f"{what} (attempts: {faults}; agent.retries)\n{fault.details}".rstrip()
             if self.cfg.on_error == "stop":
                 raise AgentError(why)

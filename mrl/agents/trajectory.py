@@ -100,10 +100,6 @@ class Trajectory:
     offered: tuple[TurnPosition, Sample] | None = None  # an answer of a chat that may not have arrived
     _last: TokenSequence | None = None  # sequence of the last turn
 
-    @property
-    def name(self) -> str:
-        return f"sample {self.request.sample_id} (data row {self.request.prompt.index})"
-
     def next_request(self) -> Request:
         """Returns the request for the turn at `next`."""
         assert self.next is not None

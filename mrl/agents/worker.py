@@ -21,11 +21,10 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from mrl.agents.argument_types import Tool
 from mrl.agents.chat import tool_call
 from mrl.agents.context import Context, NoTurnsLeft, Program, load_program, parse_calls, score_of
 from mrl.agents.endpoint import Session
-from mrl.agents.tool_call_parsers import Parser, load_parser
+from mrl.agents.tool_call_parsers import Parser, Tool, load_parser
 from mrl.agents.verifiers_program import load_environment_program
 from mrl.config.verifiers_environments import is_environment
 from mrl.user_functions import FunctionError

@@ -142,10 +142,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{f"math.{f.__name__}": f for f in (math.isclose, math.fabs, math.sqrt, math.isnan, math.isinf, math.floor)},
     "math.ceil": math.ceil,
 }
-METHODS: dict[type, tuple[str, ...]] = {
-    str: ("split", "strip", "lower", "upper"),
-    dict: ("items", "keys", "values"),
-}
+METHODS: dict[type, tuple[str, ...]] = {str: ("split", "strip", "lower", "upper"), dict: ("items", "keys", "values")}
 MATH = {f"math.{name}": getattr(math, name) for name in ("pi", "e", "inf", "nan", "tau")}
 
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
