@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 Observation = str | list[Message]  # text where there is no chat template
 Program = Callable[["Context", str], Awaitable[Any]]
-
-
 MAX_IGNORED = 32  # number of NoTurnsLeft errors before a program is ended
 
 

@@ -132,15 +132,11 @@ class AgentRunner:
             turn = await generate(trajectory.next_request(), params)
             if time.monotonic() > trajectory.ends_at:
                 raise SessionFault(late)
-            text, shown = self._tokenizer.decode_all([turn.response_ids])[0], self._shown(turn)
+            text, shown, ids = self._tokenizer.decode_all([turn.response_ids])[0], None, turn.response_ids.tolist()
+            if self._shows_special:  # for parsers that need special tokens, without the one that ended the turn
+                ids = ids[:-1] if ids and ids[-1] in self._stops else ids
+                shown = self._tokenizer.decode(ids, special=True)
             message = trajectory.offer(turn, text, shown) if self.cfg.endpoint else trajectory.take(turn, text, shown)
-
-    def _shown(self, turn: Sample) -> str | None:
-        """Returns the text of a turn with its special tokens but the last, for parsers that need them."""
-        if not self._shows_special:
-            return None
-        ids = turn.response_ids.tolist()
-        return self._tokenizer.decode(ids[:-1] if ids and ids[-1] in self._stops else ids, special=True)
 
     def _no_turn(self, trajectory: Trajectory, answer: Message, turn_tokens: int) -> Message | None:
         """Sets the position of the next turn; returns the message for the program if there is none."""

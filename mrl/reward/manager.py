@@ -195,7 +195,7 @@ def longest_call_s(cfg: RewardConfig) -> float:
         sum(server.timeout_s + server.backoff_s * 2**retry for retry in range(server.retries + 1))
         for server in cfg.servers.values()
     ]
-    return max(cfg.timeout_s, *servers) if servers else cfg.timeout_s
+    return max([cfg.timeout_s, *servers])
 
 
 def builtin_settings(cfg: RewardConfig, max_response_tokens: int = 0) -> dict[str, dict[str, Any]]:

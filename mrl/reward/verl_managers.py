@@ -161,8 +161,7 @@ def load_reward_manager(config: Any, tokenizer: Any, num_examine: int, **reward_
     Args:
         config: Object or mapping with verl's keys, all optional: reward_model.reward_manager ("naive" or "dapo"),
             custom_reward_function with path, name and reward_kwargs, and data.reward_fn_key.
-        tokenizer: transformers tokenizer.
-        num_examine: Number of responses to print per data source and call.
+        tokenizer, num_examine: As in `NaiveRewardManager`.
         **reward_kwargs: Further arguments of the manager, such as max_resp_len.
 
     Raises:
