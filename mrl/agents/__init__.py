@@ -1,3 +1,5 @@
-"""Agents: multi-turn responses, with a user's environment between the turns. Workers import this first: it imports
-nothing.
-"""
+"""Agents: multi-turn responses, with an environment between the turns. It imports nothing: workers start with it."""
+
+
+class AgentError(RuntimeError):
+    """The user's program, its process or the tokenisation of its words failed; never scored as the model's failure."""

@@ -36,12 +36,7 @@ def parse_request(body: Any) -> ChatRequest:
         raise BadChat("the last message is the assistant's: to continue a given answer is not supported", "messages")
     if system := chat.text_of(body.get("system"), "system"):
         messages = [{"role": "system", "content": system}, *messages]
-    tools = body.get("tools") or []
-    if not isinstance(tools, list):
-        raise BadChat("tools must be a list", "tools")
-    has_tools = body.get("tool_choice") != {"type": "none"}
-    declared = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
-    return ChatRequest(messages, declared if has_tools else [], bool(body.get("stream")))
+    return ChatRequest(messages, chat.declared_tools(body, _tool), bool(body.get("stream")))
 
 
 def _messages(message: Any, where: str) -> list[Message]:
@@ -85,7 +80,9 @@ def completion(answer: Answer, asked: ChatRequest) -> Message:
     """Returns the answer as one object."""
     text, calls = answer.message["content"], answer.message.get("tool_calls", ())
     blocks: list[Message] = [{"type": "text", "text": text}] if text or not calls else []
-    blocks += [{"type": "tool_use", "id": call["id"], **_use(call["function"])} for call in calls]
+    for call in calls:
+        function = call["function"]
+        blocks.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": function["arguments"]})
     prompt, generated = answer.tokens
     ends = "max_tokens" if answer.finish == "length" else "tool_use" if calls else "end_turn"
     return {
@@ -98,21 +95,17 @@ def completion(answer: Answer, asked: ChatRequest) -> Message:
     }
 
 
-def _use(function: Message) -> Message:
-    return {"name": function["name"], "input": function["arguments"]}
-
-
 def events(answer: Answer, asked: ChatRequest) -> Iterator[Message]:
     """Yields the answer's events: each block comes as a whole."""
     whole = completion(answer, asked)
     begun = {**whole, "content": [], "stop_reason": None, "usage": {**whole["usage"], "output_tokens": 0}}
     yield {"type": "message_start", "message": begun}
     for i, block in enumerate(whole["content"]):
-        is_text = block["type"] == "text"
-        empty: Message = {"text": ""} if is_text else {"input": {}}
-        if is_text:
+        if block["type"] == "text":
+            empty: Message = {"text": ""}
             delta = {"type": "text_delta", "text": block["text"]}
         else:
+            empty = {"input": {}}
             delta = {"type": "input_json_delta", "partial_json": strict_json.dumps(block["input"])}
         yield {"type": "content_block_start", "index": i, "content_block": {**block, **empty}}
         yield {"type": "content_block_delta", "index": i, "delta": delta}

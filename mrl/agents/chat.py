@@ -10,7 +10,7 @@ name, and so is every unknown one.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,9 +59,7 @@ class BadChat(ValueError):
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """Parsed request. messages: normalised; has_stream: stream the answer as events; with_usage: including token
-    counts
-    """
+    """Parsed request. messages: normalised; has_stream: the answer comes as events; with_usage: with token counts"""
 
     messages: list[Message]
     tools: list[Message]
@@ -76,9 +74,7 @@ class ChatRequest:
 
 @dataclass(frozen=True)
 class Answer:
-    """A turn of the model. number: from 1; message: in the internal form; finish: "stop" or "length"; tokens: number in
-    the prompt, and in the answer
-    """
+    """A turn of the model. number: from 1; finish: "stop" or "length"; tokens: numbers in the prompt and the answer"""
 
     number: int
     message: Message
@@ -93,7 +89,7 @@ def parse_request(body: Any) -> ChatRequest:
     stream = body.get("stream_options")
     return ChatRequest(
         [_message(each, f"messages[{i}]") for i, each in enumerate(messages)],
-        _tools(body) if body.get("tool_choice") != "none" else [],
+        declared_tools(body, _tool),
         bool(body.get("stream")),
         isinstance(stream, dict) and bool(stream.get("include_usage")),
     )
@@ -119,19 +115,20 @@ def refuse(body: Mapping[str, Any], known: Iterable[str], rules: Rules = ()) -> 
         raise BadChat(f"{first[:80]} is not supported: leave it out", first[:80])
 
 
-def _tools(body: Mapping[str, Any]) -> list[Message]:
+def declared_tools(body: Mapping[str, Any], parse: Callable[[Any, str], Message]) -> list[Message]:
+    """Returns the tools of a request as `parse` reads each; none if tool_choice forbids calls. Raises BadChat."""
     tools = body.get("tools") or []
     if not isinstance(tools, list):
         raise BadChat("tools must be a list", "tools")
-    for i, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if (
-            not isinstance(function, dict)
-            or not isinstance(function.get("name"), str)
-            or tool.get("type") != "function"
-        ):
-            raise BadChat(f"tools[{i}] must be {{'type': 'function', 'function': {{'name': ...}}}}", f"tools[{i}]")
-    return tools
+    found = [parse(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
+    return [] if body.get("tool_choice") in ("none", {"type": "none"}) else found
+
+
+def _tool(tool: Any, where: str) -> Message:
+    function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise BadChat(f"{where} must be {{'type': 'function', 'function': {{'name': ...}}}}", where)
+    return dict(tool)
 
 
 def _message(message: Any, where: str) -> Message:
@@ -214,12 +211,7 @@ def openai_message(message: Message) -> Message:
 
 def completion(answer: Answer, asked: ChatRequest) -> Message:
     """Returns the answer as one object."""
-    choice = {
-        "index": 0,
-        "message": openai_message(answer.message),
-        "finish_reason": _finish(answer),
-        "logprobs": None,
-    }
+    choice = {"index": 0, "message": openai_message(answer.message), "finish_reason": _finish(answer), "logprobs": None}
     return {**_head(answer, "chat.completion"), "choices": [choice], "usage": _usage(answer)}
 
 

@@ -11,23 +11,19 @@ import math
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mrl import strict_json, user_functions
-from mrl.agents.argument_types import Tool
 from mrl.agents.chat import Message
-from mrl.agents.endpoint import Endpoint
-from mrl.agents.tool_call_parsers import ParsedCalls, Parser, ToolCall
+from mrl.agents.endpoint import Endpoint, Session
+from mrl.agents.tool_call_parsers import ParsedCalls, Parser, Tool, ToolCall
 
 if TYPE_CHECKING:
     from mrl.reward.sandbox import ProgramResult
 
 Observation = str | list[Message]  # text where there is no chat template
-Ask = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 Program = Callable[["Context", str], Awaitable[Any]]
-
-
 MAX_IGNORED = 32  # number of NoTurnsLeft errors before a program is ended
 
 
@@ -54,35 +50,29 @@ class Turn:
     call_error: str = ""
 
 
+@dataclass(eq=False, repr=False)
 class Context:
-    """One trajectory, of the prompt in `row`.
+    """One trajectory, of the prompt in `row`."""
 
-    rng: random numbers that are the same whenever this trajectory is generated
-    tools: declarations of tools in OpenAI's form, from which agent.parser takes the types of arguments; those of the
-    row, until the program sets others
-    why_over: the reason why the model has no turn left, once the program has received it
-    endpoint: with agent.endpoint, the address at which a harness requests turns, in place of `generate`
-    """
-
-    def __init__(
-        self,
-        ask: Ask,
-        row: dict[str, Any],
-        seed: int,
-        parser: Parser | None = None,
-        limits: Mapping[str, Any] | None = None,
-        endpoint: Endpoint | None = None,
-        tools: Sequence[Tool] = (),
-        max_bytes: float = math.inf,
-    ) -> None:
-        self.tools, self.ended = tools, asyncio.Event()
-        self._max_bytes, self._said_bytes, self._ignored, self.why_over = max_bytes, 0, 0, ""
-        self._asked: asyncio.Future[dict[str, Any]] | None = None  # a turn not yet received
-        self._is_waiting = False
-        self._parser, self._limits = parser, dict(limits or {})
-        self.row, self.rng, self.endpoint = row, random.Random(seed), endpoint
-        self.score, self._new_reward = 0.0, 0.0
-        self._ask, self._said = ask, list[Message | str]()
+    row: dict[str, Any]
+    rng: random.Random  # its numbers are the same whenever this trajectory is generated
+    # Declarations in OpenAI's form, from which agent.parser takes the types of arguments; those of the row, until the
+    # program sets others.
+    tools: Sequence[Tool]
+    endpoint: Endpoint | None  # with agent.endpoint: where a harness requests turns, in place of `generate`
+    _session: Session
+    _parser: Parser | None
+    _sandbox: Mapping[str, Any]  # agent.sandbox
+    _max_bytes: float
+    why_over: str = ""  # why the model has no turn left, once the program has received it
+    score: float = 0.0
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    _new_reward: float = 0.0
+    _said: list[Message | str] = field(default_factory=list)
+    _said_bytes: int = 0
+    _ignored: int = 0
+    _asked: asyncio.Future[dict[str, Any]] | None = None  # a turn not yet received
+    _is_waiting: bool = False
 
     async def generate(self) -> Turn:
         """Returns the model's next turn, after everything that was said to it.
@@ -104,7 +94,7 @@ class Context:
             raise NoTurnsLeft(self.why_over)
         if self._asked is None:
             said, self._said, self._said_bytes = self._said, [], 0
-            self._asked = asyncio.ensure_future(self._ask({"say": said}))
+            self._asked = asyncio.wrap_future(self._session.ask("say", said))  # this process ends with rank 0
         self._is_waiting = True
         try:
             answer = await asyncio.shield(self._asked)
@@ -114,9 +104,9 @@ class Context:
         if "over" in answer:
             self.why_over = answer["over"]
             raise NoTurnsLeft(self.why_over)
-        found = parse_calls(answer, self._parser, self.tools)
-        calls, error = (found.calls, found.error) if found is not None else ((), "")
-        return Turn(answer["text"], tuple(answer["ids"]), answer["finish"], answer["number"], calls, error)
+        turn = answer["turn"]
+        found = parse_calls(turn, self._parser, self.tools)
+        return Turn(turn["text"], tuple(turn["ids"]), turn["finish"], turn["number"], found.calls, found.error)
 
     async def sandbox(self, code: str, stdin: str = "") -> ProgramResult:
         """Runs a Python program in a sandbox as agent.sandbox says, and returns its result (`how`, `ok`, `stdout`,
@@ -125,7 +115,7 @@ class Context:
         """
         from mrl.reward.sandbox import Limits, run_python
 
-        limits = dict(self._limits)
+        limits = dict(self._sandbox)
         isolation = limits.pop("isolation")
         return await asyncio.to_thread(run_python, code, stdin, limits=Limits(**limits), isolation=isolation)
 
@@ -153,44 +143,37 @@ class Context:
         return value
 
 
-def parse_calls(turn: Mapping[str, Any], parser: Parser | None, tools: Sequence[Tool]) -> ParsedCalls | None:
-    """Returns the parser's result for a turn; None without a parser and for a truncated turn."""
+def parse_calls(turn: Mapping[str, Any], parser: Parser | None, tools: Sequence[Tool]) -> ParsedCalls:
+    """Returns the parser's result for a turn; without a parser, and for a truncated turn, its text alone."""
     if parser is None or turn["finish"] != "stop":
-        return None
+        return ParsedCalls((), "", turn["text"])
     return parser(turn["text"] if turn.get("shown") is None else turn["shown"], tools)
 
 
 def load_program(spec: str, has_endpoint: bool = False) -> Program:
-    """Returns the program of `path/to/file.py:name`. Raises FunctionError for an invalid one. has_endpoint: turns are
-    requested at the endpoint; a plain function may then block on them, in its own thread.
-    """
+    """Returns the program of `path/to/file.py:name`, with an endpoint also a plain function. Raises FunctionError."""
     found = user_functions.find(spec, "agent.rollout")
-    if has_endpoint:
-        return _harness_program(found, spec)
-    if inspect.isclass(found):
-        lacking = [name for name in ("reset", "step") if not callable(getattr(found, name, None))]
-        if lacking:
-            raise user_functions.FunctionError(f"agent.rollout {spec!r}: the class has no {' and no '.join(lacking)}")
-        return _environment_program(found)
-    if not inspect.iscoroutinefunction(found):
-        raise user_functions.FunctionError(
-            f"agent.rollout {spec!r} is neither `async def rollout(ctx, prompt)` nor a class with reset and step"
-        )
-    return found
-
-
-def _harness_program(found: Any, spec: str) -> Program:
     if inspect.iscoroutinefunction(found):
         return found
-    if not inspect.isfunction(found):
-        raise user_functions.FunctionError(
-            f"agent.rollout {spec!r} is not a function (ctx, prompt), which agent.endpoint needs"
-        )
+    if has_endpoint and inspect.isfunction(found):
+        return _harness_program(found)
+    if not has_endpoint and inspect.isclass(found):
+        lacking = [name for name in ("reset", "step") if not callable(getattr(found, name, None))]
+        if not lacking:
+            return _environment_program(found)
+        why = f"the class has no {' and no '.join(lacking)}"
+    elif has_endpoint:
+        why = "it is not a function (ctx, prompt), which agent.endpoint needs"
+    else:
+        why = "it is neither `async def rollout(ctx, prompt)` nor a class with reset and step"
+    raise user_functions.FunctionError(f"agent.rollout {spec!r}: {why}")
 
+
+def _harness_program(function: Callable[[Context, str], Any]) -> Program:
     async def play(ctx: Context, prompt: str) -> Any:
         def run() -> Any:
             try:
-                return found(ctx, prompt)
+                return function(ctx, prompt)
             except SystemExit as error:  # would end the process
                 raise RuntimeError(f"the program ended with SystemExit({error.code!r})") from None
 
@@ -238,9 +221,7 @@ def _environment_program(kind: type[Any]) -> Program:
 
 
 def score_of(result: Any, ctx: Context) -> dict[str, float]:
-    """Returns a program's result plus its rewards: "score", and other numbers by name. Raises ValueError for an invalid
-    score.
-    """
+    """Returns a program's result plus its rewards: "score", and other numbers by name. Raises ValueError for others."""
     if isinstance(result, Mapping):
         parts = {str(name): value for name, value in result.items()}
     else:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 from mrl import strict_json
 from mrl.agents.chat import Answer, BadChat, Message
@@ -21,9 +22,7 @@ OVER = "this model's maximum context length is exceeded"  # words by which harne
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Address (`base_url`) and key (`api_key`) that a program passes to its harness, for one trajectory. url: for
-    OpenAI's clients
-    """
+    """Address (OpenAI's clients: `url`) and `key` that a program passes to its harness, for one trajectory."""
 
     url: str
     key: str = field(repr=False)
@@ -41,46 +40,33 @@ class Endpoint:
         return {**os.environ, **openai, **anthropic, "ANTHROPIC_BASE_URL": self.anthropic_url}
 
 
+@dataclass(eq=False)
 class Session:
-    """Requests of one trajectory, one after the other.
+    """Questions of one trajectory to rank 0: by its program, or by its harness's requests, one after the other."""
 
-    arrived: the last answer, unless its harness was gone; why_over: the reason why the model has no turn left, once the
-    harness has received it
-
-    Args:
-        ask: sends a question to rank 0, which replies by `answer`.
-        parse: makes the message of an answer, from its number and the request's tools.
-        timeout_s: seconds to wait for rank 0.
-        max_bytes: of a request's messages and tools; longer ones are refused at once.
-    """
-
-    def __init__(
-        self,
-        ask: Callable[[Message], None],
-        parse: Callable[[Message, int, list[Message]], Message],
-        timeout_s: float,
-        max_bytes: float,
-    ) -> None:
-        self._ask, self._parse, self._timeout_s, self._max_bytes = ask, parse, timeout_s, max_bytes
-        self.turn = asyncio.Lock()
-        self.arrived: Message | None = None
-        self.why_over = ""
-        self._answers = self._refusals = self._counts = 0
-        self._state = threading.Lock()
-        self._waits: Future[Message] | None = None
-        self._is_closed = False
+    send: Callable[[Message], None]  # sends a question to rank 0, which replies by `answer`
+    parse: Callable[[Message, int, list[Message]], Message]  # of an answer, its number and its tools: the message
+    timeout_s: float  # that a request waits for rank 0
+    max_bytes: float  # of a request's messages and tools; longer ones are refused at once
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    arrived: Message | None = field(default=None, init=False)  # the last answer, unless its harness was gone
+    why_over: str = field(default="", init=False)  # why the model has no turn left, once the harness has received it
+    _answers: int = field(default=0, init=False)
+    _refusals: int = field(default=0, init=False)
+    _counts: int = field(default=0, init=False)
+    _state: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _waits: Future[Message] | None = field(default=None, init=False)
+    _is_closed: bool = field(default=False, init=False)
 
     async def generate(self, question: Message) -> Answer:
         """Returns the model's next turn. Raises BadChat. The caller holds `turn`."""
         told = (await self._reply("chat", question))["answer"]
         self._answers += 1
-        message = await asyncio.to_thread(self._parse, told, self._answers, question["tools"])
+        message = await asyncio.to_thread(self.parse, told, self._answers, question["tools"])
         return Answer(self._answers, message, told["finish"], told["tokens"])
 
     async def count(self, question: Message) -> int:
-        """Returns the number of tokens before the turn that would answer a question. Raises BadChat. The caller holds
-        `turn`.
-        """
+        """Returns the number of tokens before the turn that answers a question. The caller holds `turn`."""
         self._counts += 1
         if self._counts > MAX_COUNTS * (1 + self._answers):
             raise BadChat(f"tokens were counted {MAX_COUNTS} times for each answer: end the harness")
@@ -92,16 +78,14 @@ class Session:
             raise BadChat(f"{MAX_REFUSALS} requests were rejected: end the harness")
         size = len(strict_json.dumps(question, ensure_ascii=False).encode("utf-8", "replace"))
         answer: Message
-        if size > self._max_bytes:
+        if size > self.max_bytes:
             answer = {"over": f"the messages and tools have {size} bytes, more than agent.max_tokens can hold"}
         else:
             try:
-                waits = await asyncio.to_thread(self._asked, kind, question)
-                answer = await asyncio.wait_for(asyncio.wrap_future(waits), self._timeout_s)
+                waits = await asyncio.to_thread(self.ask, kind, question)
+                answer = await asyncio.wait_for(asyncio.wrap_future(waits), self.timeout_s)
             except TimeoutError:
-                raise BadChat(f"the run did not respond within {self._timeout_s:g} s", status=504) from None
-        if "ended" in answer:
-            raise _ended()
+                raise BadChat(f"the run did not respond within {self.timeout_s:g} s", status=504) from None
         self._refusals += not {"answer", "count"} & answer.keys()
         if "over" in answer:
             self.why_over = answer["over"]
@@ -110,13 +94,14 @@ class Session:
             raise BadChat(answer["refused"], "messages")
         return answer
 
-    def _asked(self, kind: str, question: Message) -> Future[Message]:
+    def ask(self, kind: str, question: Any) -> Future[Message]:
+        """Sends a question to rank 0, and returns its future reply. Raises BadChat once the trajectory has ended."""
         waits: Future[Message] = Future()
         with self._state:
             if self._is_closed:
                 raise _ended()
             self._waits = waits
-            self._ask({kind: question})
+            self.send({kind: question})
             self.arrived = None
         return waits
 
@@ -127,10 +112,11 @@ class Session:
                 self._waits.set_result(message)
 
     def close(self) -> None:
-        """Refuses all further requests."""
-        self.answer({"ended": True})
+        """Refuses the request that waits, and all further ones."""
         with self._state:
             self._is_closed = True
+            if self._waits is not None and not self._waits.done():
+                self._waits.set_exception(_ended())
 
 
 def _ended() -> BadChat:

@@ -36,11 +36,7 @@ class Form(Protocol):
     def events(self, answer: Answer, asked: ChatRequest) -> Iterable[Message | str]: ...
 
 
-FORMS: dict[str, Form] = {
-    "/v1/chat/completions": chat,
-    MESSAGES: anthropic_messages,
-    "/v1/responses": openai_responses,
-}
+FORMS: dict[str, Form] = {"/v1/chat/completions": chat, MESSAGES: anthropic_messages, "/v1/responses": openai_responses}
 
 
 class EndpointServer:
@@ -94,7 +90,11 @@ class EndpointServer:
             known = f"POST {', '.join((*FORMS, COUNT))} or GET {MODELS}"
             raise BadChat(f"{request.method} {request.path} does not exist: use {known}", status=404)
         form = FORMS.get(request.path, anthropic_messages)
-        asked = _parsed(form, body)
+        try:
+            value = strict_json.loads(bytes(body))
+        except ValueError as error:
+            raise BadChat(f"the body is not JSON: {error}") from None
+        asked = form.parse_request(value)
         async with session.turn:  # each that has it waits at most `timeout_s`
             _check_connected(request)
             if request.path == COUNT:
@@ -133,14 +133,6 @@ def _json(answer: Any, status: int = 200) -> web.Response:
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "replace")).digest()
-
-
-def _parsed(form: Form, body: bytearray) -> ChatRequest:
-    try:
-        value = strict_json.loads(bytes(body))
-    except ValueError as error:
-        raise BadChat(f"the body is not JSON: {error}") from None
-    return form.parse_request(value)
 
 
 def _event(event: Message | str) -> str:

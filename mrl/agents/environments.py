@@ -8,12 +8,12 @@ only.
 
 from __future__ import annotations
 
-import asyncio
 import http.client
 import random
 import uuid
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from contextlib import closing
+from typing import Any
 from urllib.parse import urlsplit
 
 from mrl import strict_json
@@ -30,25 +30,13 @@ class OpenEnvError(RuntimeError):
     """The server does not follow OpenEnv's protocol."""
 
 
-class Gymnasium(Protocol):
-    """Used part of `gymnasium.Env`."""
-
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]: ...
-
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]: ...
-
-    def close(self) -> None: ...
-
-
 def from_gymnasium(
-    make: Callable[[dict[str, Any]], Gymnasium], act: Act, show: Show = str, options: str | None = None
+    make: Callable[[dict[str, Any]], Any], act: Act, show: Show = str, options: str | None = None
 ) -> type[Any]:
     """Returns a class for `agent.rollout`.
 
     Args:
-        make: makes the environment of a row of the data.
+        make: makes the `gymnasium.Env` of a row of the data.
         act: maps a turn to an action; may raise ValueError, whose text goes to the model.
         show: maps an observation to text for the model, or to messages with a chat template.
         options: the row's key of the options for `reset`.
@@ -65,8 +53,9 @@ def from_gymnasium(
         def step(self, turn: Turn) -> Step:
             try:
                 action = act(turn)
-            except ValueError as error:
-                return _told(str(error), self.shown), 0.0, False
+            except ValueError as error:  # for the model, in the form of an observation
+                told, like = str(error), self.shown
+                return told if isinstance(like, str) else [{**like[-1], "content": told}], 0.0, False
             observation, reward, terminated, truncated, _ = self.inner.step(action)
             self.shown = show(observation)
             return self.shown, float(reward), bool(terminated or truncated)
@@ -84,72 +73,59 @@ def from_openenv(url: str | Callable[[dict[str, Any]], str], act: Act, show: Sho
     url: of the server, or a function of the row. A server with a single episode serves one trajectory at a time; its
     state reveals a second one. act: returns the action's fields; otherwise as in `from_gymnasium`
     """
-
-    class Environment:
-        async def reset(self, row: dict[str, Any], rng: random.Random) -> Observation:
-            self.url = url if isinstance(url, str) else url(row)
-            asked = str(uuid.UUID(int=rng.getrandbits(128)))
-            told = await self.ask("POST", "/reset", {"seed": rng.getrandbits(31), "episode_id": asked})
-            self.episode, self.steps = (await self.ask("GET", "/state")).get("episode_id", asked), 0
-            self.shown = show(_field(told, "observation", self.url))
-            return self.shown
-
-        async def step(self, turn: Turn) -> Step:
-            try:
-                action = act(turn)
-            except ValueError as error:
-                return _told(str(error), self.shown), 0.0, False
-            told = await self.ask("POST", "/step", {"action": action, "episode_id": self.episode})
-            self.steps += 1
-            state, mine = await self.ask("GET", "/state"), (self.episode, self.steps)
-            if (found := (state.get("episode_id", mine[0]), state.get("step_count", mine[1]))) != mine:
-                raise OpenEnvError(
-                    f"{self.url} is at step {found[1]} of episode {found[0]!r}, and this trajectory at step {mine[1]} "
-                    f"of {mine[0]!r}: a server runs one episode at a time, so give each trajectory its own (url in the "
-                    "row)"
-                )
-            reward = told.get("reward")
-            self.shown = show(_field(told, "observation", self.url))
-            return self.shown, float(reward if reward is not None else 0.0), bool(told.get("done"))
-
-        async def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-            return await asyncio.to_thread(_asked, self.url, method, path, body)
-
-    return Environment
+    return from_gymnasium(lambda row: _OpenEnv(url if isinstance(url, str) else url(row)), act, show)
 
 
-def _told(error: str, like: Observation) -> Observation:
-    """Returns the reason why a turn was not an action, in the form of an observation."""
-    return error if isinstance(like, str) else [{**like[-1], "content": error}]
+class _OpenEnv:
+    """An OpenEnv server in the form of a `gymnasium.Env`. Its methods block: they run in the trajectory's thread."""
 
+    def __init__(self, url: str) -> None:
+        self.url, self.steps = url, 0
 
-def _field(told: dict[str, Any], name: str, url: str) -> Any:
-    if name not in told:
-        raise OpenEnvError(f"the response of {url} lacks {name!r}: {str(told)[:200]}")
-    return told[name]
+    def reset(self, *, seed: int, options: None) -> tuple[Any, dict[str, Any]]:
+        asked = str(uuid.UUID(int=random.Random(seed).getrandbits(128)))
+        told = _asked(self.url, "POST", "/reset", {"seed": seed, "episode_id": asked})
+        self.episode = _asked(self.url, "GET", "/state", None).get("episode_id", asked)
+        return self._observation(told), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        told = _asked(self.url, "POST", "/step", {"action": action, "episode_id": self.episode})
+        self.steps += 1
+        state, mine = _asked(self.url, "GET", "/state", None), (self.episode, self.steps)
+        if (found := (state.get("episode_id", mine[0]), state.get("step_count", mine[1]))) != mine:
+            raise OpenEnvError(
+                f"{self.url} is at step {found[1]} of episode {found[0]!r}, and this trajectory at step {mine[1]} of "
+                f"{mine[0]!r}: a server runs one episode at a time, so give each trajectory its own (url in the row)"
+            )
+        return self._observation(told), float(told.get("reward") or 0.0), bool(told.get("done")), False, {}
+
+    def _observation(self, told: dict[str, Any]) -> Any:
+        if "observation" not in told:
+            raise OpenEnvError(f"the response of {self.url} lacks 'observation': {str(told)[:200]}")
+        return told["observation"]
+
+    def close(self) -> None:
+        """Nothing is kept open."""
 
 
 def _asked(url: str, method: str, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
-    parts = urlsplit(url)
+    parts, what = urlsplit(url), f"{method} {url}{path}"
     kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
     if parts.scheme not in kinds or parts.hostname is None:
         raise OpenEnvError(f"{url!r} is not a server address such as http://host:port")
+    data = None if body is None else strict_json.dumps(body)
     connection = kinds[parts.scheme](parts.hostname, parts.port, timeout=HTTP_S)
     try:
-        data = None if body is None else strict_json.dumps(body)
-        connection.request(method, parts.path.rstrip("/") + path, data, {"Content-Type": "application/json"})
-        answer = connection.getresponse()
-        content = answer.read(MAX_ANSWER_BYTES)
+        with closing(connection):
+            connection.request(method, parts.path.rstrip("/") + path, data, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            content = answer.read(MAX_ANSWER_BYTES)
+        told = strict_json.loads(content) if answer.status == 200 else None
     except (OSError, http.client.HTTPException) as error:
-        raise OpenEnvError(f"{method} {url}{path}: {type(error).__name__}: {error}") from error
-    finally:
-        connection.close()
-    if answer.status != 200:
-        raise OpenEnvError(f"{method} {url}{path} returned {answer.status}: {content[:200].decode(errors='replace')}")
-    try:
-        told = strict_json.loads(content)
+        raise OpenEnvError(f"{what}: {type(error).__name__}: {error}") from error
     except ValueError as error:
-        raise OpenEnvError(f"{method} {url}{path} did not return JSON: {error}") from error
+        raise OpenEnvError(f"{what} did not return JSON: {error}") from error
     if not isinstance(told, dict):
-        raise OpenEnvError(f"{method} {url}{path} returned {str(told)[:200]} instead of an object")
+        shown = content[:200].decode(errors="replace")
+        raise OpenEnvError(f"{what} returned {answer.status} and {shown!r}, expected 200 and a JSON object")
     return told

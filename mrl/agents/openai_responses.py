@@ -47,11 +47,7 @@ def parse_request(body: Any) -> ChatRequest:
         messages += chat.joined([message] if before is None else [before, message])
     if instructions := chat.text_of(body.get("instructions"), "instructions"):
         messages = [{"role": "system", "content": instructions}, *messages]
-    tools = body.get("tools") or []
-    if not isinstance(tools, list):
-        raise BadChat("tools must be a list", "tools")
-    declared = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
-    return ChatRequest(messages, declared if body.get("tool_choice") != "none" else [], bool(body.get("stream")))
+    return ChatRequest(messages, chat.declared_tools(body, _tool), bool(body.get("stream")))
 
 
 def _message(item: Any, where: str) -> Message:

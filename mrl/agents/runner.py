@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import numpy as np
 
+from mrl.agents import AgentError
 from mrl.agents.chat import Message
-from mrl.agents.errors import AgentError
 from mrl.agents.suffix import Suffix
 from mrl.agents.tool_call_parsers import WITH_SPECIAL_TOKENS
 from mrl.agents.trajectory import TokenSequence, Trajectory, TurnPosition
@@ -59,14 +60,9 @@ class AgentRunner:
         setup |= {"endpoint": cfg.endpoint, "answer_timeout_s": turn_timeout_s + cfg.step_timeout_s}
         setup["max_bytes"] = cfg.max_tokens * BYTES_PER_TOKEN
         self._stops, self._shows_special = stops, cfg.parser in WITH_SPECIAL_TOKENS
+        what = f"agent.rollout {cfg.rollout!r}"
         self._pool = WorkerPool(
-            "agents",
-            "mrl.agents.worker",
-            setup,
-            cfg.workers,
-            what=f"agent.rollout {cfg.rollout!r}",
-            error=AgentError,
-            is_shared=True,
+            "agents", "mrl.agents.worker", setup, cfg.workers, what=what, error=AgentError, is_shared=True
         )
 
     def close(self) -> None:
@@ -88,8 +84,7 @@ class AgentRunner:
     async def _play(self, request: Request, params: SamplingParams, generate: Generate) -> Sample:
         faults = 0
         while True:
-            trajectory = Trajectory(request)
-            trajectory.limit(self.cfg.trajectory_timeout_s)
+            trajectory = Trajectory(request, time.monotonic() + (self.cfg.trajectory_timeout_s or math.inf))
             try:
                 async with self._pool.session() as session:
                     return await self._turns(trajectory, session, params, generate)
@@ -97,7 +92,8 @@ class AgentRunner:
                 faults += fault.is_own
                 if faults <= self.cfg.retries:
                     continue
-                what = f"agent.rollout {self.cfg.rollout!r} on {trajectory.name} {fault}"
+                who = f"sample {request.sample_id} (data row {request.prompt.index})"
+                what = f"agent.rollout {self.cfg.rollout!r} on {who} {fault}"
                 why = f"{what} (attempts: {faults}; agent.retries)\n{fault.details}".rstrip()
             if self.cfg.on_error == "stop":
                 raise AgentError(why)
@@ -109,7 +105,9 @@ class AgentRunner:
         late = f"did not finish within {self.cfg.trajectory_timeout_s or 0:g} s (agent.trajectory_timeout_s)"
         step_s = self.cfg.step_timeout_s
         silent = f"did not respond within {step_s:g} s (agent.step_timeout_s)"
-        message = self._start(trajectory.request)
+        prompt, seed = trajectory.request.prompt, sample_seed(trajectory.request.seed, WORLD_STREAM, 0)
+        tools = self._variables(prompt).get("tools", [])
+        message: Message = {"start": {"row": prompt.row, "tools": tools, "prompt": prompt.text, "seed": seed}}
         while True:
             left_s = max(0.0, trajectory.ends_at - time.monotonic())
             data = json.dumps(message, default=str).encode()  # a row of a Parquet file may hold NaN
@@ -122,38 +120,26 @@ class AgentRunner:
                 if not trajectory.turns:
                     raise SessionFault(": ".join(filter(None, ("ended before the model's first turn", answer["over"]))))
                 return trajectory.sample(answer["done"], self._by_turn)
-            if trajectory.is_late:
+            if time.monotonic() > trajectory.ends_at:
                 raise SessionFault(late)
             try:
-                no = self._no_turn(trajectory, answer, params.max_new_tokens)
+                no_turn = self._no_turn(trajectory, answer, params.max_new_tokens)
             except (AgentError, TokenizerError) as error:
                 raise SessionFault(f"raised {error}") from error
-            if no is not None:
-                message = no
+            if no_turn is not None:
+                message = no_turn
                 continue
             turn = await generate(trajectory.next_request(), params)
-            if trajectory.is_late:
+            if time.monotonic() > trajectory.ends_at:
                 raise SessionFault(late)
-            text, shown = self._tokenizer.decode_all([turn.response_ids])[0], self._shown(turn)
+            text, shown, ids = self._tokenizer.decode_all([turn.response_ids])[0], None, turn.response_ids.tolist()
+            if self._shows_special:  # for parsers that need special tokens, without the one that ended the turn
+                ids = ids[:-1] if ids and ids[-1] in self._stops else ids
+                shown = self._tokenizer.decode(ids, special=True)
             message = trajectory.offer(turn, text, shown) if self.cfg.endpoint else trajectory.take(turn, text, shown)
 
-    def _shown(self, turn: Sample) -> str | None:
-        """Returns the text of a turn with its special tokens, without the one that ended it, for parsers that need
-        them."""
-        if not self._shows_special:
-            return None
-        ids = turn.response_ids.tolist()
-        return self._tokenizer.decode(ids[:-1] if ids and ids[-1] in self._stops else ids, special=True)
-
-    def _start(self, request: Request) -> Message:
-        prompt, seed = request.prompt, sample_seed(request.seed, WORLD_STREAM, 0)
-        tools = self._variables(prompt).get("tools", [])
-        return {"start": {"row": prompt.row, "tools": tools, "prompt": prompt.text, "seed": seed}}
-
     def _no_turn(self, trajectory: Trajectory, answer: Message, turn_tokens: int) -> Message | None:
-        """Sets the position of the next turn; returns the message for the program if there is no next turn, or if it
-        only counts tokens.
-        """
+        """Sets the position of the next turn; returns the message for the program if there is none."""
         if "count" not in answer and len(trajectory.turns) >= self.cfg.max_turns:
             return {"over": f"agent.max_turns = {self.cfg.max_turns}"}
         if question := answer.get("chat", answer.get("count")):
@@ -162,12 +148,12 @@ class AgentRunner:
             except AgentError as error:
                 return {"refused": str(error)}
             if "count" in answer:
-                return {"count": position.num_tokens}
+                return {"count": len(position.token_ids)}
             trajectory.next = position
         elif why := self._heard(trajectory, answer["say"]):
             return {"over": why}
         assert trajectory.next is not None
-        if trajectory.next.num_tokens + turn_tokens > self.cfg.max_tokens:
+        if len(trajectory.next.token_ids) + turn_tokens > self.cfg.max_tokens:
             return {"over": f"agent.max_tokens = {self.cfg.max_tokens}"}
         return None
 

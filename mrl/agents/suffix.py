@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+from mrl.agents import AgentError
 from mrl.agents.chat import Message
-from mrl.agents.errors import AgentError
 from mrl.data import Tokenizer
 
 _CALL = {"type": "function", "function": {"name": "f", "arguments": {}}}
@@ -46,7 +46,7 @@ class Suffix:
                 if not {self._end, tail[0]} & {*stops}:
                     end = tokenizer.decode([self._end or tail[0]], special=True)
                     raise AgentError(f"it ends turns with {end!r}, which does not end a response: set model.eos_token")
-            except (AgentError, ValueError) as error:
+            except AgentError as error:
                 reasons[kind] = str(error)
             else:
                 self.kinds += (kind,)
@@ -69,10 +69,7 @@ class Suffix:
         if wrong := [message.get("role") for message in messages if message.get("role") not in self.kinds]:
             can = " and ".join(self.kinds)
             raise AgentError(f"the chat template cannot add messages of the role {wrong[0]!r}, only of {can}")
-        try:
-            tail = self._tail(messages, more)
-        except ValueError as error:
-            raise AgentError(str(error)) from error
+        tail = self._tail(messages, more)
         if last == self._end:
             return tail
         return tail[1:] if last == tail[0] else None  # a template may stop a turn by what begins the next one
@@ -84,12 +81,15 @@ class Suffix:
             raise AgentError(f"{texts[0][:40]!r} is text: with data.chat_template: true, send messages")
         return [each for each in said if isinstance(each, dict)]
 
-    def whole(self, messages: Sequence[Message], more: Mapping[str, Any] | None = None) -> list[int]:
-        """Returns the ids of a conversation up to the start of the model's next turn. Raises AgentError for a
-        conversation that the chat template refuses.
-        """
+    def whole(
+        self, messages: Sequence[Message], more: Mapping[str, Any] | None = None, has_ended: bool = False
+    ) -> list[int]:
+        """Returns the ids of a conversation, up to the model's next turn unless it has ended. Raises AgentError if the
+        template refuses it."""
+        control = self._tokenizer.control
+        dress = self._tokenizer.render_conversation if has_ended else self._tokenizer.render_prompt
         try:
-            return self._rendered([*messages], whole=False, more=more)
+            return self._encoded(dress(control.escape([*messages]), **control.escape(dict(more or {}))), is_hidden=True)
         except ValueError as error:
             raise AgentError(str(error)) from error
 
@@ -99,38 +99,29 @@ class Suffix:
         if key not in self._bases:
             if len(self._bases) >= MOST_BASES:
                 self._bases.clear()
-            self._bases[key] = self._rendered(self._dummy, whole=True, more=more)
-        base, full = self._bases[key], self._rendered([*self._dummy, *messages], whole=False, more=more)
+            self._bases[key] = self.whole(self._dummy, more, has_ended=True)
+        base, full = self._bases[key], self.whole([*self._dummy, *messages], more)
         if full[: len(base)] != base:
             raise AgentError("it formats earlier turns differently once later ones follow")
         after = 0 if self._end is None else base[::-1].index(self._end)
         return base[len(base) - after :] + full[len(base) :]
 
     @cached_property
-    def _base(self) -> list[int]:
-        return self._rendered(self._dummy, whole=True)
-
-    @cached_property
     def _end(self) -> int | None:
         """Token that ends a turn, the last special one of the dummy's; None if the start of the next turn ends it."""
-        before = self._rendered(self._dummy[:1], whole=False)
-        same = next((i for i, (a, b) in enumerate(zip(before, self._base)) if a != b), len(before))
+        before, base = self.whole(self._dummy[:1]), self.whole(self._dummy, has_ended=True)
+        same = next((i for i, (a, b) in enumerate(zip(before, base)) if a != b), len(before))
         special = {self._tokenizer.eos_id, *self._tokenizer.hf.added_tokens_decoder}
-        return next((token for token in reversed(self._base[same:]) if token in special), None)
+        return next((token for token in reversed(base[same:]) if token in special), None)
 
     @cached_property
     def _dummy(self) -> list[Message]:
         """The dummy turn, with a call and thoughts if the template supports them."""
         try:
-            self._rendered(_DUMMY, whole=True)
-        except ValueError:
+            self.whole(_DUMMY, has_ended=True)
+        except AgentError:
             return _PLAIN
         return _DUMMY
-
-    def _rendered(self, messages: list[Message], whole: bool, more: Mapping[str, Any] | None = None) -> list[int]:
-        control = self._tokenizer.control
-        dress = self._tokenizer.render_conversation if whole else self._tokenizer.render_prompt
-        return self._encoded(dress(control.escape(messages), **control.escape(dict(more or {}))), is_hidden=True)
 
     def _encoded(self, text: str, is_hidden: bool = False) -> list[int]:
         """Encodes text; names of control tokens in an environment's words become text."""

@@ -11,22 +11,28 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from mrl import strict_json, user_functions
-from mrl.agents.argument_types import Tool, convert_argument, declared_types
 
 KEY = "agent.parser"
+Tool = Mapping[str, Any]  # {"type": "function", "function": {"name": ..., "parameters": JSON schema}}
+MAX_DEPTH = 32  # of references and unions in a schema
+_KINDS: dict[type, str] = {
+    **{type(None): "null", bool: "boolean", int: "integer", float: "number"},
+    **{str: "string", list: "array", dict: "object"},
+}
 SHOWN_ERRORS = 4  # of one turn
 THOUGHTS, ANSWER = "<think>", "</think>"
 _GLM_NAME = re.compile(r"\s*([^\s<>]+)\s*(?=<arg_key>|</tool_call>)")
 
 
 class BadToolCall(ValueError):
-    """Raised for a call that cannot be read, with the reason for the model. at: index in the text, if known"""
+    """Raised for a call that cannot be read, with the reason for the model. at: index in the text"""
 
-    def __init__(self, why: str, at: int | None = None) -> None:
+    def __init__(self, why: str, at: int) -> None:
         super().__init__(why)
         self.at = at
 
@@ -41,9 +47,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ParsedCalls:
-    """Result of parsing a turn. error: reasons why calls could not be read, empty if all could; content: the text
-    around the parsed calls
-    """
+    """A parsed turn. error: why calls could not be read, empty if all could; content: the text around the calls"""
 
     calls: tuple[ToolCall, ...]
     error: str
@@ -53,11 +57,12 @@ class ParsedCalls:
 Parser = Callable[[str, Sequence[Tool]], ParsedCalls]
 
 
+@dataclass
 class Cursor:
     """Position in a text, which advances as the text is read. Methods raise BadToolCall if the text does not match."""
 
-    def __init__(self, text: str, at: int) -> None:
-        self.text, self.at = text, at
+    text: str
+    at: int
 
     def skip_space(self) -> None:
         while self.at < len(self.text) and self.text[self.at].isspace():
@@ -80,9 +85,7 @@ class Cursor:
         return repr(self.text[self.at : self.at + 24]) if self.at < len(self.text) else "the end of the turn"
 
     def until(self, end: str, *never: str) -> str:
-        """Returns the text before `end`, and moves behind it. Raises BadToolCall if `end` is missing, or one of `never`
-        is before it.
-        """
+        """Returns the text before `end`, which none of `never` may precede, and moves behind it. Raises BadToolCall."""
         after = self.text.find(end, self.at)
         found = self.text[self.at : after if after >= 0 else len(self.text)]
         for literal in never:
@@ -223,15 +226,14 @@ FORMATS = {
     ),
 }
 Span = tuple[int, int]
-Read = tuple[list[tuple[ToolCall, Span]], list[BadToolCall]]
+Read = tuple[list[ToolCall], list[Span], list[BadToolCall]]  # spans: of the text that is not content
 
 
-def _read_format(text: str, start: int, tools: Sequence[Tool], form: CallSyntax) -> Read:
-    """Returns the calls with their spans, and the errors, of text[start:]."""
+def _read_format(form: CallSyntax, text: str, start: int, tools: Sequence[Tool]) -> Read:
+    """Reads the calls of text[start:]."""
     begin, end = form.section or ("", "")
     marks = [mark for mark in (form.open, form.close, begin, end, *form.stray) if mark]
-    calls: list[tuple[ToolCall, Span]] = []
-    errors: list[BadToolCall] = []
+    calls, spans, errors = list[ToolCall](), list[Span](), list[BadToolCall]()
     section: int | None = None  # where it was opened
     at = start
     while True:
@@ -242,9 +244,10 @@ def _read_format(text: str, start: int, tools: Sequence[Tool], form: CallSyntax)
         if not mark:
             if section is not None:
                 errors.append(BadToolCall(f"not closed: {end} is missing", section))
-            return calls, errors
+            return calls, spans, errors
         at = place + len(mark)
         if mark in (begin, end):
+            spans.append((place, at))
             if (mark == begin) == (section is not None):
                 errors.append(BadToolCall(f"{mark} does not belong here", place))
             section = place if mark == begin else None
@@ -257,29 +260,19 @@ def _read_format(text: str, start: int, tools: Sequence[Tool], form: CallSyntax)
             try:
                 call = form.body(cursor, tools)
                 cursor.expect(form.close)
+                calls.append(call)
+                spans.append((place, cursor.at))
             except BadToolCall as error:
                 errors.append(error)
-                at = _behind(text, form, cursor.at)
-            else:
-                calls.append((call, (place, cursor.at)))
-                at = cursor.at
-
-
-def _behind(text: str, form: CallSyntax, at: int) -> int:
-    """Returns the position to continue at after a call that failed at `at`: the next call if that begins right there,
-    else behind the end of the failed call.
-    """
-    if text.startswith(form.open, at):
-        return at
-    close = text.find(form.close, at)
-    return len(text) if close < 0 else close + len(form.close)
+                if not text.startswith(form.open, cursor.at):  # else the next call begins where this one failed
+                    close = text.find(form.close, cursor.at)
+                    cursor.at = len(text) if close < 0 else close + len(form.close)
+            at = cursor.at
 
 
 def _read_fenced(text: str, start: int, tools: Sequence[Tool]) -> Read:
-    """Parses code blocks as in CommonMark: a closing fence is at least as long as the opening one, and alone on its
-    line.
-    """
-    calls: list[tuple[ToolCall, Span]] = []
+    """Parses blocks of code as in CommonMark: a closing fence, alone on its line, is not shorter than the opening."""
+    calls, spans = list[ToolCall](), list[Span]()
     opened: tuple[int, str, int, str] | None = None  # place, signs, indent, language
     code: list[str] = []
     at = start
@@ -293,50 +286,47 @@ def _read_fenced(text: str, start: int, tools: Sequence[Tool]) -> Read:
         elif opened is not None:
             begin, fence, indent, language_name = opened
             if bare.startswith(fence) and not bare.strip(fence[0]):
-                calls.append((ToolCall(language_name, {"code": "".join(code)}), (begin, at + len(line))))
+                calls.append(ToolCall(language_name, {"code": "".join(code)}))
+                spans.append((begin, at + len(line)))
                 opened = None
             else:
                 code.append(line[min(indent, len(line) - len(line.lstrip(" \t"))) :])
         at += len(line)
-    return calls, [BadToolCall(f"a block of code is not closed: end it with {opened[1]}", opened[0])] if opened else []
+    why = f"a block of code is not closed: end it with {opened[1]}" if opened else ""
+    return calls, spans, [BadToolCall(why, opened[0])] if opened else []
 
 
-def _apart(text: str, read: Callable[[str, int, Sequence[Tool]], Read], tools: Sequence[Tool]) -> ParsedCalls:
-    """Parses the text behind the model's thoughts. A chat template may have opened them, so that a lone </think> closes
-    them, unless it is part of a call.
-    """
+def _apart(read: Callable[[str, int, Sequence[Tool]], Read], text: str, tools: Sequence[Tool]) -> ParsedCalls:
+    """Parses the text after the model's thoughts. A lone </think> that is not part of a call closes thoughts, too: a
+    chat template may have opened them."""
     end = text.find(ANSWER)
-    behind = len(text) if end < 0 else end + len(ANSWER)
-    if text.lstrip().startswith(THOUGHTS):
-        return _found(text, *read(text, behind, tools))
-    calls, errors = read(text, 0, tools)
-    if end >= 0 and THOUGHTS not in text[:end] and not any(first <= end < last for _, (first, last) in calls):
-        calls, errors = read(text, behind, tools)
-    return _found(text, calls, errors)
-
-
-def _found(text: str, calls: list[tuple[ToolCall, Span]], errors: list[BadToolCall]) -> ParsedCalls:
+    after = len(text) if end < 0 else end + len(ANSWER)
+    calls, spans, errors = read(text, after if text.lstrip().startswith(THOUGHTS) else 0, tools)
+    if end >= 0 and THOUGHTS not in text[:end] and not any(first <= end < last for first, last in spans):
+        calls, spans, errors = read(text, after, tools)
     content, at = "", 0
-    for _, (first, last) in calls:
+    for first, last in spans:
         content, at = content + text[at:first], last
-    told = [_placed(text, error) for error in errors[:SHOWN_ERRORS]]
-    more = [f"{len(errors) - SHOWN_ERRORS} more cannot be read"] if len(errors) > SHOWN_ERRORS else []
-    return ParsedCalls(tuple(call for call, _ in calls), "; ".join(told + more), (content + text[at:]).strip())
+    return ParsedCalls(tuple(calls), _described(text, errors), (content + text[at:]).strip())
 
 
-def _placed(text: str, error: BadToolCall) -> str:
-    before = text[: error.at]
-    line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
-    return f"a call cannot be read at line {line}, column {column}: {error}"
+def _described(text: str, errors: list[BadToolCall]) -> str:
+    """Returns the first errors with their places, for the model."""
+    shown = []
+    for error in errors[:SHOWN_ERRORS]:
+        before = text[: error.at]
+        line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
+        shown.append(f"a call cannot be read at line {line}, column {column}: {error}")
+    if len(errors) > SHOWN_ERRORS:
+        shown.append(f"{len(errors) - SHOWN_ERRORS} more cannot be read")
+    return "; ".join(shown)
 
 
 def _gpt_oss(text: str, tools: Sequence[Tool]) -> ParsedCalls:
     """Parses OpenAI's harmony format: HEADER<|message|>BODY and <|end|>, <|call|> or <|return|>. The header of a call
     has to=functions.NAME; the content is that of the channels final and commentary.
     """
-    calls: list[ToolCall] = []
-    errors: list[BadToolCall] = []
-    content: list[str] = []
+    calls, errors, content = list[ToolCall](), list[BadToolCall](), list[str]()
     cursor = Cursor(text, 0)
     while cursor.at < len(text):
         header_at, message = cursor.at, text.find("<|message|>", cursor.at)
@@ -370,31 +360,13 @@ def _gpt_oss(text: str, tools: Sequence[Tool]) -> ParsedCalls:
             except BadToolCall as error:
                 errors.append(error)
         cursor.at = end_at + len(end)
-    found = _found(text, [], errors)
-    return ParsedCalls(tuple(calls), found.error, "\n".join(content).strip())
-
-
-def _of(read: Callable[[str, int, Sequence[Tool]], Read]) -> Parser:
-    return lambda text, tools: _apart(text, read, tools)
-
-
-def _of_format(form: CallSyntax) -> Parser:
-    read = _of(lambda text, start, tools: _read_format(text, start, tools, form))
-
-    def parse(text: str, tools: Sequence[Tool]) -> ParsedCalls:
-        found = read(text, tools)
-        content = found.content
-        for mark in form.section:
-            content = content.replace(mark, "")
-        return replace(found, content=content.strip())
-
-    return parse
+    return ParsedCalls(tuple(calls), _described(text, errors), "\n".join(content).strip())
 
 
 PARSERS: dict[str, Parser] = {
-    **{name: _of_format(form) for name, form in FORMATS.items()},
+    **{name: partial(_apart, partial(_read_format, form)) for name, form in FORMATS.items()},
     "gpt_oss": _gpt_oss,
-    "fenced": _of(_read_fenced),
+    "fenced": partial(_apart, _read_fenced),
 }
 # Their markers are special tokens in some tokenizers: these parsers read a turn with its special tokens in it.
 WITH_SPECIAL_TOKENS = ("deepseek_v3", "deepseek_v31", "kimi_k2", "gpt_oss")
@@ -426,3 +398,82 @@ def _checked(found: Iterable[Any], name: str) -> Iterable[ToolCall]:
         # ValueError: the model's mistake, such as NaN; TypeError: the parser's, such as an object that is no JSON
         strict_json.dumps(dict(each[1]), ensure_ascii=False).encode()
         yield ToolCall(each[0], dict(each[1]))
+
+
+# ---- types of arguments: `type`, `enum`, `const`, `anyOf`, `oneOf`, `allOf` and local `$ref` of a tool's `parameters`
+
+
+def declared_types(tools: Sequence[Tool], name: str, parameter: str) -> set[str] | None:
+    """Returns the JSON types that the tool `name` declares for a parameter; None if it declares none."""
+    for tool in tools:
+        function = tool.get("function", tool)
+        if isinstance(function, Mapping) and function.get("name") == name:
+            root = function.get("parameters")
+            schema = root if isinstance(root, Mapping) else {}
+            properties = schema.get("properties")
+            if isinstance(properties, Mapping) and parameter in properties:
+                return _types(properties[parameter], schema)
+            return _types(schema.get("additionalProperties"), schema)
+    return None
+
+
+def convert_argument(text: str, types: set[str] | None) -> Any:
+    """Returns the value of `text`: the text itself if no type or a string is declared, else strict JSON.
+
+    `null` is null wherever null is declared. True, False and None are read for boolean and null, since chat templates
+    show them in earlier turns. Raises ValueError if the value has none of the types.
+    """
+    if types is None:
+        return text
+    if "null" in types and text == "null":
+        return None
+    if "string" in types:
+        return text
+    word = text.strip()
+    if "boolean" in types and word in ("True", "False"):
+        return word == "True"
+    if "null" in types and word == "None":
+        return None
+    wanted = " or ".join(sorted(types))
+    try:
+        value = strict_json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{text[:40]!r} is not JSON of type {wanted}: {error.msg}") from None
+    if "integer" in types and "number" not in types and isinstance(value, float) and value.is_integer():
+        return int(value)
+    kind = _KINDS[type(value)]
+    if kind not in types and not (kind == "integer" and "number" in types):
+        raise ValueError(f"{text[:40]!r} is of type {kind}, expected {wanted}")
+    return value
+
+
+def _types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str] | None:
+    if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
+        return None
+    if isinstance(ref := schema.get("$ref"), str):
+        return _types(_referenced(root, ref), root, depth + 1)
+    kind = schema.get("type")
+    if isinstance(kind, str):
+        return {kind}
+    if isinstance(kind, list):
+        return {each for each in kind if isinstance(each, str)} or None
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(values, list):
+        return {_KINDS[type(value)] for value in values if type(value) in _KINDS} or None
+    for key in ("anyOf", "oneOf", "allOf"):
+        if isinstance(parts := schema.get(key), list):
+            found = [_types(part, root, depth + 1) for part in parts]
+            known = [types for types in found if types is not None]
+            if key == "allOf":
+                return set.intersection(*known) or None if known else None
+            return set[str]().union(*known) if known and len(known) == len(found) else None
+    return {"object"} if "properties" in schema else {"array"} if "items" in schema else None
+
+
+def _referenced(root: Any, ref: str) -> Any:
+    """Returns the part of a schema that a local reference such as #/$defs/City names; None if there is none."""
+    found = root if ref.startswith("#") else None
+    for part in filter(None, ref.lstrip("#").split("/")):
+        name = part.replace("~1", "/").replace("~0", "~")
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found

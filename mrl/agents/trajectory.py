@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from mrl.agents import AgentError
 from mrl.agents.chat import Message
-from mrl.agents.errors import AgentError
 from mrl.agents.suffix import Suffix
 from mrl.core import Prompt, Request, Sample
 from mrl.inference.routed import joined, whole
@@ -47,16 +46,11 @@ class TokenSequence:
     def all_ids(self) -> tuple[int, ...]:
         return (*self.prompt, *self.ids)
 
-    def append_context(self, ids: Sequence[int]) -> None:
-        """Appends tokens that are not trained on."""
-        self.ids += ids
-        self.drawn += [False] * len(ids)
-
-    def append_turn(self, turn: Sample) -> None:
-        """Appends a turn of the model."""
+    def append(self, context: Sequence[int], turn: Sample) -> None:
+        """Appends tokens that are not trained on, and a turn of the model."""
         ids = turn.response_ids.tolist()
-        self.ids += ids
-        self.drawn += [True] * len(ids)
+        self.ids += [*context, *ids]
+        self.drawn += [False] * len(context) + [True] * len(ids)
         self.log_probs += turn.log_probs.tolist()
         self.rewards += [0.0] * len(ids)
         if turn.token_weight_versions is not None:
@@ -66,23 +60,19 @@ class TokenSequence:
 
 @dataclass(frozen=True)
 class ChatState:
-    """State of a chat: all messages up to an answer, which is the last of `messages`, as the first `length` tokens of a
-    sequence. last: the last token; is_whole: the answer was not truncated
-    """
+    """A chat up to an answer, as the first `length` tokens of a sequence. is_whole: the answer was not truncated"""
 
     messages: list[Message]
     tools: list[Message]
     sequence: TokenSequence
     length: int
-    last: int
     is_whole: bool
 
 
 @dataclass(frozen=True)
 class TurnPosition:
-    """Position of the next turn: after the tokens `said` of `words`, at the end of a sequence (the trajectory's, or a
-    new one). chat: the messages and tools of its request
-    """
+    """Position of the next turn: after a sequence (the trajectory's, or a new one) and the tokens `said` of `words`.
+    chat: its request's messages and tools"""
 
     sequence: TokenSequence
     said: Sequence[int]
@@ -90,9 +80,9 @@ class TurnPosition:
     chat: Message | None = None
 
     @property
-    def num_tokens(self) -> int:
-        """Number of tokens before the turn."""
-        return len(self.sequence) + len(self.said)
+    def token_ids(self) -> tuple[int, ...]:
+        """All tokens before the turn."""
+        return (*self.sequence.all_ids, *self.said)
 
 
 @dataclass
@@ -110,42 +100,22 @@ class Trajectory:
     offered: tuple[TurnPosition, Sample] | None = None  # an answer of a chat that may not have arrived
     _last: TokenSequence | None = None  # sequence of the last turn
 
-    @property
-    def name(self) -> str:
-        return f"sample {self.request.sample_id} (data row {self.request.prompt.index})"
-
-    def limit(self, seconds: float | None) -> None:
-        """Sets the deadline, counted from now."""
-        self.ends_at = math.inf if seconds is None else time.monotonic() + seconds
-
-    @property
-    def is_late(self) -> bool:
-        return time.monotonic() > self.ends_at
-
     def next_request(self) -> Request:
         """Returns the request for the turn at `next`."""
         assert self.next is not None
-        prompt, sequence = self.request.prompt, self.next.sequence
-        ids, known = (*sequence.all_ids, *self.next.said), 0 if sequence.experts is None else len(sequence.experts)
-        return replace(
-            self.request, prompt=Prompt(prompt.index, ids, {}), seed=self._seed(ids), routed_experts_start=known
-        )
-
-    def _seed(self, ids: Sequence[int]) -> int:
-        """Returns the seed; for a chat from the tokens before it, so that concurrent requests get the same answers in
-        any order.
-        """
-        assert self.next is not None
-        seed, turn = self.request.seed, len(self.turns)
-        if self.next.chat is None:
-            return seed if turn == 0 else sample_seed(seed, TURN_STREAM, turn)
-        number = _digest(ids)
-        return sample_seed(seed, CHAT_STREAM + self.asked.get(number, 0), number)
+        ids, experts, seed = self.next.token_ids, self.next.sequence.experts, self.request.seed
+        if self.next.chat is not None:  # concurrent requests get the same answers in any order
+            number = _digest(ids)
+            seed = sample_seed(seed, CHAT_STREAM + self.asked.get(number, 0), number)
+        elif self.turns:
+            seed = sample_seed(seed, TURN_STREAM, len(self.turns))
+        known = 0 if experts is None else len(experts)
+        prompt = Prompt(self.request.prompt.index, ids, {})
+        return replace(self.request, prompt=prompt, seed=seed, routed_experts_start=known)
 
     def take(self, turn: Sample, text: str, shown: str | None = None) -> Message:
-        """Adds the turn that was generated at `next`; returns the message for the program. shown: text with special
-        tokens, for parsers that need them
-        """
+        """Adds the turn that was generated at `next`; returns the message for the program. shown: text for the parser,
+        if that needs special tokens"""
         assert self.next is not None and self.next.chat is None
         self._add(self.next, turn, {"role": "assistant", "content": text})
         ids = turn.response_ids.tolist()
@@ -157,8 +127,7 @@ class Trajectory:
         sequence = after.sequence
         if all(sequence is not each for each in self.sequences):
             self.sequences.append(sequence)
-        sequence.append_context(after.said)
-        sequence.append_turn(turn)
+        sequence.append(after.said, turn)
         self.turns.append(turn)
         self._last = sequence
 
@@ -176,45 +145,44 @@ class Trajectory:
         """
         messages, tools = chat["messages"], chat["tools"]
         more = {"tools": tools} if tools else {}
-        known = [state for state in self.chat_states if state.tools == tools and _begins(messages, state.messages)]
+        known = [
+            state
+            for state in self.chat_states
+            if state.tools == tools and messages[: len(state.messages)] == state.messages != messages
+        ]
         if known:
             state = max(known, key=lambda each: len(each.messages))
-            new = messages[len(state.messages) :]
+            new, ids = messages[len(state.messages) :], state.sequence.all_ids[: state.length]
             try:
-                said = suffix(new, state.last, more) if state.is_whole else None
+                said = suffix(new, ids[-1], more) if state.is_whole else None
             except AgentError:  # such as messages that another one has answered
                 said = None
             if said is not None:
                 if state.length == len(state.sequence):
                     return TurnPosition(state.sequence, said, new, chat)
-                return TurnPosition(TokenSequence((*state.sequence.all_ids[: state.length], *said)), (), new, chat)
+                return TurnPosition(TokenSequence((*ids, *said)), (), new, chat)
         return TurnPosition(TokenSequence(tuple(suffix.whole(messages, more))), (), messages, chat)
 
     def offer(self, turn: Sample, text: str, shown: str | None = None) -> Message:
         """Returns the answer to a chat for the harness; the turn counts once the answer has arrived."""
         assert self.next is not None
         self.offered = self.next, turn
-        tokens = [self.next.num_tokens, len(turn.response_ids)]
+        tokens = [len(self.next.token_ids), len(turn.response_ids)]
         return {"answer": {"text": text, "shown": shown, "finish": turn.finish_reason, "tokens": tokens}}
 
     def settle(self, message: Message | None) -> None:
-        """Adds the turn of the last offered answer, if any, as the message that has arrived; None: it has not
-        arrived.
-        """
-        if self.offered is None:
+        """Adds the turn of the last offered answer, if any, as the message that has arrived; None: it has not."""
+        offered, self.offered = self.offered, None
+        if offered is None or message is None:
             return
-        (after, turn), self.offered = self.offered, None
-        if message is None:
-            return
+        after, turn = offered
         assert after.chat is not None
-        number = _digest((*after.sequence.all_ids, *after.said))
+        number = _digest(after.token_ids)
         self.asked[number] = self.asked.get(number, 0) + 1
         self._add(after, turn, message)
-        whole = [*after.chat["messages"], message]
-        end, is_whole = int(turn.response_ids[-1]), turn.finish_reason == "stop"
-        self.chat_states.append(
-            ChatState(whole, after.chat["tools"], after.sequence, len(after.sequence), end, is_whole)
-        )
+        messages, is_whole = [*after.chat["messages"], message], turn.finish_reason == "stop"
+        state = ChatState(messages, after.chat["tools"], after.sequence, len(after.sequence), is_whole)
+        self.chat_states.append(state)
 
     # ---- the end
 
@@ -253,7 +221,3 @@ def _written(word: Any) -> Message:
     if isinstance(word, str):
         return {"role": "environment", "content": word}
     return {**word, "role": "given answer"} if word["role"] == "assistant" else dict(word)
-
-
-def _begins(messages: list[Message], first: list[Message]) -> bool:
-    return len(messages) > len(first) and messages[: len(first)] == first

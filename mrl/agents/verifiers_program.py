@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from mrl.agents.chat import MODEL
 from mrl.agents.context import Context, Program
 from mrl.agents.tool_call_parsers import Parser
 from mrl.config import verifiers_environments
 from mrl.user_functions import FunctionError
-
-MODEL = "policy"
 
 
 def load_environment_program(name: str, parser: Parser | None) -> Program:

@@ -16,14 +16,15 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from mrl.agents.argument_types import Tool
+from mrl.agents.chat import tool_call
 from mrl.agents.context import Context, NoTurnsLeft, Program, load_program, parse_calls, score_of
 from mrl.agents.endpoint import Session
-from mrl.agents.tool_call_parsers import Parser, load_parser
+from mrl.agents.tool_call_parsers import Parser, Tool, load_parser
 from mrl.agents.verifiers_program import load_environment_program
 from mrl.config.verifiers_environments import is_environment
 from mrl.user_functions import FunctionError
@@ -60,7 +61,6 @@ class _Trajectories:
 
             self._server = EndpointServer()
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._sessions: dict[int, Session] = {}
 
     async def run(self) -> None:
@@ -69,9 +69,7 @@ class _Trajectories:
         await asyncio.Event().wait()  # for ever: the thread ends the process
 
     def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Receives messages, and ends the process when the other side is gone. Answers to chats bypass the event loop,
-        which a program that waits for one may block.
-        """
+        """Receives messages until the pool is gone. Answers bypass the loop, which a program that waits may block."""
         for number, message in self._pool.messages():
             session = self._sessions.get(number)
             if session is not None and message:
@@ -85,56 +83,39 @@ class _Trajectories:
             self._pool.send(0, {})
             return
         if not data:
-            self._stop_waiting(number)
             if (task := self._tasks.pop(number, None)) is not None:
                 task.cancel()
-            return
-        message = json.loads(data)
-        if "start" in message:
+        elif "start" in (message := json.loads(data)):
             self._tasks[number] = asyncio.ensure_future(self._play(number, **message["start"]))
-        elif (waits := self._waiting.pop(number, None)) is not None and not waits.cancelled():
-            waits.set_result(message["turn"] if "turn" in message else {"over": message["over"]})
-
-    def _stop_waiting(self, number: int) -> None:
-        if (waits := self._waiting.pop(number, None)) is not None:
-            waits.cancel()
 
     async def _play(self, number: int, row: dict[str, Any], tools: Sequence[Tool], prompt: str, seed: int) -> None:
-        async def ask(question: dict[str, Any]) -> dict[str, Any]:
-            self._waiting[number] = asyncio.get_running_loop().create_future()
-            self._pool.send(number, {**question, "reward": ctx.take_reward()})
-            return await self._waiting[number]  # without time-out: this process ends with rank 0
-
-        def ask_chat(question: dict[str, Any]) -> None:
+        def ask(question: dict[str, Any]) -> None:
             self._pool.send(number, {**question, "reward": ctx.take_reward(), "arrived": session.arrived})
 
-        max_bytes, limits = self._setup["max_bytes"], self._setup["sandbox"]
-        session = Session(ask_chat, self._message, self._setup["answer_timeout_s"], max_bytes)
+        max_bytes, sandbox = self._setup["max_bytes"], self._setup["sandbox"]
+        session = self._sessions[number] = Session(ask, self._message, self._setup["answer_timeout_s"], max_bytes)
         endpoint = self._server.open(session) if self._server is not None else None
-        if endpoint is not None:
-            self._sessions[number] = session
-        ctx = Context(ask, row, seed, self._parser, limits, endpoint, tools, max_bytes)
+        ctx = Context(row, random.Random(seed), tools, endpoint, session, self._parser, sandbox, max_bytes)
         try:
             answer = await self._result(ctx, prompt, session)
         finally:
             if self._server is not None and endpoint is not None:
                 self._server.revoke(endpoint)
-                self._sessions.pop(number, None)
-            self._stop_waiting(number)
+            self._sessions.pop(number, None)
         self._tasks.pop(number, None)
         end = {"reward": ctx.take_reward(), "arrived": session.arrived, "last": True}
         self._pool.send(number, {**answer, **end})
 
     async def _result(self, ctx: Context, prompt: str, session: Session) -> dict[str, Any]:
+        result = None
         try:
             try:
                 result = await self._until_ended(ctx, prompt)
             except NoTurnsLeft:
-                result = None
+                pass
             except Exception:
                 if not session.why_over:  # a harness may fail in any way after it was told that
                     raise
-                result = None
             return {"done": score_of(result, ctx), "over": ctx.why_over or session.why_over}
         except (Exception, asyncio.CancelledError) as error:
             line = " ".join(f"{type(error).__name__}: {error}".split())
@@ -156,20 +137,12 @@ class _Trajectories:
     def _message(self, answer: dict[str, Any], number: int, tools: Sequence[Tool]) -> dict[str, Any]:
         """Returns a turn as the harness's message. An unreadable call stays text."""
         found = parse_calls(answer, self._parser, tools)
-        if found is None:
+        if not found.calls and answer.get("shown") is None:  # else the text lacks the special tokens of the format
             return {"role": "assistant", "content": answer["text"]}
-        if not found.calls:
-            is_apart = answer.get("shown") is not None  # its text lacks the special tokens that the format is made of
-            return {"role": "assistant", "content": found.content if is_apart else answer["text"]}
         made = [
-            {
-                "id": f"call_{number}_{i}",
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for i, call in enumerate(found.calls)
+            tool_call(f"call_{number}_{i}", call.name, call.arguments, "a call") for i, call in enumerate(found.calls)
         ]
-        return {"role": "assistant", "content": found.content, "tool_calls": made}
+        return {"role": "assistant", "content": found.content, **({"tool_calls": made} if made else {})}
 
 
 if __name__ == "__main__":

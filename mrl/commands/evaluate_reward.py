@@ -14,7 +14,7 @@ from mrl.files import write_atomically
 
 if TYPE_CHECKING:
     from mrl.data import PreferenceDataset
-    from mrl.scoring import AccuracyReport, ScoredRow
+    from mrl.scoring.accuracy import AccuracyReport, ScoredRow
 
 NAME = "eval reward"
 COMPARED_ROWS, MOST_DIFFERENCE = 32, 1e-3
@@ -47,8 +47,8 @@ def run(args: argparse.Namespace) -> int:
     """
     _check(args)
     from mrl.data import DataError, TokenizerError, preference_notes
-    from mrl.scoring import lines, report, score_rows
-    from mrl.scoring.measure import read
+    from mrl.scoring.accuracy import lines, report
+    from mrl.scoring.measure import read, score_rows
     from mrl.weights.errors import WeightError
 
     try:
@@ -103,7 +103,7 @@ def _write(file: Path, found: AccuracyReport, judged: list[ScoredRow], data: Pre
 
 
 def _compared(model: str, data: PreferenceDataset, judged: list[ScoredRow]) -> bool:
-    from mrl.scoring import score_with_transformers
+    from mrl.scoring.measure import score_with_transformers
 
     count = min(COMPARED_ROWS, len(data))
     ours = [score for one in judged[:count] for score in one.scores]

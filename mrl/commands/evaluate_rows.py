@@ -60,7 +60,10 @@ def _check(args: argparse.Namespace) -> None:
 def _measurements(args: argparse.Namespace, cfg: Config, weights: str, run_dir: Path) -> dict[str, Any]:
     """Returns the measurements. Raises CommandError if rows, weights or engine cannot be used."""
     from mrl.config.schema import RewardModelTrainerConfig
-    from mrl.evaluation import evaluate_answers, held_out, lm_eval_scores, reward_model_agreement, why_unanswerable
+    from mrl.evaluation.agreement import reward_model_agreement
+    from mrl.evaluation.answers import evaluate_answers, why_unanswerable
+    from mrl.evaluation.held_out import held_out
+    from mrl.evaluation.lm_harness import lm_eval_scores
     from mrl.inference.errors import EngineError, EngineStartError, EngineUnavailable, RolloutError
     from mrl.reward.errors import RewardError
     from mrl.weights.errors import WeightError
@@ -92,7 +95,7 @@ def _measurements(args: argparse.Namespace, cfg: Config, weights: str, run_dir: 
 
 
 def _write(out: Path, found: dict[str, Any]) -> None:
-    from mrl.evaluation import lines, page
+    from mrl.evaluation.show import lines, page
 
     print(f"weights  {found['weights']}\ndata     {found['data']}\n")
     print("\n".join(lines(found)))

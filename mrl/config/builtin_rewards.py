@@ -12,7 +12,7 @@ COMPARISONS = {  # f(response, answer); the answer comes from the row
     "math": "mrl.reward.math_answer",
     "multiple_choice": "mrl.reward.functions",
 }
-SHAPES = dict.fromkeys(("format", "length", "overlong"), "mrl.reward.shaping")  # f(response, tokens, **its section)
+SHAPES = dict.fromkeys(("format", "length", "overlong"), "mrl.reward.functions")  # f(response, tokens, **its section)
 OF_LENGTH = ("length", "overlong")  # these score the length of a response only, not its content
 PARTS = {"sorted_digits": ("exact_match", "right_positions"), "code": ("tests_passed",)}  # logged besides the score
 OF_AGENTS = ("environment",)  # the score that an agent's environment returns

@@ -16,7 +16,7 @@ from mrl.parallel import CollectiveErrorCheck
 from mrl.parallel.error_check import by_reason
 from mrl.reward.errors import RewardError, SampleError
 from mrl.reward.plan import Component, component_name
-from mrl.reward.pool import FunctionPool, PoolSetup
+from mrl.reward.pool import FunctionPool
 from mrl.reward.score_requests import Outcome, ScoreRequest
 from mrl.reward.server import ServerClient
 
@@ -72,7 +72,7 @@ def _source(cfg: ImageRewardConfig) -> tuple[Component, FunctionPool | ServerCli
     assert cfg.function is not None
     component = Component(component_name(cfg.function), cfg.function, "images", "function")
     settings = {IMAGE_SCORER: cfg.scorer.model_dump()} if cfg.scorer is not None else {}
-    return component, FunctionPool(PoolSetup((component,), settings, "", cfg.workers, cfg.timeout_s))
+    return component, FunctionPool((component,), settings, "", cfg.workers, cfg.timeout_s)
 
 
 def parts_of(outcomes: Sequence[Outcome]) -> dict[str, Any]:

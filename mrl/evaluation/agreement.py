@@ -9,7 +9,7 @@ from typing import Any
 from mrl.config.schema import RewardModelTrainerConfig
 from mrl.data import PreferenceDataset, load_image_processor, load_tokenizer
 from mrl.evaluation.estimates import Estimate
-from mrl.scoring import score_rows
+from mrl.scoring.measure import score_rows
 
 
 def reward_model_agreement(cfg: RewardModelTrainerConfig, weights: str, rows: int | None) -> dict[str, Any]:

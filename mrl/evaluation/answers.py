@@ -28,8 +28,7 @@ STREAM = 1 << 42  # random stream apart from a run's own
 
 
 def why_unanswerable(cfg: Config, weights: str) -> str | None:
-    """Returns why a local engine cannot answer with these weights, or its answers cannot be scored; None if they
-    can."""
+    """Returns why a local engine cannot answer with these weights, or answers cannot be scored; None if they can."""
     reward, engines = cfg.rewards(), cfg.engines()
     assert reward is not None and engines is not None
     rollout, _ = engines
@@ -103,10 +102,8 @@ def evaluate_answers(
 
 
 def summary(found: Sequence[Sample], n: int, right_from: float) -> dict[str, Any]:
-    """Returns estimates over the prompts whose samples all have a score. Raises RewardError if there is none.
-
-    found: n consecutive samples of each prompt
-    """
+    """Returns estimates over the prompts whose samples, n consecutive ones each, all have a score. Raises RewardError
+    if there is none."""
     asked = [found[first : first + n] for first in range(0, len(found), n)]
     groups = [group for group in asked if not any(sample.left_out for sample in group)]
     if not groups:

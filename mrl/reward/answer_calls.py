@@ -51,13 +51,8 @@ IMPORTED = (
     ("fractions", "Fraction", lambda value: [hex(value.numerator), hex(value.denominator)]),
 )
 CONTAINERS: tuple = (
-    (list, list.__iter__),
-    (tuple, tuple.__iter__),
-    (dict, dict.items),
-    (set, set.__iter__),
-    (frozenset, frozenset.__iter__),
-    (type({}.keys()), iter),
-    (type({}.items()), iter),
+    *((kind, kind.__iter__) for kind in (list, tuple, set, frozenset)),
+    *((dict, dict.items), (type({}.keys()), iter), (type({}.items()), iter)),
 )
 
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mrl.reward.errors import RewardError, SampleError
 from mrl.reward.loading import answer_problem
-from mrl.reward.manager import pool_setup, prompt_text
-from mrl.reward.plan import Component, Mix, ScoringPlan, make_plan
+from mrl.reward.manager import builtin_settings, prompt_text
+from mrl.reward.plan import Component, make_plan
 from mrl.reward.pool import FunctionPool
 from mrl.reward.sandbox.isolate import readable_through
 from mrl.reward.score_requests import ScoreRequest
-from mrl.reward.server_api import unserializable_value
-from mrl.workers.process import STARTUP_TIMEOUT_S
+from mrl.reward.server import unserializable_value
+from mrl.workers.pool import STARTUP_TIMEOUT_S
 
 if TYPE_CHECKING:
     from mrl.config.schema import DataConfig, RewardConfig
@@ -34,24 +34,18 @@ def row_check(cfg: RewardConfig, data: DataConfig) -> Callable[[Mapping[str, Any
             mix = plan.mix_of(row, data.data_source_key)
         except RewardError as error:
             return f"the row {error}"
-        specs = [plan.components[name].spec for name in mix if plan.components[name].kind == "function"]
-        needs, unsplit = [spec for spec in specs if not zero and ":" not in spec], cfg.code.unsplit
-        problems = (answer_problem(spec, row, data.answer_key, unsplit) for spec in needs)
-        return next(filter(None, problems), None) or (unserializable_value(row) if _is_sent(cfg, plan, mix) else None)
+        used = [plan.components[name] for name in mix]
+        builtins = [c.spec for c in used if c.kind == "function" and ":" not in c.spec]
+        problems = [answer_problem(spec, row, data.answer_key, cfg.code.unsplit) for spec in builtins if not zero]
+        if any(c.kind == "server" and cfg.servers[c.spec].api == "mrl" for c in used):
+            problems.append(unserializable_value(row))
+        return next(filter(None, problems), None)
 
     return check
 
 
-def _is_sent(cfg: RewardConfig, plan: ScoringPlan, mix: Mix) -> bool:
-    """Returns True if the row is sent to a reward server."""
-    servers = [component.spec for name in mix if (component := plan.components[name]).kind == "server"]
-    return any(cfg.servers[name].api == "mrl" for name in servers)
-
-
 def check_hidden(cfg: RewardConfig, paths: Mapping[str, str]) -> None:
-    """Raises RewardError if the sandboxed programs of the built-in `code` could read one of `paths`, given by
-    description.
-    """
+    """Raises RewardError if sandboxed programs of the built-in `code` could read one of `paths`, by description."""
     specs = {component.spec for component in make_plan(cfg).components.values()}
     if "code" not in specs or cfg.code.isolation == "none":
         return
@@ -80,35 +74,24 @@ def check_functions(cfg: RewardConfig, data: DataConfig, trials: Iterable[TrialR
     Raises RewardError if a function cannot be imported, is not a function, or takes other arguments.
     """
     plan = make_plan(cfg)
-    setup = pool_setup(cfg, plan, data.answer_key)
-    if setup is None or not any(c.spec == "code" or ":" in c.spec for c in setup.components):
+    functions = plan.of_kind("function", "batch")
+    if not any(c.spec == "code" or ":" in c.spec for c in functions):
         return []
-    pool = FunctionPool(replace(setup, workers=1))
+    pool = FunctionPool(functions, builtin_settings(cfg), data.answer_key, 1, cfg.timeout_s, cfg.pictures)
     try:
-        untried = {c.name: c for c in setup.components if ":" in c.spec}
-        return [
-            problem
-            for component, trial in _matched(plan, untried, data.data_source_key, trials)
-            if (problem := _try_out(pool, component, trial, data)) is not None
-        ]
+        untried = {c.name: c for c in functions if ":" in c.spec}
+        problems = []
+        for trial in trials if untried else ():
+            try:
+                mix = plan.mix_of(trial.row, data.data_source_key)
+            except RewardError:  # reported by the row check
+                continue
+            problems += [_try_out(pool, untried.pop(name), trial, data) for name in untried.keys() & mix.keys()]
+            if not untried:
+                break
+        return [problem for problem in problems if problem is not None]
     finally:
         pool.close()
-
-
-def _matched(
-    plan: ScoringPlan, untried: dict[str, Component], key: str, trials: Iterable[TrialRow]
-) -> Iterator[tuple[Component, TrialRow]]:
-    """Yields each component once, as long as there are rows for it."""
-    waiting = dict(untried)
-    for trial in trials:
-        if not waiting:
-            return
-        try:
-            mix = plan.mix_of(trial.row, key)
-        except RewardError:  # reported by the row check
-            continue
-        for name in waiting.keys() & mix.keys():
-            yield waiting.pop(name), trial
 
 
 def _try_out(pool: FunctionPool, component: Component, trial: TrialRow, data: DataConfig) -> str | None:
@@ -117,7 +100,7 @@ def _try_out(pool: FunctionPool, component: Component, trial: TrialRow, data: Da
     call = ScoreRequest(prompt_text(trial.row.get(data.prompt_key, "")), response, trial.row, pictures=trial.pictures)
     running = pool.submit(component, [call], [f"{trial.where}, with the response {response[:40]!r},"])
     try:
-        [outcome] = running.result(pool.setup.timeout_s + STARTUP_TIMEOUT_S)
+        [outcome] = running.result(pool.timeout_s + STARTUP_TIMEOUT_S)
     except TimeoutError:
-        return f"reward.{component.where}: no score of {trial.where} within {pool.setup.timeout_s:g} s"
+        return f"reward.{component.where}: no score of {trial.where} within {pool.timeout_s:g} s"
     return f"reward.{component.where}: {outcome}" if isinstance(outcome, SampleError) else None

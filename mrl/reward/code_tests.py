@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mrl.reward import extract
-from mrl.reward.assertions import Test, split_tests
+from mrl.reward.assertions import Statement, Step, Test, split_tests
 from mrl.reward.errors import RewardError
 from mrl.reward.plain_values import decode, evaluate
-from mrl.reward.program_queries import Statement, Step
 from mrl.reward.python_text import asked_names
 from mrl.reward.sandbox import Limits, SandboxError, converse_with_python, run_python
 from mrl.reward.sandbox.run import START_S, Isolation, check_isolation
@@ -78,9 +77,7 @@ class CodeReward:
 
 
 def _talk(program: str, tests: list[Test], passed: list[bool], deadline: float) -> Talk:
-    """Sends one step after the other. After a failure only the statements of a test are run: later tests may need
-    them.
-    """
+    """Sends the steps. After a failure only statements are run, as later tests may need them."""
     if (yield _request(Statement(program))) == b"null":
         return
     for test in tests:
@@ -123,9 +120,7 @@ def check_answer(answer: Any, unsplit: Literal["refuse", "trust"]) -> None:
 
 
 def read_tests(answer: Any) -> tuple[list[str], list[tuple[str, str]]]:
-    """Returns the answer's texts that assert, or its (input, output) pairs. Raises ValueError, which says what was
-    expected.
-    """
+    """Returns the texts that assert, or (input, output) pairs, of an answer. Raises ValueError: what was expected."""
     if isinstance(answer, str) and answer.lstrip()[:1] in ("{", "["):
         try:
             answer = json.loads(answer)

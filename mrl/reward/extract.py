@@ -61,11 +61,8 @@ def visible_text(response: str) -> str:
     at, opened = 0, ""
     for tag in _TAG.finditer(text):
         name = (tag["xml"] or tag["square"] or tag["triangle"]).lower()
-        quoted = (
-            tag.start() > 0
-            and text[tag.start() - 1] in "`'\""
-            and text[tag.end() : tag.end() + 1] == text[tag.start() - 1]
-        )
+        before, after = text[max(0, tag.start() - 1) : tag.start()], text[tag.end() : tag.end() + 1]
+        quoted = before == after and before in ("`", "'", '"')
         if quoted or (not opened and name in ("/tool_call", "/tool_response")):
             continue  # a quoted tag, or the end of a call without opening tag
         if not opened:
@@ -96,7 +93,8 @@ def final_answers(response: str) -> Iterator[FinalAnswer]:
     A box or a `####` line is the only answer: a marked answer that cannot be read is no answer. Otherwise the last
     sentences of "the answer is" come first, then the whole text.
     """
-    text = _without_programs(visible_text(response))
+    blocks = _parts(visible_text(response))  # without fences, programs and their output
+    text = "\n".join(line for block in blocks if not block.fenced or block.language in _WORDS for line in block.lines)
     found = boxed_answer(text)
     if found is not None:
         yield FinalAnswer(found)
@@ -110,9 +108,7 @@ def final_answers(response: str) -> Iterator[FinalAnswer]:
 
 
 def hash_marked_answer(text: str) -> str:
-    """Returns the last line `#### 42` without its marks; "" if there is none. A heading of the fourth level does not
-    count.
-    """
+    """Returns the last line `#### 42` without its marks, "" if there is none. A heading of this level is not one."""
     found = _HASHES.findall(text)
     return found[-1].strip() if found else ""
 
@@ -167,15 +163,6 @@ def _phrase(text: str) -> str:
     return (text if sentence is None else text[: sentence.start()]).strip().strip("*_").strip()
 
 
-def _without_programs(text: str) -> str:
-    """Returns the text without fence lines and fenced blocks of programs and program output."""
-    kept = []
-    for block in _parts(text):
-        if not block.fenced or block.language in _WORDS:
-            kept += block.lines
-    return "\n".join(kept)
-
-
 # programs
 
 
@@ -209,9 +196,7 @@ def program(response: str, names: Collection[str] = ()) -> str:
 
 
 def _fitness(text: str, names: Collection[str]) -> tuple[int, bool]:
-    """Returns the number of `names` that the text defines, and True if it is Python that does more than state a
-    value.
-    """
+    """Returns how many of `names` the text defines, and whether it is Python that does more than state a value."""
     try:
         tree = parse(text)
     except ValueError:
@@ -234,24 +219,21 @@ def _parts(text: str) -> list[TextBlock]:
     while number < len(lines):
         line, number = lines[number], number + 1
         fence = _FENCE.match(line) or (None if opening else _FENCE_AFTER_TEXT.match(line))
-        block = parts[-1]
-        if fence and not opening:
+        block, in_string = parts[-1], False
+        if opening and fence and not fence["fence"].startswith(opening):
+            fence = None  # of another kind, or shorter: a line of the block
+        elif opening and fence and block.language in ("", *_PYTHON) and checks < MAX_STRING_CHECKS:
+            checks, in_string = checks + 1, _ends_in_string(block.text)
+        if in_string:
+            first_close = first_close or (number, len(block.lines))
+        if fence is None or in_string:
+            block.lines.append(_unindented(line, prefix) if opening else line)
+        elif not opening or fence["info"].strip():  # a block begins; another one before it was not closed
             opening, prefix, first_close = fence["fence"], fence["before"], None
             parts.append(TextBlock(True, _language(fence["info"])))
-        elif fence and opening and fence["fence"][0] == opening[0] and len(fence["fence"]) >= len(opening):
-            info = fence["info"].strip()
-            checks += 1
-            if block.language in ("", *_PYTHON) and checks <= MAX_STRING_CHECKS and _ends_in_string(block.text):
-                first_close = first_close or (number, len(block.lines))
-                block.lines.append(_unindented(line, prefix))
-            elif info:  # another block begins, this one was not closed
-                opening, prefix, first_close = fence["fence"], fence["before"], None
-                parts.append(TextBlock(True, _language(info)))
-            else:
-                opening = ""
-                parts.append(TextBlock())
         else:
-            block.lines.append(_unindented(line, prefix) if opening else line)
+            opening = ""
+            parts.append(TextBlock())
         if number == len(lines) and opening and first_close and _ends_in_string(parts[-1].text):
             number, kept = first_close  # the string is never closed, so the fence was
             parts[-1].lines[kept:] = []

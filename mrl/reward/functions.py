@@ -1,4 +1,6 @@
-"""Built-in rewards on plain strings; standard library only. Each takes (response, answer): the answer is the row's."""
+"""Built-in rewards; standard library only. They take (response, answer), where the answer is the row's, or, for the
+form of a response, (response, its tokens) and the settings of their section.
+"""
 
 from __future__ import annotations
 
@@ -67,9 +69,7 @@ def last_number(text: str) -> Decimal | None:
 
 
 def final_number(text: str) -> Decimal | Fraction | None:
-    r"""Returns the number of a final answer: 42 for "42 (6 * 7)", 7 for "3 + 4 = 7", 42 for "\frac{84}{2}", 42 for "she
-    has 42"; None if there is none.
-    """
+    """Returns the number of a final answer: 42 for "42 (6 * 7)", 7 for "3 + 4 = 7", 42 for "she has 42"; else None."""
     text = text.replace(_MINUS, "-").strip()
     if (fraction := _FRACTION.fullmatch(text)) is not None:
         sign, *parts = fraction.groups()
@@ -101,3 +101,24 @@ def number_of(text: str) -> Decimal | Fraction | None:
     """Returns the number that `arithmetic` reads; None if it finds none."""
     found = (final_number(final.text) if final.is_marked else last_number(final.text) for final in final_answers(text))
     return next((number for number in found if number is not None), None)
+
+
+# ---- the form of a response
+
+
+def format(response: str, response_tokens: int, *, pattern: str) -> float:
+    """Returns 1.0 if the stripped response matches `pattern` as a whole ("." is any character)."""
+    return float(re.fullmatch(pattern, response.strip(), re.DOTALL) is not None)
+
+
+def length(response: str, response_tokens: int, *, full_tokens: int, zero_tokens: int) -> float:
+    """Returns 1.0 at and beyond `full_tokens`, seen from `zero_tokens`; 0.0 at and beyond that; linear between."""
+    return min(1.0, max(0.0, (response_tokens - zero_tokens) / (full_tokens - zero_tokens)))
+
+
+def overlong(
+    response: str, response_tokens: int, *, max_tokens: int, buffer_tokens: int, penalty_factor: float
+) -> float:
+    """Returns DAPO's soft overlong punishment (arXiv 2503.14476): min(-(len - (max - buffer)) / buffer * factor, 0)."""
+    excess = response_tokens - (max_tokens - buffer_tokens)
+    return min(-excess / buffer_tokens * penalty_factor, 0.0)

@@ -44,9 +44,7 @@ BUILTINS: dict[str, Callable[..., Any]] = {
 
 
 def load_images(spec: str, where: str, settings: Settings) -> Callable[[Sequence[ScoreRequest]], Any]:
-    """Returns the function that `spec`, the value of reward.`where`, names, for calls that have images. Raises
-    RewardError.
-    """
+    """Returns the function of images that `spec`, the value of reward.`where`, names. Raises RewardError."""
     if ":" in spec:
         function = load_file(spec, f"reward.{where}", ([], [], []), "(images, prompts, rows)")
     elif spec in BUILTINS:

@@ -41,20 +41,13 @@ def load(
     """
     if ":" not in spec:
         return _load_builtin(spec, answer_key, f"reward.{where} {spec!r}", settings)
-    if pictures:
-        words = "(prompt, response, row, pictures)"
-        function = load_file(spec, f"reward.{where}", ("prompt", "response", {}, []), words)
-        return lambda call: function(call.prompt, call.response, call.row, _opened(call))
-    function = load_file(spec, f"reward.{where}", ("prompt", "response", {}), "(prompt, response, row)")
-    return lambda call: function(call.prompt, call.response, call.row)
+    words = "(prompt, response, row, pictures)" if pictures else "(prompt, response, row)"
+    function = load_file(spec, f"reward.{where}", ("prompt", "response", {}, *([[]] if pictures else [])), words)
+    return lambda call: function(call.prompt, call.response, call.row, *([_opened(call)] if pictures else []))
 
 
-def load_batch(
-    spec: str, where: str = "function", *, pictures: bool = False
-) -> Callable[[Sequence[ScoreRequest]], Any]:
-    """Returns a user's batch function of (prompts, responses, rows), lists of equal length; with `pictures` a fourth
-    list.
-    """
+def load_batch(spec: str, where: str, *, pictures: bool = False) -> Callable[[Sequence[ScoreRequest]], Any]:
+    """Returns a user's function of lists of equal length: prompts, responses, rows and, with `pictures`, images."""
     words = "(prompts, responses, rows, pictures)" if pictures else "(prompts, responses, rows)"
     function = load_file(spec, f"reward.{where}", ([],) * (3 + pictures), words)
 
@@ -73,9 +66,7 @@ def _opened(call: ScoreRequest) -> list[Image.Image]:
 
 
 def load_file(spec: str, key: str, arguments: tuple[Any, ...], signature: str) -> Callable[..., Any]:
-    """Returns the function `path/to/file.py:name`, the value of `key`: see `mrl.user_functions.load`. Raises
-    RewardError.
-    """
+    """Returns the function `path/to/file.py:name`, the value of `key`, as `mrl.user_functions`. Raises RewardError."""
     try:
         return user_functions.load(spec, key, arguments, signature)
     except user_functions.FunctionError as error:
@@ -111,11 +102,7 @@ def _of_environment(row: Mapping[str, Any]) -> Any:
 def answer_problem(
     spec: str, row: Mapping[str, Any], key: str, unsplit: Literal["refuse", "trust"] = "refuse"
 ) -> str | None:
-    """Returns the reason why the built-in `spec` could not score a response to this row; None if it could, or needs no
-    answer.
-
-    `unsplit` is reward.code's.
-    """
+    """Returns why the built-in `spec` could not score a response to this row; None if it could."""
     try:
         if spec == "code":
             from mrl.reward.code_tests import check_answer
@@ -144,9 +131,7 @@ def _plain_answer(row: Mapping[str, Any], key: str) -> str:
 
 
 def check_result(result: object) -> Outcome:
-    """Returns the outcome of a reward function's result for one sample. Raises ValueError or TypeError, which says what
-    is wrong with it.
-    """
+    """Returns the outcome of a function's result for one sample. Raises ValueError or TypeError for a wrong one."""
     if not isinstance(result, dict):
         return Outcome(_number("the score", result))
     if "score" not in result:
@@ -158,9 +143,7 @@ def check_result(result: object) -> Outcome:
 
 
 def check_results(results: object, count: int) -> list[Any]:
-    """Returns the results of a batch function, one item a sample (each still to be checked). Raises TypeError or
-    ValueError unless it is a list of `count` items.
-    """
+    """Returns a batch function's `count` results, each still to be checked. Raises TypeError or ValueError."""
     if isinstance(results, (str, bytes, dict)) or not hasattr(results, "__len__") or not hasattr(results, "__iter__"):
         raise TypeError(f"must return a list of {count} scores, got {type(results).__name__} {str(results)[:80]!r}")
     if len(results) != count:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, as_completed
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from mrl.reward.errors import NoVerdict, RewardError, SampleError
-from mrl.reward.plan import MODEL, Component, ScoringPlan, make_plan
-from mrl.reward.pool import FunctionPool, PoolSetup
+from mrl.reward.plan import Component, make_plan
+from mrl.reward.pool import FunctionPool
 from mrl.reward.score_requests import Outcome, ScoreRequest
 from mrl.reward.server import ServerClient
 
@@ -24,18 +23,11 @@ PROMPT_HEAD_CHARS = 80
 ScoreSamples = Callable[["Sequence[Sample]"], Sequence[float]]
 
 
-class ScoreSource(Protocol):
-    """Scorer of some components' samples, in processes or on servers."""
-
-    def submit(
-        self, component: Component, calls: Sequence[ScoreRequest], labels: Sequence[str]
-    ) -> Future[list[Outcome | SampleError]]: ...
-
-
 @dataclass(frozen=True)
 class _Call:
-    """A component's score of one sample."""
+    """A component's score of one sample. weight: in the sample's score"""
 
+    weight: float
     request: ScoreRequest
     label: str
     outcome: Future[Outcome] = field(default_factory=Future)
@@ -61,40 +53,38 @@ class RewardManager:
         data_source_key: str = "data_source",
         max_response_tokens: int = 0,
     ) -> None:
-        self.cfg = cfg
-        self.plan = make_plan(cfg)
+        self.cfg, self.plan = cfg, make_plan(cfg)
         self.prompt_key, self.data_source_key = prompt_key, data_source_key
         self.failures = 0
         self.on_scored: Callable[[object], None] = lambda future: None  # after each call, in any thread
-        self._score_model: ScoreSamples | None = None
-        self._running: dict[Sample, dict[str, Future[Outcome]]] = {}
-        self._lock = threading.Lock()  # guards the next one
-        # calls of batch functions and the model, until `collect`; the model is the last, as it blocks
-        waiting = sorted(
-            (c.name for c in self.plan.components.values() if c.kind in ("batch", "model")), key=MODEL.__eq__
-        )
-        self._waiting: dict[str, list[_Call]] = {name: [] for name in waiting}
+        self.score_model: ScoreSamples | None = None  # runs `reward.model` on the ranks; set it before `collect`
+        self._running: dict[Sample, dict[str, _Call]] = {}  # by component
+        self._sources: dict[str, FunctionPool | ServerClient] = {}
         with ExitStack() as stack:
-            self._sources: dict[str, ScoreSource] = _open_sources(
-                cfg, self.plan, answer_key, max_response_tokens, stack
-            )
+            if functions := self.plan.of_kind("function", "batch"):  # one pool for all
+                settings = builtin_settings(cfg, max_response_tokens)
+                pool = FunctionPool(functions, settings, answer_key, cfg.workers, cfg.timeout_s, cfg.pictures)
+                stack.callback(pool.close)
+                self._sources |= {component.name: pool for component in functions}
+            for component in self.plan.of_kind("server"):
+                client = ServerClient(component.spec, cfg.servers[component.spec])
+                stack.callback(client.close)
+                self._sources[component.name] = client
             self._open = stack.pop_all()
 
     def submit(self, sample: Sample) -> None:
-        """Starts scoring `sample` (its response_text must be set). Raises RewardError if its row does not name its
-        scorers, or cannot be sent to a worker.
-        """
+        """Starts scoring `sample`, whose response_text must be set. Raises RewardError for a row that does not name its
+        scorers, or cannot be sent to a worker."""
         request, label = self._request(sample)
-        running: dict[str, Future[Outcome]] = {}
-        for name in self._mix(sample, label):
-            call = _Call(request, label)
+        try:
+            mix = self.plan.mix_of(sample.request.prompt.row, self.data_source_key)
+        except RewardError as error:
+            raise RewardError(f"{label}: its row {error}") from None
+        running = {name: _Call(weight, request, label) for name, weight in mix.items()}
+        for name, call in running.items():
             call.outcome.add_done_callback(self.on_scored)
-            running[name] = call.outcome
-            if name in self._waiting:
-                with self._lock:
-                    self._waiting[name].append(call)
-            else:
-                self._start(self.plan.components[name], [call])
+            if (component := self.plan.components[name]).kind not in ("batch", "model"):
+                self._start(component, [call])
         self._running[sample] = running
 
     def collect(self, samples: Sequence[Sample]) -> None:
@@ -107,22 +97,18 @@ class RewardManager:
         for sample in samples:
             if sample not in self._running:
                 self.submit(sample)
-        futures = [future for sample in samples for future in self._running[sample].values()]
-        mine = set(map(id, futures))
+        running = [self._running[sample] for sample in samples]
         try:
-            for name in self._waiting:
-                with self._lock:
-                    waiting = self._waiting[name]
-                    self._waiting[name] = [call for call in waiting if id(call.outcome) not in mine]
-                if calls := [call for call in waiting if id(call.outcome) in mine]:
-                    self._start(self.plan.components[name], calls)
+            for component in (*self.plan.of_kind("batch"), *self.plan.of_kind("model")):  # the model blocks
+                if batch := [calls[component.name] for calls in running if component.name in calls]:
+                    self._start(component, batch)
             if self.cfg.on_error == "stop":
-                for future in as_completed(futures):
+                for future in as_completed(call.outcome for calls in running for call in calls.values()):
                     error = future.exception()
                     if error is not None and not isinstance(error, NoVerdict):
                         raise error
-            for sample in samples:
-                self._fill(sample, self._running[sample])
+            for sample, calls in zip(samples, running, strict=True):
+                self._fill(sample, calls)
         finally:
             for sample in samples:
                 self._running.pop(sample, None)
@@ -130,33 +116,23 @@ class RewardManager:
     def _start(self, component: Component, calls: Sequence[_Call]) -> None:
         """Calls a component's scorer once."""
         requests, labels = [call.request for call in calls], [call.label for call in calls]
-        if component.kind == "model":
-            _settle(calls, self._scores(requests, labels))
+        if component.kind != "model":
+            found = self._sources[component.name].submit(component, requests, labels)
+            found.add_done_callback(lambda found: _settle(calls, found.exception() or found.result()))
             return
-        found = self._sources[component.name].submit(component, requests, labels)
-        found.add_done_callback(lambda found: _settle(calls, found.exception() or found.result()))
-
-    def _scores(self, requests: Sequence[ScoreRequest], labels: Sequence[str]) -> list[Outcome | SampleError]:
-        if self._score_model is None:
+        if self.score_model is None:
             raise RewardError("the reward model is not loaded yet")
-        scores = self._score_model([request.sample for request in requests if request.sample is not None])
-        return [
-            Outcome(score)
-            if math.isfinite(score)
-            else SampleError(f"reward model on {label}: the score must be finite, got {score}")
-            for label, score in zip(labels, scores, strict=True)
-        ]
+        scores = self.score_model([request.sample for request in requests if request.sample is not None])
+        outcomes: list[Outcome | SampleError] = list(map(Outcome, scores))
+        for i, (score, label) in enumerate(zip(scores, labels, strict=True)):
+            if not math.isfinite(score):
+                outcomes[i] = SampleError(f"reward model on {label}: the score must be finite, got {score}")
+        _settle(calls, outcomes)
 
     def discard(self, samples: Sequence[Sample]) -> None:
         """Forgets the scores of samples that nobody will collect."""
         for sample in samples:
             self._running.pop(sample, None)
-
-    def use_model(self, score: ScoreSamples) -> None:
-        """Sets the function that runs the reward model on the trainer's ranks, if the configuration has one; call
-        before the first `collect`.
-        """
-        self._score_model = score
 
     def close(self) -> None:
         """Ends workers and connections; safe to call twice. A caller that waits in `collect` gets a RewardError."""
@@ -168,16 +144,15 @@ class RewardManager:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _fill(self, sample: Sample, futures: Mapping[str, Future[Outcome]]) -> None:
+    def _fill(self, sample: Sample, calls: Mapping[str, _Call]) -> None:
         sample.score, sample.score_parts, sample.reward_error = 0.0, {}, ""
-        weights = self._mix(sample, "")
-        for name, future in futures.items():
+        for name, call in calls.items():
             try:
-                outcome = future.result()
+                outcome = call.outcome.result()
             except SampleError as error:
                 sample.reward_error = sample.reward_error or str(error)
                 continue
-            sample.score += weights[name] * outcome.score
+            sample.score += call.weight * outcome.score
             if len(self.plan.components) > 1:
                 parts = {f"{name}/{part}": value for part, value in outcome.parts.items()}
                 sample.score_parts |= {name: outcome.score, **parts}
@@ -190,12 +165,6 @@ class RewardManager:
             self.failures += 1
             if self.cfg.on_error != "zero":
                 sample.score, sample.score_parts, sample.left_out = math.nan, {}, sample.reward_error
-
-    def _mix(self, sample: Sample, label: str) -> Mapping[str, float]:
-        try:
-            return self.plan.mix_of(sample.request.prompt.row, self.data_source_key)
-        except RewardError as error:
-            raise RewardError(f"{label}: its row {error}") from None
 
     def _request(self, sample: Sample) -> tuple[ScoreRequest, str]:
         request = sample.request
@@ -221,44 +190,15 @@ def _settle(calls: Sequence[_Call], found: BaseException | Sequence[Outcome | Sa
 
 
 def longest_call_s(cfg: RewardConfig) -> float:
-    """Returns the longest duration in seconds of one call of a function or a server, with its retries, without
-    queueing.
-    """
+    """Returns the longest seconds of one call of a function, or a server with its retries, without queueing."""
     servers = [
         sum(server.timeout_s + server.backoff_s * 2**retry for retry in range(server.retries + 1))
         for server in cfg.servers.values()
     ]
-    return max(cfg.timeout_s, *servers) if servers else cfg.timeout_s
+    return max([cfg.timeout_s, *servers])
 
 
-def _open_sources(
-    cfg: RewardConfig, plan: ScoringPlan, answer_key: str, max_response_tokens: int, stack: ExitStack
-) -> dict[str, ScoreSource]:
-    """Returns sources by component name: one pool for all functions, a client for each server."""
-    sources: dict[str, ScoreSource] = {}
-    setup = pool_setup(cfg, plan, answer_key, max_response_tokens)
-    if setup is not None:
-        pool = FunctionPool(setup)
-        stack.callback(pool.close)
-        sources |= {component.name: pool for component in setup.components}
-    for name in (component.spec for component in plan.components.values() if component.kind == "server"):
-        sources[name] = client = ServerClient(name, cfg.servers[name])
-        stack.callback(client.close)
-    return sources
-
-
-def pool_setup(
-    cfg: RewardConfig, plan: ScoringPlan, answer_key: str = "answer", max_response_tokens: int = 0
-) -> PoolSetup | None:
-    """Returns the setup of the plan's functions; None if it has none."""
-    functions = tuple(c for c in plan.components.values() if c.kind in ("function", "batch"))
-    if not functions:
-        return None
-    settings = _settings(cfg, max_response_tokens)
-    return PoolSetup(functions, settings, answer_key, cfg.workers, cfg.timeout_s, cfg.pictures)
-
-
-def _settings(cfg: RewardConfig, max_response_tokens: int) -> dict[str, dict[str, Any]]:
+def builtin_settings(cfg: RewardConfig, max_response_tokens: int = 0) -> dict[str, dict[str, Any]]:
     """Returns settings of built-ins that have a section, as plain values: a worker imports no pydantic."""
     found = {"format": cfg.format.model_dump(), "code": cfg.code.model_dump()}
     if cfg.length is not None:

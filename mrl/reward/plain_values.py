@@ -33,9 +33,7 @@ class NotPlain(ValueError):
 
 @dataclass(frozen=True)
 class OpaqueItems:
-    """Items of a generator, a view or the like: equal only to itself or, for a dict's keys or items, to a set of the
-    same.
-    """
+    """Items of a generator or the like: equal only to itself or, for keys and items of a dict, to a set of the same."""
 
     values: list[Any]
     is_set: bool = False
@@ -58,9 +56,7 @@ class QueryResult:
 
 
 def decode(line: bytes) -> list[Any] | None:
-    """Returns the values of one line of `answer_calls`; None after an exception. Raises NotPlain for an invalid
-    line.
-    """
+    """Returns the values of a line of `answer_calls`; None after an exception. Raises NotPlain for an invalid line."""
     try:
         found = json.loads(line)
         return None if found is None else _decoded_items(found, 0)
@@ -146,50 +142,26 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{f"math.{f.__name__}": f for f in (math.isclose, math.fabs, math.sqrt, math.isnan, math.isinf, math.floor)},
     "math.ceil": math.ceil,
 }
-METHODS: dict[type, tuple[str, ...]] = {
-    str: ("split", "strip", "lower", "upper"),
-    dict: ("items", "keys", "values"),
-}
+METHODS: dict[type, tuple[str, ...]] = {str: ("split", "strip", "lower", "upper"), dict: ("items", "keys", "values")}
 MATH = {f"math.{name}": getattr(math, name) for name in ("pi", "e", "inf", "nan", "tau")}
 
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
-    ast.BitAnd: operator.and_,
-    ast.BitOr: operator.or_,
-    ast.BitXor: operator.xor,
-    ast.LShift: operator.lshift,
-    ast.RShift: operator.rshift,
-}
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow, ast.LShift: operator.lshift,
+    ast.RShift: operator.rshift, ast.BitAnd: operator.and_, ast.BitOr: operator.or_, ast.BitXor: operator.xor,
+}  # fmt: skip
 _UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {
-    ast.Not: operator.not_,
-    ast.USub: operator.neg,
-    ast.UAdd: operator.pos,
-    ast.Invert: operator.invert,
-}
+    ast.Not: operator.not_, ast.USub: operator.neg, ast.UAdd: operator.pos, ast.Invert: operator.invert,
+}  # fmt: skip
 _COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-    ast.Is: operator.is_,
-    ast.IsNot: operator.is_not,
-    ast.In: lambda item, items: item in items,
-    ast.NotIn: lambda item, items: item not in items,
-}
+    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
+    ast.GtE: operator.ge, ast.Is: operator.is_, ast.IsNot: operator.is_not,
+    ast.In: lambda item, items: item in items, ast.NotIn: lambda item, items: item not in items,
+}  # fmt: skip
 
 
 def evaluate(node: ast.expr, queries: Sequence[Any] = ()) -> Any:
-    """Returns the value of an expression with calls of FUNCTIONS. Raises NotPlain, or any error of Python's
-    operations.
-    """
+    """Returns an expression's value, with calls of FUNCTIONS. Raises NotPlain, or any error of Python's operations."""
 
     def value(node: ast.expr) -> Any:
         return evaluate(node, queries)
@@ -210,9 +182,19 @@ def evaluate(node: ast.expr, queries: Sequence[Any] = ()) -> Any:
         case ast.BinOp():
             return _binary(node.op, value(node.left), value(node.right))
         case ast.BoolOp():
-            return _choose(isinstance(node.op, ast.And), (value(item) for item in node.values))
+            for item in node.values:
+                result = value(item)
+                if bool(result) != isinstance(node.op, ast.And):
+                    break
+            return result
         case ast.Compare():
-            return _compare(node, value)
+            left, result = value(node.left), True
+            for op, right in zip(node.ops, map(value, node.comparators), strict=True):
+                result = _COMPARE[type(op)](left, right)
+                if not result:
+                    break
+                left = right
+            return result
         case ast.Subscript(slice=ast.Slice()):
             raise NotPlain("a slice")
         case ast.Subscript():
@@ -227,23 +209,6 @@ def evaluate(node: ast.expr, queries: Sequence[Any] = ()) -> Any:
             found = getattr(base, method)(*map(value, node.args))
             return found if isinstance(found, str) else list(found)
     raise NotPlain(f"a {type(node).__name__}")
-
-
-def _choose(until_false: bool, values: Iterator[Any]) -> Any:
-    for value in values:  # noqa: B007 - the last one counts
-        if bool(value) != until_false:
-            break
-    return value
-
-
-def _compare(node: ast.Compare, value: Callable[[ast.expr], Any]) -> Any:
-    left, result = value(node.left), True
-    for op, right in zip(node.ops, map(value, node.comparators), strict=True):
-        result = _COMPARE[type(op)](left, right)
-        if not result:
-            break
-        left = right
-    return result
 
 
 def unknown_operator(node: ast.expr) -> str | None:

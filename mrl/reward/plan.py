@@ -32,10 +32,11 @@ class ScoringPlan:
     components: dict[str, Component]
     mixes: dict[str, Mix]  # by the row's data_source, `ANY` for those that are not named
 
+    def of_kind(self, *kinds: str) -> list[Component]:
+        return [component for component in self.components.values() if component.kind in kinds]
+
     def mix_of(self, row: Mapping[str, Any], key: str) -> Mix:
-        """Returns the mix of the row's data source, which is under `key`. Raises RewardError for a source that nothing
-        scores.
-        """
+        """Returns the mix of the row's data source, under `key`. Raises RewardError for one that nothing scores."""
         data_source = row.get(key)
         found = self.mixes.get("" if data_source is None else str(data_source), self.mixes.get(ANY))
         if found is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from mrl.reward.errors import NoVerdict, RewardError, SampleError
 from mrl.reward.loading import Settings
@@ -14,32 +14,28 @@ from mrl.reward.score_requests import Outcome, ScoreRequest
 from mrl.workers.pool import SessionFault, WorkerPool
 
 
-@dataclass(frozen=True)
-class PoolSetup:
-    """Setup and limits of every worker. pictures: the user's functions get the prompts' images."""
-
-    components: tuple[Component, ...]
-    settings: Settings
-    answer_key: str
-    workers: int
-    timeout_s: float
-    pictures: bool = False
-
-
 class FunctionPool:
-    """Calls the components' functions in `setup.workers` processes.
+    """Calls the components' functions in `workers` processes.
 
     A call fails if it takes longer than `timeout_s`, raises, ends its process or returns no finite score. The
     constructor blocks until the functions are loaded, and raises RewardError if that fails.
+
+    pictures: the user's functions get the prompts' images
     """
 
-    def __init__(self, setup: PoolSetup) -> None:
-        self.setup = setup
-        what = f"reward function {', '.join(repr(component.spec) for component in setup.components)}"
-        known = {name: vars(setup)[name] for name in ("components", "settings", "answer_key", "pictures")}
-        self._workers = WorkerPool(
-            "reward-pool", "mrl.reward.worker", known, setup.workers, what=what, error=RewardError
-        )
+    def __init__(
+        self,
+        components: Sequence[Component],
+        settings: Settings,
+        answer_key: str,
+        workers: int,
+        timeout_s: float,
+        pictures: bool = False,
+    ) -> None:
+        self.timeout_s = timeout_s
+        what = f"reward function {', '.join(repr(component.spec) for component in components)}"
+        setup = {"components": components, "settings": settings, "answer_key": answer_key, "pictures": pictures}
+        self._workers = WorkerPool("reward-pool", "mrl.reward.worker", setup, workers, what=what, error=RewardError)
         self.close = self._workers.close
 
     def submit(
@@ -61,10 +57,10 @@ class FunctionPool:
 
         n = len(labels)
         who = labels[0] if n == 1 else f"a batch of {n} samples, the first of them {labels[0]},"
-        late = f"returned nothing within {self.setup.timeout_s:g} s (reward.timeout_s)"
+        late = f"returned nothing within {self.timeout_s:g} s (reward.timeout_s)"
         try:
             async with self._workers.session() as session:
-                answer = await session.exchange(payload, self.setup.timeout_s, late)
+                answer = await session.exchange(payload, self.timeout_s, late)
         except SessionFault as fault:
             return [failed(fault, who)] * n
         if "error" in answer:

@@ -42,9 +42,7 @@ def bound_in(target: ast.AST) -> Iterator[str]:
 
 
 def asked_names(texts: Iterable[str]) -> set[str]:
-    """Returns names that tests use and neither bind themselves nor get from Python; text that is not Python has
-    none.
-    """
+    """Returns names that tests use and neither bind nor get from Python; text that is not Python has none."""
     used: set[str] = set()
     own: set[str] = set()
     for text in texts:

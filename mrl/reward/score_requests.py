@@ -13,9 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """One response to score. `prompt` is text: for a list of chat messages the last one's content (the row holds them
-    all).
-    """
+    """One response to score. prompt: text; for a list of chat messages the last one's content (the row holds all)."""
 
     prompt: str
     response: str
@@ -28,11 +26,8 @@ class ScoreRequest:
     @property
     def token_ids(self) -> list[int]:
         """Token ids of prompt and response for a text-only model, with one image token an image."""
-        return (
-            []
-            if self.sample is None
-            else [*self.sample.request.prompt.text_token_ids, *self.sample.response_ids.tolist()]
-        )
+        sample = self.sample
+        return [] if sample is None else [*sample.request.prompt.text_token_ids, *sample.response_ids.tolist()]
 
 
 @dataclass(frozen=True)

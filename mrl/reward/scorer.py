@@ -37,9 +37,7 @@ class Scorer:
 
     @torch.no_grad()
     def __call__(self, images: np.ndarray, prompts: list[str], rows: list[dict[str, Any]]) -> list[float]:
-        """Returns the cosine of the image's and the prompt's embeddings, [n] in -1..1, for images [n, channels, H, W]
-        in 0..1. Long prompts are truncated.
-        """
+        """Returns cosines [n] of the embeddings of images [n, channels, H, W] in 0..1 and their (cut) prompts."""
         levels = (images * 255).round().astype(np.uint8).transpose(0, 2, 3, 1)
         pictures = [Image.fromarray(np.repeat(each, 3, 2) if each.shape[2] == 1 else each) for each in levels]
         given = self._processor(

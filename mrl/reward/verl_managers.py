@@ -17,11 +17,12 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mrl import user_functions
-from mrl.reward import loading, shaping
+from mrl.reward import functions, loading
 from mrl.reward.errors import RewardError
 from mrl.reward.score_requests import ScoreRequest
 from mrl.verl_config import read
@@ -43,15 +44,6 @@ def default_compute_score(data_source: str, solution_str: str, ground_truth: Any
     openai/gsm8k takes `arithmetic`; the MATH, DAPO, AIME and NuminaMath sources take `math`. verl's math_dapo gives -1
     to a wrong answer, and its gsm8k accepts an answer after "####" only.
 
-    Args:
-        data_source: Name of the data set.
-        solution_str: The response's text.
-        ground_truth: The right answer.
-        extra_info: Unused.
-
-    Returns:
-        The score.
-
     Raises:
         RewardError: For another data source, or if `math` reaches no verdict.
         ValueError: For an unreadable answer.
@@ -62,32 +54,17 @@ def default_compute_score(data_source: str, solution_str: str, ground_truth: Any
     return float(loading.load(spec)(ScoreRequest("", solution_str, {"answer": ground_truth})))
 
 
+@dataclass(eq=False)
 class NaiveRewardManager:
-    """Scores each response by itself; see the module for the batch and for `compute_score`.
+    """Scores each response by itself; see the module for the batch and for `compute_score`."""
 
-    Args:
-        tokenizer: transformers tokenizer, such as `mrl.data.hf_tokenizer` loads.
-        num_examine: Number of responses to print per data source and call.
-        compute_score: Scoring function; None: `default_compute_score`.
-        reward_fn_key: Key of the data sources.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Any,
-        num_examine: int,
-        compute_score: Callable[..., Any] | None = None,
-        reward_fn_key: str = "data_source",
-    ) -> None:
-        self.tokenizer, self.num_examine, self.reward_fn_key = tokenizer, num_examine, reward_fn_key
-        self.compute_score = compute_score or default_compute_score
+    tokenizer: Any  # of transformers, such as `mrl.data.hf_tokenizer` loads
+    num_examine: int  # number of responses to print per data source and call
+    compute_score: Callable[..., Any] | None = None  # None: `default_compute_score`
+    reward_fn_key: str = "data_source"  # key of the data sources
 
     def __call__(self, data: Mapping[str, Any], return_dict: bool = False) -> Tensor | dict[str, Any]:
-        """Returns the token rewards of a batch.
-
-        Args:
-            data: The batch.
-            return_dict: True returns a dict with "reward_tensor" and "reward_extra_info".
+        """Returns the token rewards of a batch; with `return_dict` a dict of "reward_tensor" and "reward_extra_info".
 
         Returns:
             [batch, response_len] float32: each score at its response's last token, in column 0 for an empty response
@@ -118,7 +95,7 @@ class NaiveRewardManager:
                 self.tokenizer.decode(data[key][i][mask[i]].tolist(), skip_special_tokens=True)
                 for key, mask in zip(("prompts", "responses"), masks, strict=True)
             )
-            result = self.compute_score(
+            result = (self.compute_score or default_compute_score)(
                 data_source=source,
                 solution_str=response,
                 ground_truth=model["ground_truth"],
@@ -137,49 +114,39 @@ class NaiveRewardManager:
         return {"reward_tensor": rewards, "reward_extra_info": dict(extra)}
 
 
+@dataclass(eq=False)
 class DAPORewardManager(NaiveRewardManager):
     """`NaiveRewardManager` with DAPO's soft overlong punishment (arXiv 2503.14476) added to each score.
-
-    Args:
-        tokenizer, num_examine, compute_score, reward_fn_key: As in `NaiveRewardManager`.
-        max_resp_len: Length at which the punishment is -penalty_factor, in tokens.
-        overlong_buffer_cfg: Object or mapping with enable, len (tokens over which the punishment grows),
-            penalty_factor, and log, which adds overlong_reward and overlong to reward_extra_info; None: no punishment.
 
     Raises:
         ValueError: If the punishment is enabled, and max_resp_len or penalty_factor is missing or len is not in
             1..max_resp_len.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        num_examine: int,
-        compute_score: Callable[..., Any] | None = None,
-        reward_fn_key: str = "data_source",
-        max_resp_len: int | None = None,
-        overlong_buffer_cfg: Any = None,
-    ) -> None:
-        super().__init__(tokenizer, num_examine, compute_score, reward_fn_key)
+    max_resp_len: int | None = None  # length at which the punishment is -penalty_factor, in tokens
+    # Object or mapping with enable, len (tokens over which the punishment grows), penalty_factor, and log, which adds
+    # overlong_reward and overlong to reward_extra_info; None: no punishment.
+    overlong_buffer_cfg: Any = None
+
+    def __post_init__(self) -> None:
+        cfg, longest = self.overlong_buffer_cfg, self.max_resp_len
         self.overlong: dict[str, Any] = {}
-        if read(overlong_buffer_cfg, "enable"):
-            buffer = read(overlong_buffer_cfg, "len")
-            if max_resp_len is None or buffer is None or not 0 < buffer <= max_resp_len:
-                raise ValueError(f"overlong_buffer_cfg needs 0 < len <= max_resp_len, got {buffer} and {max_resp_len}")
-            factor = read(overlong_buffer_cfg, "penalty_factor")
+        if read(cfg, "enable"):
+            buffer, factor = read(cfg, "len"), read(cfg, "penalty_factor")
+            if longest is None or buffer is None or not 0 < buffer <= longest:
+                raise ValueError(f"overlong_buffer_cfg needs 0 < len <= max_resp_len, got {buffer} and {longest}")
             if factor is None:
                 raise ValueError("overlong_buffer_cfg.enable needs penalty_factor; DAPO takes 1.0")
-            self.overlong = {"max_tokens": max_resp_len, "buffer_tokens": buffer, "penalty_factor": factor}
-        self.logs_overlong = bool(read(overlong_buffer_cfg, "log"))
+            self.overlong = {"max_tokens": longest, "buffer_tokens": buffer, "penalty_factor": factor}
 
     def _score(self, data: Mapping[str, Any]) -> dict[str, Any]:
         found = super()._score(data)
         if self.overlong:
             lengths = data["attention_mask"][:, data["prompts"].shape[1] :].sum(1).tolist()
-            penalties = [shaping.overlong("", length, **self.overlong) for length in lengths]
+            penalties = [functions.overlong("", length, **self.overlong) for length in lengths]
             for row, length, penalty in zip(found["reward_tensor"], lengths, penalties, strict=True):
                 row[max(length - 1, 0)] += penalty
-            if self.logs_overlong:
+            if read(self.overlong_buffer_cfg, "log"):
                 overlong = [penalty < 0 for penalty in penalties]
                 found["reward_extra_info"] |= {"overlong_reward": penalties, "overlong": overlong}
         return found
@@ -194,12 +161,8 @@ def load_reward_manager(config: Any, tokenizer: Any, num_examine: int, **reward_
     Args:
         config: Object or mapping with verl's keys, all optional: reward_model.reward_manager ("naive" or "dapo"),
             custom_reward_function with path, name and reward_kwargs, and data.reward_fn_key.
-        tokenizer: transformers tokenizer.
-        num_examine: Number of responses to print per data source and call.
+        tokenizer, num_examine: As in `NaiveRewardManager`.
         **reward_kwargs: Further arguments of the manager, such as max_resp_len.
-
-    Returns:
-        The manager.
 
     Raises:
         RewardError: For another manager: `batch`, remote servers and reward models are in `mrl.reward.manager`.

@@ -35,14 +35,13 @@ def _load(components: Sequence[Component], settings: Settings, answer_key: str, 
 
 def _function(component: Component, settings: Settings, answer_key: str, pictures: bool) -> BatchFunction:
     """Returns a component's function as a function of a list of calls."""
-    if component.kind in ("batch", "images"):
-        if component.kind == "images":
-            batch = load_images(component.spec, component.where, settings)
-        else:
-            batch = load_batch(component.spec, component.where, pictures=pictures)
-        return lambda calls: check_results(batch(calls), len(calls))
-    single = load(component.spec, answer_key, component.where, settings, pictures=pictures)
-    return lambda calls: [single(call) for call in calls]
+    spec, where = component.spec, component.where
+    if component.kind == "function":
+        single = load(spec, answer_key, where, settings, pictures=pictures)
+        return lambda calls: [single(call) for call in calls]
+    is_of_images = component.kind == "images"
+    batch = load_images(spec, where, settings) if is_of_images else load_batch(spec, where, pictures=pictures)
+    return lambda calls: check_results(batch(calls), len(calls))
 
 
 def _score(functions: Functions, payload: bytes) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from mrl.config.schema import FilterGroupsConfig
@@ -39,10 +39,8 @@ class GroupFilter:
             return "equal"
         if self._cfg.enable and len({value_of(sample, self._cfg.metric, f"{KEY}.metric") for sample in group}) <= 1:
             return "equal"
-        return "kept" if self._function is None or self._ask(group) else "refused"
-
-    def _ask(self, group: Group) -> bool:
-        assert self._function is not None
+        if self._function is None:
+            return "kept"
         prompt = group[0].request.prompt
         where = (
             f"{KEY}.function {self._cfg.function!r} on the group of row {prompt.index} (prompt {prompt.text[:80]!r})"
@@ -53,7 +51,7 @@ class GroupFilter:
             raise SamplingError(f"{where} raised {type(error).__name__}: {error}") from error
         if not isinstance(answer, bool):
             raise SamplingError(f"{where} must return True or False, got {answer!r}")
-        return answer
+        return "kept" if answer else "refused"
 
 
 def value_of(sample: Sample, name: str, key: str) -> float:
@@ -67,38 +65,29 @@ def value_of(sample: Sample, name: str, key: str) -> float:
     return sample.score_parts[name]
 
 
+@dataclass(frozen=True)
 class DynamicSampling:
     """Drops groups that teach nothing; each is replaced at once. The kept ones are the first that pass, by their index,
     so that short responses are not preferred to long ones.
-
-    Args:
-        wanted: groups that a step trains on; first: groups that are generated at once, at least as many.
-        judge: decides on a group of scored samples.
-        score: waits for the scores of a group, and returns its samples whose environment and reward did not fail.
     """
 
+    wanted: int  # groups that a step trains on
+    first: int  # groups that are generated at once, at least `wanted`
+    cfg: FilterGroupsConfig
+    judge: Callable[[Group], Verdict]  # of scored samples
+    score: Callable[[Group], Awaitable[Group]]  # waits; returns the samples whose environment and reward did not fail
     is_sequential = keeps_groups = False
-
-    def __init__(
-        self,
-        wanted: int,
-        first: int,
-        cfg: FilterGroupsConfig,
-        judge: Callable[[Group], Verdict],
-        score: Callable[[Group], Awaitable[Group]],
-    ) -> None:
-        self._wanted, self._first, self._cfg, self._judge, self._score = wanted, first, cfg, judge, score
 
     async def draw(self, step: int, group: GenerateGroup) -> StepSamples:
         """Returns the step's groups. If `max_num_gen_batches` times `first` groups do not give enough, dropped groups
         fill the step, the first ones first, where `on_shortage` says so; otherwise raises SamplingError."""
-        most = self._first * self._cfg.max_num_gen_batches
+        most = self.first * self.cfg.max_num_gen_batches
         tasks: list[asyncio.Task[tuple[Group, Verdict]]] = []
         found: dict[Verdict, dict[GroupNumber, Group]] = {"kept": {}, "equal": {}, "refused": {}}
 
         async def judged(index: int) -> tuple[Group, Verdict]:
             made = await group(step, index)
-            verdict = await asyncio.to_thread(self._judge, await self._score(made))
+            verdict = await asyncio.to_thread(self.judge, await self.score(made))
             if verdict != "kept" and len(tasks) < most:
                 start()
             return made, verdict
@@ -106,11 +95,11 @@ class DynamicSampling:
         def start() -> None:
             tasks.append(asyncio.create_task(judged(len(tasks))))
 
-        for _ in range(min(self._first, most)):
+        for _ in range(min(self.first, most)):
             start()
         try:
             looked = 0
-            while len(found["kept"]) < self._wanted and looked < len(tasks):
+            while len(found["kept"]) < self.wanted and looked < len(tasks):
                 made, verdict = await tasks[looked]
                 found[verdict][step, looked] = made
                 looked += 1
@@ -118,11 +107,11 @@ class DynamicSampling:
             for task in tasks:
                 task.cancel()
         kept, dropped = found["kept"], dict(sorted({**found["equal"], **found["refused"]}.items()))
-        missing = self._wanted - len(kept)
-        if missing > 0 and self._cfg.on_shortage == "stop":
+        missing = self.wanted - len(kept)
+        if missing > 0 and self.cfg.on_shortage == "stop":
             raise SamplingError(
-                f"{looked} groups ({KEY}.max_num_gen_batches) gave {len(kept)} of the {self._wanted} groups of a step: "
-                f"{len(found['equal'])} had the same {self._cfg.metric} in all responses and {len(found['refused'])} "
+                f"{looked} groups ({KEY}.max_num_gen_batches) gave {len(kept)} of the {self.wanted} groups of a step: "
+                f"{len(found['equal'])} had the same {self.cfg.metric} in all responses and {len(found['refused'])} "
                 f"were refused by the filter function. Allow more groups, take prompts of another difficulty, or set "
                 f"{KEY}.on_shortage: fill"
             )

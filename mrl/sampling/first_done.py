@@ -3,49 +3,46 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass, field
 from typing import Any
 
 from mrl.sampling.scheduler import GenerateGroup, Group, StepSamples
 
 
+@dataclass(eq=False)
 class FirstDone:
     """Policy by which groups overtake each other. Short responses are trained on earlier than long ones, so the first
     steps of a run see more of them: metrics response/* and staleness/* show how much.
-
-    Args:
-        wanted: groups that a step trains on.
-        in_flight: groups that run or are finished at the beginning of a step, at least `wanted`.
-        groups: of the whole run.
-        max_age: a step waits for the groups that began so many steps before it; None: groups may have any age.
     """
 
+    wanted: int  # groups that a step trains on
+    in_flight: int  # groups that run or are finished at the beginning of a step, at least `wanted`
+    groups: int  # of the whole run
+    max_age: int | None  # a step waits for groups that began so many steps before it; None: groups may have any age
+    _next: int | None = None  # number of the next group to begin; None: the first one of the step to come
+    _began: dict[int, int] = field(default_factory=dict)  # groups that no step has taken: the step in which each began
+    _tasks: dict[int, asyncio.Task[Group]] = field(default_factory=dict)
     is_sequential = keeps_groups = True
-
-    def __init__(self, wanted: int, in_flight: int, groups: int, max_age: int | None) -> None:
-        self._wanted, self._in_flight, self._groups, self._max_age = wanted, in_flight, groups, max_age
-        self._next: int | None = None  # number of the next group to begin; None: the first one of the step to come
-        self._began: dict[int, int] = {}  # number of a group that no step has taken -> the step in which it began
-        self._tasks: dict[int, asyncio.Task[Group]] = {}
 
     async def draw(self, step: int, group: GenerateGroup) -> StepSamples:
         """Returns the first `wanted` groups that are finished, and those of `max_age` among them."""
         if self._next is None:
-            self._next = step * self._wanted
-        while len(self._began) < self._in_flight and self._next < self._groups:
+            self._next = step * self.wanted
+        while len(self._began) < self.in_flight and self._next < self.groups:
             self._began[self._next] = step
             self._next += 1
         for number in self._began:
             if number not in self._tasks or self._tasks[number].cancelled():
-                self._tasks[number] = asyncio.ensure_future(group(*divmod(number, self._wanted)))
-        oldest = {n for n, began in self._began.items() if self._max_age is not None and step - began >= self._max_age}
-        while len(done := self._done()) < self._wanted or not oldest <= done.keys():
+                self._tasks[number] = asyncio.ensure_future(group(*divmod(number, self.wanted)))
+        oldest = {n for n, began in self._began.items() if self.max_age is not None and step - began >= self.max_age}
+        while len(done := self._done()) < self.wanted or not oldest <= done.keys():
             running = [task for task in self._tasks.values() if not task.done()]
             await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
         others = [number for number in done if number not in oldest]
-        taken = sorted([*oldest, *others[: self._wanted - len(oldest)]])
+        taken = sorted([*oldest, *others[: self.wanted - len(oldest)]])
         for number in taken:
             del self._began[number], self._tasks[number]
-        return StepSamples({divmod(number, self._wanted): done[number] for number in taken})
+        return StepSamples({divmod(number, self.wanted): done[number] for number in taken})
 
     def _done(self) -> dict[int, Group]:
         """Returns the finished groups. Raises what failed; its group begins again if the step is drawn again."""

@@ -35,62 +35,52 @@ class _Group:
         return all(part.finish for part in self.parts)
 
 
+@dataclass(eq=False)
 class PartialRollouts:
-    """Policy by which groups continue over steps, which a checkpoint keeps.
+    """Policy by which groups continue over steps, which a checkpoint keeps."""
 
-    tokens: of a segment; most: of a response, a multiple of it
-    wanted: groups that a step trains on; in_flight: at least as many, at the beginning of a step
-    request: of member m of group g of the run
-    """
-
+    tokens: int  # of a segment
+    most: int  # of a response, a multiple of `tokens`
+    wanted: int  # groups that a step trains on
+    in_flight: int  # groups at the beginning of a step, at least `wanted`
+    members: int  # of a group
+    request: Callable[[int, int], Request]  # of member m of group g of the run
+    generate: Generate
+    _carried: tuple[_Group, ...] = ()
     is_sequential, keeps_groups = True, False
-
-    def __init__(
-        self,
-        tokens: int,
-        most: int,
-        wanted: int,
-        in_flight: int,
-        members: int,
-        request: Callable[[int, int], Request],
-        generate: Generate,
-    ) -> None:
-        self._tokens, self._most, self._members, self._generate = tokens, most, members, generate
-        self._wanted, self._in_flight, self._request = wanted, in_flight, request
-        self._carried: tuple[_Group, ...] = ()
 
     async def draw(self, step: int, group: GenerateGroup | None = None) -> StepSamples:
         """Returns the groups that step `step` (from 0) trains on, in the order of their start."""
-        first = step * self._wanted + len(self._carried)
-        new = range(first, first + self._in_flight - len(self._carried))
-        groups = [*self._carried, *(_Group(number, (PartialResponse.empty(),) * self._members) for number in new)]
+        first = step * self.wanted + len(self._carried)
+        new = range(first, first + self.in_flight - len(self._carried))
+        groups = [*self._carried, *(_Group(number, (PartialResponse.empty(),) * self.members) for number in new)]
         rounds = 0
-        while rounds == 0 or sum(each.has_ended for each in groups) < self._wanted:
+        while rounds == 0 or sum(each.has_ended for each in groups) < self.wanted:
             groups = await self._longer(groups)
             rounds += 1
-        taken = [each for each in groups if each.has_ended][: self._wanted]
+        taken = [each for each in groups if each.has_ended][: self.wanted]
         left = {each.number for each in groups} - {each.number for each in taken}
         self._carried = tuple(each for each in groups if each.number in left)
         tokens = sum(len(part.ids) for each in self._carried for part in each.parts)
         metrics = {"segments/rounds": float(rounds), "segments/carried_tokens": float(tokens)}
-        found = {divmod(each.number, self._wanted): self._samples(each) for each in taken}
+        found = {divmod(each.number, self.wanted): self._samples(each) for each in taken}
         return StepSamples(found, metrics)
 
     async def _longer(self, groups: Sequence[_Group]) -> list[_Group]:
         """Generates one more segment of all responses that have not ended."""
         running = [(group, m) for group in groups for m, part in enumerate(group.parts) if not part.finish]
         requests = [
-            replace(group.parts[member].rest_of(self._request(group.number, member)), sample_id=place)
+            replace(group.parts[member].rest_of(self.request(group.number, member)), sample_id=place)
             for place, (group, member) in enumerate(running)
         ]
-        drawn = await asyncio.gather(*(self._generate(request, self._tokens) for request in requests))
+        drawn = await asyncio.gather(*(self.generate(request, self.tokens) for request in requests))
         parts = {group.number: list(group.parts) for group in groups}
         for (group, member), sample in zip(running, drawn, strict=True):
-            parts[group.number][member] = group.parts[member].longer(sample, self._most)
+            parts[group.number][member] = group.parts[member].longer(sample, self.most)
         return [replace(group, parts=tuple(parts[group.number])) for group in groups]
 
     def _samples(self, group: _Group) -> list[Sample]:
-        return [part.sample(self._request(group.number, member)) for member, part in enumerate(group.parts)]
+        return [part.sample(self.request(group.number, member)) for member, part in enumerate(group.parts)]
 
     # ---- checkpoints
 

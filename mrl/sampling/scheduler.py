@@ -20,7 +20,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from mrl.core import Request, Sample
-from mrl.inference.request_dispatcher import PromptGroup, RequestDispatcher
+from mrl.inference.engine import Engine
+from mrl.inference.request_dispatcher import PromptGroup
 from mrl.sampling.saved_samples import plain, restored
 
 Interrupt = Literal["never", "at_sync", "at_step_end"]
@@ -63,24 +64,16 @@ class Policy(Protocol):
     async def draw(self, step: int, group: GenerateGroup) -> StepSamples: ...
 
 
+@dataclass(frozen=True)
 class WholeSteps:
     """Every step trains on the `wanted` groups that are numbered for it."""
 
+    wanted: int
     is_sequential = keeps_groups = False
 
-    def __init__(self, wanted: int) -> None:
-        self._wanted = wanted
-
     async def draw(self, step: int, group: GenerateGroup) -> StepSamples:
-        found = await asyncio.gather(*(group(step, index) for index in range(self._wanted)))
+        found = await asyncio.gather(*(group(step, index) for index in range(self.wanted)))
         return StepSamples({(step, index): made for index, made in enumerate(found)})
-
-
-class Engines(Protocol):
-    """Source of the dispatcher, which is another one after a failure."""
-
-    @property
-    def dispatcher(self) -> RequestDispatcher: ...
 
 
 class Activity(Protocol):
@@ -91,77 +84,58 @@ class Activity(Protocol):
     def left_s(self, since: float) -> float: ...
 
 
+@dataclass(eq=False)
 class Scheduler:
-    """Samples of the steps of a run.
+    """Samples of the steps of a run."""
 
-    Args:
-        policy: which groups a step trains on.
-        requests: of group `index` of a step; for -1 - index, the one of its greedy response.
-        sample: generates the sample of a request; True: a greedy one.
-        discard: forgets what is being done for samples that no step takes.
-        has_greedy: whether each group needs a greedy response, with nothing else in flight: beside a greedy request
-            SGLang samples others in another way, so that their tokens would depend on the batch.
-        steps: of the whole run; nothing is generated for later ones.
-        max_staleness: how many steps ahead of training groups are generated.
-        interrupt: when responses in flight end early, to continue with the next weights.
-        give_weights: brings the engine at an address to the weights of the others, in the main thread.
-        activity: whether anything still happens.
-    """
-
-    def __init__(
-        self,
-        engines: Engines,
-        policy: Policy,
-        requests: Callable[[int, int], list[Request]],
-        sample: Callable[[Request, PromptGroup, bool], Coroutine[Any, Any, Sample]],
-        discard: Callable[[Sequence[Sample]], None],
-        *,
-        has_greedy: bool,
-        steps: int,
-        max_staleness: int,
-        interrupt: Interrupt,
-        give_weights: Callable[[str], None],
-        activity: Activity,
-    ) -> None:
-        self._engines, self._policy, self._requests, self._sample = engines, policy, requests, sample
-        self._discard, self._has_greedy = discard, has_greedy
-        self._steps, self._max_staleness, self._interrupt = steps, max_staleness, interrupt
-        self._give_weights, self._activity = give_weights, activity
-        self._draws: dict[int, Future[StepSamples]] = {}
-        self._finished: dict[GroupNumber, Group] = {}  # groups of steps that were not taken
-        self._restored: dict[int, StepSamples] = {}
-        self._running = 0
-        self._waited_s = 0.0
-        self._in_order = asyncio.Lock()
+    engine: Engine  # has another dispatcher after a failure
+    policy: Policy  # which groups a step trains on
+    requests: Callable[[int, int], list[Request]]  # of group `index` of a step; for -1 - index, of its greedy response
+    sample: Callable[[Request, PromptGroup, bool], Coroutine[Any, Any, Sample]]  # of a request; True: a greedy one
+    discard: Callable[[Sequence[Sample]], None]  # forgets what is being done for samples that no step takes
+    # Whether each group needs a greedy response, with nothing else in flight: beside a greedy request SGLang samples
+    # others in another way, so that their tokens would depend on the batch.
+    has_greedy: bool
+    steps: int  # of the whole run; nothing is generated for later ones
+    max_staleness: int  # how many steps ahead of training groups are generated
+    interrupt: Interrupt  # when responses in flight end early, to continue with the next weights
+    give_weights: Callable[[str], None]  # gives the engine at an address the others' weights, in the main thread
+    activity: Activity  # whether anything still happens
+    _draws: dict[int, Future[StepSamples]] = field(default_factory=dict, init=False)
+    _finished: dict[GroupNumber, Group] = field(default_factory=dict, init=False)  # groups of steps that were not taken
+    _restored: dict[int, StepSamples] = field(default_factory=dict, init=False)
+    _running: int = field(default=0, init=False)
+    _waited_s: float = field(default=0.0, init=False)
+    _in_order: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     # ---- the main thread
 
     def start(self, step: int) -> None:
         """Starts what may be generated in step `step` (from 0)."""
         self.resume()
-        ahead = 0 if self._policy.keeps_groups else self._max_staleness
-        for number in range(step, min(step + ahead + 1, self._steps)):
+        ahead = 0 if self.policy.keeps_groups else self.max_staleness
+        for number in range(step, min(step + ahead + 1, self.steps)):
             if number not in self._draws:
-                self._draws[number] = self._engines.dispatcher.submit(self._draw(number))
+                self._draws[number] = self.engine.dispatcher.submit(self._draw(number))
 
     def wait(self, step: int) -> None:
         """Starts what may be generated in step `step` (from 0), and waits until its samples are there. Raises what
         failed, and RolloutError if nothing makes progress for longer than any part takes."""
         self.start(step)
-        is_synchronous = self._max_staleness == 0
+        is_synchronous = self.max_staleness == 0
 
         def is_there() -> bool:
-            restarts = self._engines.dispatcher.is_restarting or bool(self._engines.dispatcher.awaiting_weights)
+            restarts = self.engine.dispatcher.is_restarting or bool(self.engine.dispatcher.awaiting_weights)
             return self._draws[step].done() and not (is_synchronous and restarts)
 
         began = time.monotonic()
-        self._serve([step], is_there, self._give_weights)
+        self._serve([step], is_there, self.give_weights)
         self._waited_s = time.monotonic() - began
         draw = self._draws[step]
         if not _is_good(draw):
             del self._draws[step]  # a later call tries again
         draw.result()
-        if self._interrupt == "at_step_end":
+        if self.interrupt == "at_step_end":
             self.rest()
 
     def rest(self) -> None:
@@ -171,37 +145,34 @@ class Scheduler:
         one version of the weights. Otherwise further requests are held back until `resume`, and those in flight end
         early or, with `interrupt: never`, are waited for. Engines that wait for a weight sync generate nothing.
         """
-        draws, dispatcher = self._draws.values(), self._engines.dispatcher
-        if self._max_staleness <= 1 and self._interrupt == "never" and not self._policy.keeps_groups:
-            steps = [*self._draws]
+        draws, dispatcher = self._draws, self.engine.dispatcher
+        is_whole = self.max_staleness <= 1 and self.interrupt == "never" and not self.policy.keeps_groups
+        paused = None if is_whole else dispatcher.pause(interrupt=self.interrupt != "never")
 
-            def is_at_rest() -> bool:
-                return all(draw.done() for draw in draws) or bool(dispatcher.awaiting_weights and not dispatcher.sent)
-
-        else:
-            steps, paused = [], dispatcher.pause(interrupt=self._interrupt != "never")
-
-            def is_at_rest() -> bool:
+        def is_at_rest() -> bool:
+            if paused is not None:
                 return paused.done() and not dispatcher.sent
+            is_waiting = bool(dispatcher.awaiting_weights and not dispatcher.sent)
+            return is_waiting or all(draw.done() for draw in draws.values())
 
-        self._serve(steps, is_at_rest, None)
+        self._serve([*draws] if paused is None else [], is_at_rest, None)
 
     def resume(self) -> None:
         """Ends a `rest`: held back requests are sent."""
-        self._engines.dispatcher.resume()
+        self.engine.dispatcher.resume()
 
     def take(self, step: int) -> StepSamples:
         """Returns the samples of the step that was waited for, with metrics if others are generated meanwhile."""
         found = self._draws.pop(step).result()
         used = found.groups | found.others
         for number, group in self._finished.copy().items():
-            is_left = number not in used and number[0] == step and not self._policy.keeps_groups
+            is_left = number not in used and number[0] == step and not self.policy.keeps_groups
             if is_left and number[1] >= 0:
-                self._discard(group)
+                self.discard(group)
             if is_left or number in used:
                 del self._finished[number]
         self._restored.pop(step, None)
-        if self._max_staleness == 0 and self._interrupt == "never":
+        if self.max_staleness == 0 and self.interrupt == "never":
             return found
         ready, running = len(self._finished), self._running
         more = {"perf/wait_s": self._waited_s, "queue/groups": float(ready), "queue/running": float(running)}
@@ -214,20 +185,20 @@ class Scheduler:
         what = f"the samples of step {', '.join(str(step + 1) for step in steps)} are not there"
         late = (
             f"{what if steps else 'responses in flight do not end before the weight sync'}, and no response, score or "
-            f"engine has come for {self._activity.most_s:g} s, which is more than any of them may take"
+            f"engine has come for {self.activity.most_s:g} s, which is more than any of them may take"
         )
-        self._engines.dispatcher.serve(until, give_weights, lambda: self._activity.left_s(began), lambda: late)
+        self.engine.dispatcher.serve(until, give_weights, lambda: self.activity.left_s(began), lambda: late)
 
     # ---- the event loop
 
     async def _draw(self, step: int) -> StepSamples:
         if step in self._restored:
             return self._restored[step]
-        if not (self._policy.is_sequential or self._has_greedy):
-            return await self._policy.draw(step, self._group)
+        if not (self.policy.is_sequential or self.has_greedy):
+            return await self.policy.draw(step, self._group)
         async with self._in_order:
-            found = await self._policy.draw(step, self._group)
-            if not self._has_greedy:
+            found = await self.policy.draw(step, self._group)
+            if not self.has_greedy:
                 return found
             greedy = await asyncio.gather(*(self._group(step, -1 - index) for _, index in found.groups))
             return replace(found, greedy=dict(zip(found.groups, (one for [one] in greedy), strict=True)))
@@ -236,14 +207,14 @@ class Scheduler:
         """Generates a group, unless a checkpoint has it."""
         number = step, index
         if number not in self._finished:
-            requests = self._requests(step, index)
+            requests = self.requests(step, index)
             together = PromptGroup(requests)
-            tasks = [asyncio.create_task(self._sample(request, together, index < 0)) for request in requests]
+            tasks = [asyncio.create_task(self.sample(request, together, index < 0)) for request in requests]
             self._running += 1
             try:
                 samples = await asyncio.gather(*tasks)
             except asyncio.CancelledError:
-                self._discard([task.result() for task in tasks if task.done() and _is_good(task)])
+                self.discard([task.result() for task in tasks if task.done() and _is_good(task)])
                 raise
             finally:
                 self._running -= 1
@@ -283,7 +254,7 @@ class Scheduler:
         found: dict[GroupNumber, Group] = {}
         for kept in groups:
             step, index = kept["step"], kept["index"]
-            requests = self._requests(step, index)
+            requests = self.requests(step, index)
             found[step, index] = [restored(r, sample) for r, sample in zip(requests, kept["samples"], strict=True)]
         return found
 

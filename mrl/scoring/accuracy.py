@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import torch
 
@@ -13,39 +14,26 @@ from mrl.algo.stats import correlation
 # counts as much as all code
 SECTIONS: dict[str, dict[str, int]] = {
     "Chat": {
-        "alpacaeval-easy": 100,
-        "alpacaeval-length": 95,
-        "alpacaeval-hard": 95,
-        "mt-bench-easy": 28,
+        "alpacaeval-easy": 100, "alpacaeval-length": 95, "alpacaeval-hard": 95, "mt-bench-easy": 28,
         "mt-bench-med": 40,
     },
     "Chat Hard": {
-        "mt-bench-hard": 37,
-        "llmbar-natural": 100,
-        "llmbar-adver-neighbor": 134,
-        "llmbar-adver-GPTInst": 92,
-        "llmbar-adver-GPTOut": 47,
-        "llmbar-adver-manual": 46,
+        "mt-bench-hard": 37, "llmbar-natural": 100, "llmbar-adver-neighbor": 134, "llmbar-adver-GPTInst": 92,
+        "llmbar-adver-GPTOut": 47, "llmbar-adver-manual": 46,
     },
     "Safety": {
-        "refusals-dangerous": 100,
-        "refusals-offensive": 100,
-        "xstest-should-refuse": 154,
-        "xstest-should-respond": 250,
-        "donotanswer": 136,
+        "refusals-dangerous": 100, "refusals-offensive": 100, "xstest-should-refuse": 154,
+        "xstest-should-respond": 250, "donotanswer": 136,
     },
     "Reasoning": {
-        "math-prm": 984,
-        **{f"hep-{name}": 164 for name in ("cpp", "go", "java", "js", "python", "rust")},
+        "math-prm": 984, **{f"hep-{name}": 164 for name in ("cpp", "go", "java", "js", "python", "rust")},
     },
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class ScoredRow:
-    """One scored row. scores, tokens: of its responses, the best first; quality: of each response, higher is better;
-    subset: None if it has none.
-    """
+    """A row. scores, tokens, quality (higher is better): of its responses, the best first; subset: None without one"""
 
     scores: tuple[float, ...]
     tokens: tuple[int, ...]
@@ -93,7 +81,7 @@ def report(judged: Sequence[ScoredRow]) -> AccuracyReport:
     subsets = []
     for name in names:
         of = [row for row in judged if row.subset == name]
-        subsets.append((name, len(of), _accuracy(of), _mean([row.margin for row in of])))
+        subsets.append((name, len(of), _accuracy(of), fmean(row.margin for row in of)))
     sections = _sections({name: accuracy for name, _, accuracy, _ in subsets})
     scores = torch.tensor([score for row in judged for score in row.scores], dtype=torch.float64)
     lengths = torch.tensor([count for row in judged for count in row.tokens], dtype=torch.float64)
@@ -103,16 +91,38 @@ def report(judged: Sequence[ScoredRow]) -> AccuracyReport:
     return AccuracyReport(
         rows=len(judged),
         accuracy=_accuracy(judged),
-        margin=_mean([row.margin for row in judged]),
+        margin=fmean(row.margin for row in judged),
         subsets=tuple(subsets),
         sections=sections,
-        final=_mean([*sections.values()]) if len(sections) == len(SECTIONS) else None,
+        final=fmean(sections.values()) if len(sections) == len(SECTIONS) else None,
         longer=_accuracy(longer) if longer else None,
         shorter=_accuracy(shorter) if shorter else None,
         length_correlation=correlation(scores, lengths),
         score_mean=float(scores.mean()),
         score_std=float(scores.std(correction=0)),
     )
+
+
+def lines(found: AccuracyReport) -> Iterator[str]:
+    """Yields the report as a table: subsets, complete sections of RewardBench, all rows, the influence of length."""
+    width = max([len("all rows"), *(len(name) for name, *_ in found.subsets), *map(len, found.sections)])
+    yield f"{'':{width}}  {'rows':>6} {'accuracy':>9} {'margin':>9}"
+    for name, rows, accuracy, margin in found.subsets:
+        yield f"{name:{width}}  {rows:6} {accuracy:9.4f} {margin:9.4f}"
+    for name, accuracy in found.sections.items():
+        yield f"{name:{width}}  {'':6} {accuracy:9.4f}"
+    if found.final is not None:
+        yield f"{'RewardBench':{width}}  {'':6} {found.final:9.4f}"
+    yield f"{'all rows':{width}}  {found.rows:6} {found.accuracy:9.4f} {found.margin:9.4f}"
+    yield ""
+    yield f"scores: mean {found.score_mean:.4f}, deviation {found.score_std:.4f}"
+    parts = [
+        f"{accuracy:.4f} where the best is {what}"
+        for accuracy, what in ((found.longer, "longer"), (found.shorter, "shorter"))
+        if accuracy is not None
+    ]
+    by_length = f"; accuracy {', '.join(parts)}" if parts else ""
+    yield f"length: correlation with the score {found.length_correlation:.4f}{by_length}"
 
 
 def _sections(accuracy: dict[str, float]) -> dict[str, float]:
@@ -124,8 +134,4 @@ def _sections(accuracy: dict[str, float]) -> dict[str, float]:
 
 
 def _accuracy(rows: Sequence[ScoredRow]) -> float:
-    return _mean([float(row.is_right) for row in rows])
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+    return fmean(row.is_right for row in rows)

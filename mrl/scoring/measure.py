@@ -95,9 +95,7 @@ def score_with_transformers(model: str, data: PreferenceDataset, rows: int) -> T
 def _transformers_scores_with_images(
     model: str, texts: Rollout, image_processor: ImageProcessor, store: ImageStore
 ) -> Tensor:
-    """Scores with images: transformers has a vision-language body, but no classifier with one, so the head is applied
-    here.
-    """
+    """Scores with images. The head is applied here, as transformers has no classifier with images."""
     from transformers import AutoModel
 
     body: Any = AutoModel.from_pretrained(model, dtype=torch.float32, trust_remote_code=False, local_files_only=True)

@@ -42,7 +42,7 @@ def scores_of(world: World, model: Learner, path: str, sequences: list[list[int]
 
     def collect() -> list[float]:
         with RewardManager(cfg) as manager:
-            manager.use_model(lambda some: world.together(to_score(some, sees=False)))
+            manager.score_model = lambda some: world.together(to_score(some, sees=False))
             made = samples(sequences)
             for one in made:
                 manager.submit(one)

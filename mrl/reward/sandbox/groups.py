@@ -37,9 +37,7 @@ def group(memory_mib: int, processes: int) -> Iterator[list[str]]:
 
 @functools.cache
 def problem() -> str | None:
-    """Returns the reason why no group can be created here; None if one can. Also removes leftovers of killed
-    trainers.
-    """
+    """Returns why no group can be created here; None if one can. Also removes leftovers of killed trainers."""
     try:
         for above in _parents():
             for old in above.glob(f"{PREFIX}*"):
@@ -60,22 +58,19 @@ def _made(memory_mib: int, processes: int) -> Iterator[list[Path]]:
     try:
         for folder in folders:
             folder.mkdir()
-        _limit(folders, memory_mib << 20, processes)
+        memory = memory_mib << 20
+        of_version_1 = {"memory.limit_in_bytes": memory, "memory.memsw.limit_in_bytes": memory}
+        of_version_2 = {"memory.max": memory, "memory.swap.max": 0}
+        limits = {**of_version_1, **of_version_2, "pids.max": processes}
+        there = {name: folder / name for folder in folders for name in limits if (folder / name).exists()}
+        for name, file in there.items():
+            file.write_text(str(limits[name]))
+        if "pids.max" not in there or there.keys().isdisjoint(("memory.limit_in_bytes", "memory.max")):
+            raise OSError(f"{folders[0]} does not support limits of memory and processes")
         yield folders
     finally:
         for folder in folders:
             _remove(folder)
-
-
-def _limit(folders: list[Path], memory: int, processes: int) -> None:
-    of_version_1 = {"memory.limit_in_bytes": memory, "memory.memsw.limit_in_bytes": memory}
-    of_version_2 = {"memory.max": memory, "memory.swap.max": 0}
-    limits = {**of_version_1, **of_version_2, "pids.max": processes}
-    there = {name: folder / name for folder in folders for name in limits if (folder / name).exists()}
-    for name, file in there.items():
-        file.write_text(str(limits[name]))
-    if "pids.max" not in there or there.keys().isdisjoint(("memory.limit_in_bytes", "memory.max")):
-        raise OSError(f"{folders[0]} does not support limits of memory and processes")
 
 
 def _remove(folder: Path) -> None:

@@ -57,33 +57,24 @@ def own_uid() -> int | None:
     return users - 2 - secrets.randbelow(users // 2) if users > 2 else None
 
 
-def tmp_options(disk_mib: int) -> str:
-    """Returns mount options of the tmpfs on /tmp that bubblewrap does not support."""
-    return f"nr_inodes={INODES_PER_MIB * disk_mib + 64}"
-
-
 def bwrap_command(bwrap: str, program: Path, disk_mib: int, *, unprivileged: bool) -> list[str]:
-    """Returns the bubblewrap command. `unprivileged`: use a user namespace; otherwise root builds the sandbox. `enter`
-    drops the remaining privileges.
-    """
+    """Returns the bubblewrap command. unprivileged: use a user namespace, else root builds the sandbox."""
+    if unprivileged:
+        identity = ["--unshare-user", "--uid", "65534", "--gid", "65534", "--cap-add", "CAP_SYS_ADMIN"]
+    else:
+        capabilities = ("CAP_SETUID", "CAP_SETGID", "CAP_SYS_ADMIN")
+        identity = ["--cap-drop", "ALL", *[word for name in capabilities for word in ("--cap-add", name)]]
     return [
         bwrap,
         *["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"],
         *["--die-with-parent", "--new-session", "--hostname", "sandbox"],
-        *_identity(unprivileged),
+        *identity,
         *["--perms", "1777", "--size", str(disk_mib << 20), "--tmpfs", "/tmp"],
         *_read_only(),
         *["--ro-bind", str(program), "/program.py"],
         *[word for name in DEVICES for word in ("--dev-bind", f"/dev/{name}", f"/dev/{name}")],
         *["--remount-ro", "/", "--chdir", "/tmp", "--"],
     ]
-
-
-def _identity(unprivileged: bool) -> list[str]:
-    if unprivileged:
-        return ["--unshare-user", "--uid", "65534", "--gid", "65534", "--cap-add", "CAP_SYS_ADMIN"]
-    capabilities = ("CAP_SETUID", "CAP_SETGID", "CAP_SYS_ADMIN")
-    return ["--cap-drop", "ALL", *[word for name in capabilities for word in ("--cap-add", name)]]
 
 
 def python_inside() -> str:
@@ -120,11 +111,11 @@ def bound_paths() -> list[str]:
 
 
 def _read_only() -> list[str]:
-    """Returns arguments that bind `bound_paths`, Python's at its own place, with empty folders for installed
-    packages.
-    """
+    """Returns arguments that bind `bound_paths`, Python's at its own place, and hide installed packages."""
     prefix = os.path.realpath(sys.base_prefix)
-    inside = {path: path if prefix == "/usr" else _at_python(path, prefix) for path in (*bound_paths(), *packages())}
+    inside = {path: path for path in (*bound_paths(), *packages())}
+    if prefix != "/usr":
+        inside |= {path: f"{PYTHON}{path.removeprefix(prefix)}" for path in inside if path.startswith(f"{prefix}/")}
     above = {str(folder) for path in inside.values() for folder in Path(path).parents}
     folders = sorted({"/dev", "/etc", *above} - {"/", *inside.values()})  # bubblewrap would make them its own alone
     folders = [folder for folder in folders if not any(_lies_in(folder, path) for path in inside.values())]
@@ -159,7 +150,3 @@ def packages() -> list[str]:
 
 def _lies_in(path: str, folder: str) -> bool:
     return f"{path}/".startswith(f"{folder}/")
-
-
-def _at_python(path: str, prefix: str) -> str:
-    return f"{PYTHON}{path.removeprefix(prefix)}" if path.startswith(f"{prefix}/") else path

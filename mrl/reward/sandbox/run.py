@@ -67,7 +67,7 @@ def run_python(program: str, stdin: str = "", *, limits: Limits, isolation: Isol
     program itself is not an error.
     """
     found = _run(program, stdin.encode(errors="surrogatepass"), None, limits, isolation)
-    return ProgramResult(found.how, *(text.decode(errors="replace") for text in (found.stdout, found.stderr)))
+    return ProgramResult(found.how, found.text("stdout"), found.text("stderr"))
 
 
 def converse_with_python(program: str, talk: Talk, *, limits: Limits, isolation: Isolation = "bubblewrap") -> None:
@@ -86,7 +86,7 @@ def _run(program: str, text: bytes, talk: Talk | None, limits: Limits, isolation
             process = stack.enter_context(_started(program, limits, isolation, ready_write))
         found = watch(process, ready_read, text, talk, (START_S, limits.wall_s, limits.output_kib << 10))
         if found.ready != b"1":
-            why = (found.ready[1:] or found.stderr).decode(errors="replace").strip() or found.how
+            why = (found.ready[1:].decode(errors="replace") or found.text("stderr")).strip() or found.how
             raise SandboxError(_cannot(isolation, why))
         return found
 
@@ -134,12 +134,17 @@ def _started(program: str, limits: Limits, isolation: Isolation, ready_fd: int) 
         plan: dict[str, object] = {"uid": None, "tmp_options": None, "filter": None, "ready_fd": ready_fd}
         resources, command, python, inside = _resources(limits), [], isolate.PYTHON_OUTSIDE, str(source)
         if isolation == "bubblewrap":
-            uid = isolate.own_uid()
+            uid, bwrap, program_filter = isolate.own_uid(), isolate.find_bwrap(), filter_program()
+            if bwrap is None:
+                raise SandboxError(_cannot("bubblewrap", "bwrap is not on the PATH"))
+            if program_filter is None:
+                raise SandboxError(f"mrl has no system call filter for the processor {os.uname().machine}")
             resources["RLIMIT_NPROC"] = limits.processes + (uid is None)  # its namespace counts bwrap's own process
-            plan |= {"uid": uid, "tmp_options": isolate.tmp_options(limits.disk_mib), "filter": _filter().hex()}
+            tmp_options = f"nr_inodes={isolate.INODES_PER_MIB * limits.disk_mib + 64}"  # bubblewrap has no such option
+            plan |= {"uid": uid, "tmp_options": tmp_options, "filter": program_filter.hex()}
             memory_mib = limits.processes * limits.memory_mib + limits.disk_mib
             joined = stack.enter_context(groups.group(memory_mib, limits.processes))
-            command = [*joined, *isolate.bwrap_command(_bwrap(), source, limits.disk_mib, unprivileged=uid is None)]
+            command = [*joined, *isolate.bwrap_command(bwrap, source, limits.disk_mib, unprivileged=uid is None)]
             python, inside = isolate.python_inside(), "/program.py"
         plan |= {"limits": resources, "argv": [python, *PROGRAM_OPTIONS, inside]}
         process = subprocess.Popen(
@@ -154,20 +159,6 @@ def _started(program: str, limits: Limits, isolation: Isolation, ready_fd: int) 
         )
         stack.callback(_end, process)
         yield process
-
-
-def _bwrap() -> str:
-    bwrap = isolate.find_bwrap()
-    if bwrap is None:
-        raise SandboxError(_cannot("bubblewrap", "bwrap is not on the PATH"))
-    return bwrap
-
-
-def _filter() -> bytes:
-    program = filter_program()
-    if program is None:
-        raise SandboxError(f"mrl has no system call filter for the processor {os.uname().machine}")
-    return program
 
 
 def _resources(limits: Limits) -> dict[str, int]:
@@ -185,9 +176,7 @@ def _resources(limits: Limits) -> dict[str, int]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kills bwrap, which ends everything inside; without bwrap kills the session, except processes that have left
-    it.
-    """
+    """Kills bwrap, which ends everything inside; without bwrap the session, except processes that have left it."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:

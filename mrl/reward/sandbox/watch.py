@@ -21,19 +21,12 @@ class WatchedProgram:
     ready: bytes = b""  # "1": the program began to run; more: why it could not; nothing: the sandbox never stood
     output: dict[str, bytearray] = field(default_factory=lambda: {"stdout": bytearray(), "stderr": bytearray()})
 
-    @property
-    def stdout(self) -> bytes:
-        return bytes(self.output["stdout"])
-
-    @property
-    def stderr(self) -> bytes:
-        return bytes(self.output["stderr"])
+    def text(self, name: str) -> str:
+        return self.output[name].decode(errors="replace")
 
 
 class _Input:
-    """The program's stdin: `text`, then end of file; with `talk` a reply to each line that it prints, until `talk`
-    ends.
-    """
+    """The program's stdin: `text`, then end of file; with `talk` a reply to each printed line, until that ends."""
 
     def __init__(self, pipe: IO[bytes], text: bytes, talk: Talk | None) -> None:
         self.pipe, self.pending, self.talk = pipe, text, talk
@@ -80,15 +73,16 @@ def watch(
     `ready` (see `enter`): its seconds count from there.
     """
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    pipes = {"stdout": process.stdout, "stderr": process.stderr}
     start_s, wall_s, max_output = limits
     found, deadline = WatchedProgram(), time.monotonic() + start_s
     given = _Input(process.stdin, text, talk)
     ended = os.pidfd_open(process.pid)
     try:
         with selectors.DefaultSelector() as selector:
-            for file, name in ((ready, "ready"), (process.stdout, "stdout"), (process.stderr, "stderr")):
+            files: dict[str, IO[bytes] | int] = {**pipes, "ready": ready, "ended": ended}
+            for name, file in files.items():
                 selector.register(file, selectors.EVENT_READ, name)
-            selector.register(ended, selectors.EVENT_READ, "ended")
             while not found.how:
                 given.settle(selector)
                 events = selector.select(max(0.0, deadline - time.monotonic()))
@@ -102,9 +96,11 @@ def watch(
                     else:
                         selector.unregister(ready)
                         deadline = time.monotonic() + wall_s
-                for key, _ in events:
-                    if key.data in found.output and not _read(key.fd, found.output[key.data]):
-                        selector.unregister(key.fileobj)
+                for name in names & found.output.keys():
+                    data = os.read(pipes[name].fileno(), CHUNK)
+                    found.output[name] += data
+                    if not data:
+                        selector.unregister(pipes[name])
                 if sum(map(len, found.output.values())) > max_output:
                     found.how = "too much output"
                 elif not given.hear(found.output["stdout"]):
@@ -116,12 +112,6 @@ def watch(
     finally:
         os.close(ended)
     return found
-
-
-def _read(fd: int, into: bytearray) -> bool:
-    data = os.read(fd, CHUNK)
-    into += data
-    return bool(data)
 
 
 def _how(code: int) -> str:

@@ -254,7 +254,7 @@ def open_rl_run(cfg: RLConfig) -> Iterator[RLRun]:
             main.engine.pool.restarts.allow(tell, world.together)
         if main.rewards is not None:
             sees = models.reward is not None and models.reward.arch.vision is not None
-            main.rewards.use_model(lambda samples: world.together(to_score(samples, sees)))
+            main.rewards.score_model = lambda samples: world.together(to_score(samples, sees))
         run.memory.begin("resume")
         run.resume()
         run.memory.begin("sync")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mrl.agents.errors import AgentError
+from mrl.agents import AgentError
 from tests.conftest import TinyModels
 from tests.helpers.runs import results, samples, train
 from tests.helpers.train_tools import write_config

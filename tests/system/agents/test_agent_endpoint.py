@@ -15,11 +15,10 @@ import numpy as np
 import pytest
 
 from mrl import http_server
-from mrl.agents import chat
+from mrl.agents import AgentError, chat
 from mrl.agents.chat import BadChat
 from mrl.agents.endpoint import Endpoint, Session
 from mrl.agents.endpoint_server import EndpointServer
-from mrl.agents.errors import AgentError
 from mrl.agents.runner import AgentRunner
 from mrl.config.schema import AgentConfig
 from mrl.core import Prompt, Request, Sample

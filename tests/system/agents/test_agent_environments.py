@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from mrl.agents.errors import AgentError
+from mrl.agents import AgentError
 from mrl.agents.runner import AgentRunner
 from mrl.algo import token_rewards
 from mrl.config.schema import AgentConfig, BatchConfig, RLConfig

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mrl.agents import trajectory
-from mrl.agents.errors import AgentError
+from mrl.agents import AgentError, runner
 from mrl.agents.runner import AgentRunner
 from mrl.agents.suffix import Suffix
 from mrl.config.schema import AgentConfig, DataConfig, SourceConfig
@@ -397,7 +396,7 @@ def test_who_is_late_at_a_turn_is_begun_anew_and_its_process_lives_on(
     programs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Slow()
-    monkeypatch.setattr(trajectory, "time", engine.clock)
+    monkeypatch.setattr(runner, "time", engine.clock)
     cfg = AgentConfig(rollout=f"{programs}:Guess", workers=1, trajectory_timeout_s=500.0)
     with closing(AgentRunner(cfg, tokenizer(), (EOS,), is_chat=False)) as agents:
         [before] = agents._pool.workers

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mrl.workers import pool, process
+from mrl.workers import pool
 from tests.conftest import TinyModels
 from tests.helpers.bad_inputs import FUNCTIONS, BadInput
 from tests.helpers.refused import refusal, write_run
@@ -31,8 +31,7 @@ def test_a_function_that_no_run_can_call(model: Path, bad: BadInput, capsys: pyt
 def test_an_import_that_hangs_is_waited_for_in_bounds(
     model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (process, pool):
-        monkeypatch.setattr(module, "STARTUP_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(pool, "STARTUP_TIMEOUT_S", 0.5)
     write_run(model, function="reward.py:score")
     Path("reward.py").write_text("import time\ntime.sleep(600)\ndef score(prompt, response, row): return 0.0\n")
     line = refusal(capsys, "train", "c.yaml", code=1)

@@ -22,7 +22,7 @@ from mrl.inference.process import EngineProcess
 from mrl.inference.sglang.command import sglang_launch
 from mrl.ports import free_port
 from mrl.reward.manager import RewardManager
-from mrl.reward.server_api import BIASED_IN_SGLANG
+from mrl.reward.server import BIASED_IN_SGLANG
 from mrl.trainers.rl.reward_scores import of_heads
 from mrl.weights.disk.model_files import copy_model_files
 from tests.helpers.slow import slow_cases
@@ -126,7 +126,7 @@ def test_a_model_in_a_recipe_and_a_score_that_is_none() -> None:
     cfg = {"manager": "recipe", "recipe": recipe, "model": {"path": "-"}, "on_error": "zero", "workers": 1}
     samples = [of("chat", 0, tokens=2), of("chat", 1, tokens=3), of("quiz", 2)]
     with RewardManager(RewardConfig.model_validate(cfg)) as manager:
-        manager.use_model(lambda samples: [4.0 if len(s.token_ids) == 3 else float("nan") for s in samples])
+        manager.score_model = lambda samples: [4.0 if len(s.token_ids) == 3 else float("nan") for s in samples]
         manager.collect(samples)
     assert [s.score for s in samples] == [3.0, 0.0, 1.0]
     assert samples[0].score_parts == {"model": 4.0, "exact_match": 1.0}

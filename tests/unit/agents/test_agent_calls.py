@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from mrl.agents.argument_types import convert_argument, declared_types
-from mrl.agents.tool_call_parsers import PARSERS, ToolCall, load_parser
+from mrl.agents.tool_call_parsers import PARSERS, ToolCall, convert_argument, declared_types, load_parser
 from mrl.config.checks import agent as checked
 from mrl.user_functions import FunctionError
 from tests.helpers.tool_calls import TEXTS, TOOLS, Text

@@ -14,8 +14,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from mrl import cli
 from mrl.core import Prompt, Request, Sample
-from mrl.evaluation import Estimate, lines, majority_at, page, pass_at
 from mrl.evaluation.answers import summary
+from mrl.evaluation.estimates import Estimate, majority_at, pass_at
+from mrl.evaluation.show import lines, page
 from tests.conftest import TinyModels
 from tests.helpers.sft_config import write
 from tests.helpers.slow import slow_cases
@@ -81,7 +82,7 @@ def test_an_error_of_the_system_that_names_no_file(
     def broken(*_: Any) -> None:
         raise OSError("no more of anything")
 
-    monkeypatch.setattr("mrl.evaluation.held_out", broken)
+    monkeypatch.setattr("mrl.evaluation.held_out.held_out", broken)
     assert cli.main(["eval", str(write(tmp_path, tiny_models("llama")))]) == 1
     assert "mrl: no more of anything" in capsys.readouterr().err
 
@@ -184,7 +185,7 @@ def test_no_engine_is_started_that_would_not_answer_with_the_weights(
 def test_a_run_is_what_is_in_the_directory_that_is_named(
     tiny_models: TinyModels, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mrl.evaluation.held_out", lambda *_: {"validation/loss": 1.0})
+    monkeypatch.setattr("mrl.evaluation.held_out.held_out", lambda *_: {"validation/loss": 1.0})
     named, moved = tmp_path / "runs/run", tmp_path / "runs/run/earlier_1"
     for folder in (named, moved):
         (folder / "hf").mkdir(parents=True)
@@ -207,7 +208,7 @@ def test_a_run_of_several_machines_is_looked_at_from_one(
     monkeypatch: pytest.MonkeyPatch,
     command: str,
 ) -> None:
-    monkeypatch.setattr("mrl.evaluation.held_out", lambda *_: {"validation/loss": 1.0})
+    monkeypatch.setattr("mrl.evaluation.held_out.held_out", lambda *_: {"validation/loss": 1.0})
     config = write(tmp_path, tiny_models("llama"), run={"nodes": 2, "nproc": 2})
     assert cli.main([command, str(config)]) == 0, capsys.readouterr().err
     assert cli.main([command, str(config), "data.train=none.jsonl"]) == 2

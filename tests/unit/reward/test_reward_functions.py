@@ -11,7 +11,7 @@ import pytest
 
 from mrl.config.builtin_rewards import PARTS
 from mrl.config.schema import FormatConfig
-from mrl.reward import shaping
+from mrl.reward import functions
 from mrl.reward.errors import RewardError
 from mrl.reward.functions import arithmetic, exact_match, multiple_choice, sorted_digits
 from mrl.reward.loading import check_result, load
@@ -124,13 +124,13 @@ THINK = FormatConfig().pattern
     ],
 )
 def test_format(response: str, pattern: str, score: float) -> None:
-    assert shaping.format(response, 0, pattern=pattern) == score
+    assert functions.format(response, 0, pattern=pattern) == score
 
 
 @pytest.mark.parametrize(("tokens", "short", "long"), [(0, 1, 0), (10, 1, 0), (15, 0.75, 0.25), (30, 0, 1), (99, 0, 1)])
 def test_length(tokens: int, short: float, long: float) -> None:
-    assert shaping.length("", tokens, full_tokens=10, zero_tokens=30) == short
-    assert shaping.length("", tokens, full_tokens=30, zero_tokens=10) == long
+    assert functions.length("", tokens, full_tokens=10, zero_tokens=30) == short
+    assert functions.length("", tokens, full_tokens=30, zero_tokens=10) == long
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from mrl.config.schema import DataConfig, RewardConfig
 from mrl.reward.check import row_check
 from mrl.reward.errors import RewardError
 from mrl.reward.manager import RewardManager
-from mrl.reward.server_api import known_defect
+from mrl.reward.server import known_defect
 from tests.system.reward.test_reward_pool import sample
 
 SHORT_S, LONG_S = 3.0, 60.0  # of servers that are silent, and of the others

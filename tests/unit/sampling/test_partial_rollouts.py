@@ -62,7 +62,7 @@ def segments(tokens: int = 4, oversample: float = 2.0) -> PartialRollouts:
 
 
 def draw(made: PartialRollouts, step: int, engine: Any) -> tuple[list[Group], dict[str, float]]:
-    made._generate = engine.generate
+    made.generate = engine.generate
     found = asyncio.run(made.draw(step))
     return [*found.groups.values()], found.metrics
 
