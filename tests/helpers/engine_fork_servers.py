@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def start() -> None:
-    """For this process and all that it starts from now on; they end with it."""
+    """For this process and all that it starts from now on; they end with it. Nothing if this process has them."""
     if sys.platform != "linux" or fork_server.VARIABLE in os.environ:
         return
     folder = tempfile.mkdtemp(prefix="mrl-engines-")

@@ -225,10 +225,10 @@ def main() -> None:
     reference = models / "reference.pt"
     if torch.distributed.get_world_size() == 1:
         torch.save({case: of_transformers(models, case, *how) for case, *how in cases()}, reference)  # type: ignore[arg-type]
-    wanted = torch.load(reference)
+    wanted = torch.load(reference) if rank() == 0 else {}
     for layout in layouts:
         mesh = meshes.get(parse(layout))
-        train = TrainConfig(parallel=mesh.cfg, max_tokens_per_microbatch=56)
+        train = TrainConfig(parallel=mesh.cfg, max_tokens_per_microbatch=96)
         learners = {
             name: Learner(
                 "policy", load_arch(str(models / name)), str(models / name), train, mesh,
@@ -236,10 +236,11 @@ def main() -> None:
             )
             for name in ("student", *TWO)
         }  # fmt: skip
-        results[layout] = {
-            case: compare(of_mrl(models, learners, case, *how), wanted[case])  # type: ignore[arg-type]
-            for case, *how in cases()
-        }
+        results[layout] = {}
+        for case, *how in cases():
+            found = of_mrl(models, learners, case, *how)  # type: ignore[arg-type]
+            if rank() == 0:
+                results[layout][case] = compare(found, wanted[case])
         for case in ("sampled", "top sampled"):
             results[layout][case] = sampled(models, learners, case)
     if rank() == 0:

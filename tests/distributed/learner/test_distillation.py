@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.helpers.divergences import DIVERGENCES, with_one_teacher
-from tests.helpers.slow import slow_cases
+from tests.helpers.slow import RUN_SLOW, slow_cases
 from tests.helpers.tiny import make_tiny
 from tests.helpers.world import run_world
 
@@ -28,9 +28,10 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """By layout and case, of a student; a teacher of its size; one of another family and width with further, unused
     ids."""
     folder, found = tmp_path_factory.mktemp("distillation"), Results()
-    make_tiny(folder / "student", "qwen2", tied=True, vocab_size=313, num_key_value_heads=4, num_hidden_layers=4)
-    make_tiny(folder / "small", "qwen2", tied=True, seed=1, vocab_size=313, num_hidden_layers=4)
-    make_tiny(folder / "large", "llama", tied=False, seed=2, vocab_size=640, hidden_size=96, num_hidden_layers=4)
+    size = {"vocab_size": 313, "num_hidden_layers": 4 if RUN_SLOW else 2}  # virtual stages need four
+    make_tiny(folder / "student", "qwen2", tied=True, num_key_value_heads=4, **size)
+    make_tiny(folder / "small", "qwen2", tied=True, seed=1, **size)
+    make_tiny(folder / "large", "llama", tied=False, seed=2, hidden_size=96, **size | {"vocab_size": 640})
     for processes, layouts in WORLDS.items():
         if not layouts:
             continue

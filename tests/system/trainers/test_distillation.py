@@ -71,7 +71,7 @@ def test_a_killed_and_resumed_run_is_the_same(runs: Runs) -> None:
     assert_the_same(runs)
 
 
-@pytest.mark.parametrize("divergence", ["reverse_kl", "sampled"])
+@pytest.mark.parametrize("divergence", [pytest.param("reverse_kl", marks=pytest.mark.slow), "sampled"])
 def test_a_student_approaches_its_teacher(tiny_models: TinyModels, tmp_path: Path, divergence: str) -> None:
     """By distillation alone: the reward has no weight. The teacher is nearly uniform, which is quickly learnt."""
     path = str(tiny_models("llama", seed=4, hidden_size=96, initializer_range=0.01))
@@ -85,7 +85,7 @@ def test_a_student_approaches_its_teacher(tiny_models: TinyModels, tmp_path: Pat
     assert sum(kl[-3:]) < 0.6 * sum(kl[:3]), kl
 
 
-@pytest.mark.parametrize("divergence", ["forward_kl", "sampled"])
+@pytest.mark.parametrize("divergence", ["forward_kl", pytest.param("sampled", marks=pytest.mark.slow)])
 def test_a_student_approaches_a_teacher_behind_an_engine(
     served_teacher: dict[str, str], tiny_models: TinyModels, tmp_path: Path, divergence: str
 ) -> None:
