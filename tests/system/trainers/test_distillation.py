@@ -25,6 +25,12 @@ SETTINGS: dict[str, Any] = {
     "rollout": {"engine": "transformers"},
     "checkpoint": {"every_steps": 2, "export_hf": True},
 }  # fmt: skip
+QUICK: dict[str, Any] = {  # of a student that approaches its teacher in few steps
+    "actor": {"optimizer": {"lr": 1e-2}},
+    "batch": {"prompts_per_step": 16, "samples_per_prompt": 2, "samples_per_minibatch": 16},
+    "rollout": {"engine": "transformers"},
+}
+STEPS = 8
 
 
 def with_sources(folder: Path, config: Path) -> Path:
@@ -76,12 +82,10 @@ def test_a_student_approaches_its_teacher(tiny_models: TinyModels, tmp_path: Pat
     """By distillation alone: the reward has no weight. The teacher is nearly uniform, which is quickly learnt."""
     path = str(tiny_models("llama", seed=4, hidden_size=96, initializer_range=0.01))
     teacher = {"path": path, "divergence": divergence, "policy_coef": 0.0}
-    batch = {"prompts_per_step": 16, "samples_per_prompt": 2, "samples_per_minibatch": 16}
-    settings = SETTINGS | {"actor": {"optimizer": {"lr": 3e-3}}, "batch": batch, "checkpoint": {}}
-    config = write_config(tmp_path, tiny_models("qwen2", tied=True), teacher=teacher, **settings)
-    train(tmp_path, config, "run.steps=20")
+    config = write_config(tmp_path, tiny_models("qwen2", tied=True), teacher=teacher, **QUICK)
+    train(tmp_path, config, f"run.steps={STEPS}")
     kl = [row["distill/kl"] for step, row in sorted(results(tmp_path / "runs/run").items()) if step]
-    assert len(kl) == 20
+    assert len(kl) == STEPS
     assert sum(kl[-3:]) < 0.6 * sum(kl[:3]), kl
 
 
@@ -90,12 +94,10 @@ def test_a_student_approaches_a_teacher_behind_an_engine(
     served_teacher: dict[str, str], tiny_models: TinyModels, tmp_path: Path, divergence: str
 ) -> None:
     teacher = {**served_teacher, "divergence": divergence, "policy_coef": 0.0}
-    batch = {"prompts_per_step": 16, "samples_per_prompt": 2, "samples_per_minibatch": 16}
-    settings = SETTINGS | {"actor": {"optimizer": {"lr": 3e-3}}, "batch": batch, "checkpoint": {}}
-    config = write_config(tmp_path, tiny_models("qwen2", tied=True), teacher=teacher, **settings)
-    train(tmp_path, config, "run.steps=20")
+    config = write_config(tmp_path, tiny_models("qwen2", tied=True), teacher=teacher, **QUICK)
+    train(tmp_path, config, f"run.steps={STEPS}")
     kl = [row["distill/kl"] for step, row in sorted(results(tmp_path / "runs/run").items()) if step]
-    assert len(kl) == 20 and all(value > -1 for value in kl)
+    assert len(kl) == STEPS and all(value > -1 for value in kl)
     assert sum(kl[-3:]) < 0.6 * sum(kl[:3]), kl
 
 

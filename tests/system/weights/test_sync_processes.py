@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,7 +13,6 @@ from torch import Tensor
 
 from mrl.weights.meta import TensorMeta
 from mrl.weights.sync.payload import SharedBuffer, pickle_by_value, plan_buckets
-from tests.helpers import zygote
 from tests.unit.weights.test_sync_parts import meta
 
 
@@ -26,21 +27,22 @@ def fill(metas: list[TensorMeta], flat: Tensor) -> list[tuple[str, Tensor]]:
 READER = """
 import sys
 from mrl.inference.transformers_engine.weights import read_payload
-for text in open(sys.argv[1]).read().split():
+for text in sys.stdin.read().split():
     for name, tensor in read_payload(text, None):
         print(name, tuple(tensor.shape), tensor.dtype, tensor.double().sum().item())
 """
 
 
-def test_payloads_arrive_in_another_process(tmp_path: Path) -> None:
+def test_payloads_arrive_in_another_process() -> None:
     """By value, and in shared memory."""
     metas = [meta("a", 4, 3), meta("b", 6, dtype=torch.bfloat16), meta("c", 2)]
     shared = SharedBuffer(1 << 12)
     named = fill(metas, shared.flat)
     (bucket,) = plan_buckets(metas, limit=1 << 20)
     texts = (pickle_by_value(bucket, shared.flat), shared.pickle(bucket, readers=1))
-    (tmp_path / "texts").write_text("\n".join(texts))
-    done = zygote.run("tests.helpers.code", READER, tmp_path / "texts")
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
+    reader = [sys.executable, "-c", READER]
+    done = subprocess.run(reader, input="\n".join(texts), env=environment, capture_output=True, text=True, timeout=120)
     expected = [f"{n} {tuple(t.shape)} {t.dtype} {t.double().sum().item()}" for n, t in named]
     assert done.stdout.splitlines() == 2 * expected, done.stderr
 
@@ -58,7 +60,7 @@ assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 def test_signals_while_torchs_process_starts_are_heard_after_it() -> None:
     """Torch, left to itself, would go on reading for ever."""
-    done = zygote.run("tests.helpers.code", INTERRUPTED, timeout_s=60)
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], stdout=subprocess.PIPE, text=True, timeout=60)
     assert done.returncode == 0 and done.stdout.startswith("heard")
 
 
@@ -82,5 +84,6 @@ print("shm_manager" in manager.exe(), len(mine) >= 2, mine & open_files(manager.
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_a_dead_sender_leaves_no_connection_open() -> None:
     """In torch's process for shared memory, which outlives it by seconds: other ranks would wait for it as long."""
-    done = zygote.run("tests.helpers.code", SENDER)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    done = subprocess.run([sys.executable, "-c", SENDER], env=environment, capture_output=True, text=True, timeout=120)
     assert done.stdout == "True True set()\n", done.stderr
