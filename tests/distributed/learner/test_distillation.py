@@ -11,7 +11,7 @@ from tests.helpers.slow import RUN_SLOW, slow_cases
 from tests.helpers.tiny import make_tiny
 from tests.helpers.world import run_world
 
-pytestmark = pytest.mark.longest
+pytestmark = pytest.mark.long
 
 WORLDS = {
     1: ("one",),
