@@ -18,7 +18,7 @@ CACHE = ROOT / ".cache" / "arithmetic_task"  # git ignores it
 MAKE_S, RUN_S = 600.0, 600.0  # bounds for a busy machine; about 60 s each on a quiet one
 
 pytestmark = [
-    pytest.mark.long,  # not `longest`: a server of 5 GiB beside the first engines of other files
+    pytest.mark.long,  # not `longest`: two servers of 5 GiB beside the first engines of other files
     pytest.mark.engine,
     pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)} (extra tasks)"),
 ]
@@ -53,7 +53,6 @@ def test_three_steps_of_the_real_model(task: Path, tmp_path: Path) -> None:
         "batch.prompts_per_step": 2,
         "batch.samples_per_prompt": 2,
         "batch.samples_per_minibatch": 4,
-        "rollout.servers": 1,
         "rollout.sampling.max_new_tokens": 16,
         "validation.at_start": "false",
         "validation.prompts": 4,
