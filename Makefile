@@ -26,13 +26,13 @@ quickstart-ddpo: .venv/.mrl-run  ## train a tiny diffusion model by DDPO with tw
 	@$(PIP) --constraint constraints.txt --editable '.[cpu,diffusion]'
 	@$(BIN)/python tools/quickstart.py ddpo
 
-# Six files of tests at a time on two cores: many wait for processes that start or hang. Compiled once, also where the environment
-# says that Python shall keep nothing it compiles: hundreds of processes start. What fails so is run again alone, on the quiet machine:
-# a race that a real daemon lost there stays in what is printed, and a test that fails again fails it. 5 is pytest's word for nothing
-# left to run: a test whose worker died was run once more by another one.
+# Four files of tests at a time on two cores: many wait for processes that start or hang; each further worker costs 40 s of a core for
+# its imports. Compiled once, also where the environment says that Python shall keep nothing it compiles: hundreds of processes start.
+# What fails so is run again alone, on the quiet machine: a race that a real daemon lost there stays in what is printed, and a test that
+# fails again fails it. 5 is pytest's word for nothing left to run: a test whose worker died was run once more by another one.
 test: .venv/.mrl-dev  ## lint, types and tests without the slow ones; what CI runs
 	@$(MAKE) --no-print-directory --jobs 4 lint slurm compiled test-triton
-	@export OMP_NUM_THREADS=1; $(BIN)/python -m pytest -q -n 6 --dist loadfile --no-loadscope-reorder || { test $$? = 1 && \
+	@export OMP_NUM_THREADS=1; $(BIN)/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder || { test $$? = 1 && \
 	echo "FAILED ABOVE, AND NOW ONCE MORE, ALONE:" && \
 	{ $(BIN)/python -m pytest -q --last-failed --last-failed-no-failures none --maxfail 3 || test $$? = 5; }; }
 

@@ -11,16 +11,19 @@ from typing import Any
 import pytest
 
 from mrl.imports import importing
-from mrl.kernels import native
 from tests.helpers.slow import RUN_SLOW
-from tests.helpers.tiny import make_tiny
 
 TinyModels = Callable[..., Path]
 
 
-def pytest_configure() -> None:
-    """A shell starts background jobs with SIGINT ignored, and what they start inherits that."""
+def pytest_configure(config: pytest.Config) -> None:
+    """A shell starts background jobs with SIGINT ignored, and what they start inherits that. The workers of
+    pytest-xdist share the fork servers of engines."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if config.getoption("numprocesses", None):
+        from tests.helpers import engine_fork_servers
+
+        engine_fork_servers.start()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -55,6 +58,8 @@ def no_world_is_left() -> Iterator[None]:
 @pytest.fixture(params=["C", "torch"])
 def each_form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Which of a kernel's two forms serves: its name."""
+    from mrl.kernels import native  # imports torch, which the process that distributes tests does not need
+
     form: str = request.param
     if form == "torch":
         monkeypatch.setattr(native, "supports_tensors", lambda *tensors: False)
@@ -67,6 +72,8 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
 
     The same arguments give the same directory: do not write into it.
     """
+    from tests.helpers.tiny import make_tiny
+
     root = tmp_path_factory.mktemp("tiny")
     made: dict[str, Path] = {}
 

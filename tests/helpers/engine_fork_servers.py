@@ -24,9 +24,10 @@ ROOT = Path(__file__).parents[2]
 
 
 def start() -> None:
-    """For this process and all that it starts from now on; they end with it."""
+    """For this process and all that it starts from now on; they end with it. Nothing if this process has them."""
     if sys.platform != "linux" or fork_server.VARIABLE in os.environ:
         return
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # as in a run, whose engines would else be programs
     folder = tempfile.mkdtemp(prefix="mrl-engines-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     pipe, ours = subprocess.PIPE, {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

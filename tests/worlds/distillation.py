@@ -2,7 +2,8 @@
 
 Usage: distillation.py FOLDER RESULT_JSON LAYOUT [LAYOUT ...]. FOLDER has the models student, small and large, the
 teachers. Layouts are as in gradients.py. The result is {layout: {case: [relative loss error, worst relative gradient
-error, its tensor]}} against transformers in float64, one sequence after the other.
+error, its tensor]}} against transformers in float64, one sequence after the other. A world of one process writes these
+references to FOLDER/reference.pt; larger worlds read them.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from mrl.trainers.rl import distillation  # noqa: E402
 from mrl.trainers.rl.experience import Passes, make_experience  # noqa: E402
 from mrl.trainers.rl.policy_update import policy_targets  # noqa: E402
 from tests.helpers.bare_run import bare_run  # noqa: E402
-from tests.helpers.divergences import DIVERGENCES, by_the_papers  # noqa: E402
+from tests.helpers.divergences import DIVERGENCES, by_the_papers, with_one_teacher  # noqa: E402
 from tests.worlds.gradients import Result, compare, everywhere, make_rollout, make_several, make_trajectories, parse  # noqa: E402
 
 TIMEOUT_S, TEMPERATURE, COEF, POLICY_COEF = 600, 0.7, 0.3, 0.5
@@ -83,9 +84,9 @@ def samples(case: str, teachers: tuple[str, ...]) -> Rollout:
 
 
 def cases() -> list[tuple[str, str, float, tuple[str, ...]]]:
-    found = [
-        (f"{kind} {mix} {len(teachers)}", kind, mix, teachers) for kind, mix in DIVERGENCES for teachers in (ONE, TWO)
-    ]
+    of_one = with_one_teacher(torch.distributed.get_world_size())
+    found = [(f"{kind} {mix} 1", kind, mix, ONE) for kind, mix in of_one]
+    found += [(f"{kind} {mix} 2", kind, mix, TWO) for kind, mix in DIVERGENCES]
     found += [(f"top {kind} {mix} 1", kind, mix, ONE) for kind, mix in DIVERGENCES[:3]]
     return [*found, ("several", "reverse_kl", 0.1, TWO), ("top several", "jsd", 0.3, TWO)]
 
@@ -99,9 +100,8 @@ class Served:
     def score(self, sequences: list[tuple[list[int], int]], top_k: int) -> list[ScoredTokens]:
         return [self._score(torch.tensor(ids), first, top_k) for ids, first in sequences]
 
-    @torch.no_grad()
     def _score(self, ids: torch.Tensor, first: int, top_k: int) -> ScoredTokens:
-        log_p = (in_float64(self._path)(ids[None]).logits[0, first - 1 : -1] / TEMPERATURE).log_softmax(-1)
+        log_p = log_probs_of(self._path, ids)[first - 1 : -1]
         top, own = log_p.topk(top_k, -1), log_p.gather(1, ids[first:, None])[:, 0]
         return ScoredTokens(own.float().numpy(), top.indices.numpy(), top.values.float().numpy())
 
@@ -143,6 +143,17 @@ def in_float64(path: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
 
 
+def log_probs_of(path: Path, ids: torch.Tensor) -> torch.Tensor:
+    """[length, vocabulary], of a teacher in float64."""
+    return _log_probs_of(path, tuple(ids.tolist()))
+
+
+@cache  # many cases have the same sequences
+@torch.no_grad()
+def _log_probs_of(path: Path, ids: tuple[int, ...]) -> torch.Tensor:
+    return (in_float64(path)(torch.tensor([ids])).logits[0] / TEMPERATURE).log_softmax(-1)
+
+
 def of_transformers(folder: Path, case: str, kind: str, mix: float, names: tuple[str, ...]) -> Result:
     student, rollout = in_float64(folder / "student"), samples(case, names)
     student.zero_grad()
@@ -160,19 +171,18 @@ def of_transformers(folder: Path, case: str, kind: str, mix: float, names: tuple
     lengths = cut.seq_lens.tolist()
     for sample, ids, mask in zip(of_sample, rollout.tokens.split(lengths), drawn.split(lengths), strict=True):
         assert rollout.sources is not None
-        name = names[int(rollout.sources[sample])]
-        teacher, known = in_float64(folder / name), None if is_served(case, name) else VOCAB
-        log_q = (student(ids[None]).logits[0, :, :VOCAB] / TEMPERATURE).log_softmax(-1)
-        with torch.no_grad():
-            p = (teacher(ids[None]).logits[0, :, :known] / TEMPERATURE).softmax(-1)
-        for place in mask.nonzero().flatten().tolist():
-            log_prob = log_q[place - 1, ids[place]]
-            total = total - POLICY_COEF * advantages[at] * (log_prob - log_prob.detach()).exp()
-            both = p[place - 1], log_q[place - 1].exp()
-            if is_served(case, name):
-                both = of_top(*both)
-            total = total + COEF * by_the_papers(kind, mix, *both)
-            at += 1
+        name, places = names[int(rollout.sources[sample])], mask.nonzero().flatten()
+        log_q = (student(ids[None]).logits[0, :, :VOCAB] / TEMPERATURE).log_softmax(-1)[places - 1]
+        log_p = log_probs_of(folder / name, ids)[places - 1]
+        log_probs = log_q.gather(1, ids[places, None])[:, 0]
+        advantage = advantages[at : at + len(places)]
+        total = total - POLICY_COEF * (advantage * (log_probs - log_probs.detach()).exp()).sum()
+        if is_served(case, name):
+            for both in map(of_top, log_p.exp(), log_q.exp()):
+                total = total + COEF * by_the_papers(kind, mix, *both)
+        else:
+            total = total + COEF * by_the_papers(kind, mix, log_p[:, :VOCAB].softmax(-1), log_q.exp()).sum()
+        at += len(places)
     assert at == rollout.num_response_tokens
     (total / at).backward()
     return float(total / at), {name: x.grad.clone() for name, x in student.named_parameters() if x.grad is not None}
@@ -198,9 +208,7 @@ def sampled(folder: Path, learners: dict[str, Learner], case: str) -> list[objec
     wanted, ends = [], rollout.seq_lens.cumsum(0)
     for sample, end in enumerate(ends.tolist()):
         ids = rollout.tokens[end - int(rollout.seq_lens[sample]) : end]
-        teacher = in_float64(folder / TWO[int(rollout.sources[sample])])
-        with torch.no_grad():
-            log_p = (teacher(ids[None]).logits[0] / TEMPERATURE).log_softmax(-1)
+        log_p = log_probs_of(folder / TWO[int(rollout.sources[sample])], ids)
         first = int(rollout.prompt_lens[sample])
         wanted.append(log_p[first - 1 : -1].gather(1, ids[first:, None])[:, 0])
     ratios = torch.cat(wanted) - rollout.rollout_log_probs
@@ -214,10 +222,13 @@ def main() -> None:
     folder, result, *layouts = sys.argv[1:]
     platform.init_process_group(TIMEOUT_S)
     meshes, results, models = Meshes(TIMEOUT_S), {}, Path(folder)
-    wanted = {case: of_transformers(models, case, *how) for case, *how in cases()}  # type: ignore[arg-type]
+    reference = models / "reference.pt"
+    if torch.distributed.get_world_size() == 1:
+        torch.save({case: of_transformers(models, case, *how) for case, *how in cases()}, reference)  # type: ignore[arg-type]
+    wanted = torch.load(reference) if rank() == 0 else {}
     for layout in layouts:
         mesh = meshes.get(parse(layout))
-        train = TrainConfig(parallel=mesh.cfg, max_tokens_per_microbatch=56)
+        train = TrainConfig(parallel=mesh.cfg, max_tokens_per_microbatch=96)
         learners = {
             name: Learner(
                 "policy", load_arch(str(models / name)), str(models / name), train, mesh,
@@ -225,10 +236,11 @@ def main() -> None:
             )
             for name in ("student", *TWO)
         }  # fmt: skip
-        results[layout] = {
-            case: compare(of_mrl(models, learners, case, *how), wanted[case])  # type: ignore[arg-type]
-            for case, *how in cases()
-        }
+        results[layout] = {}
+        for case, *how in cases():
+            found = of_mrl(models, learners, case, *how)  # type: ignore[arg-type]
+            if rank() == 0:
+                results[layout][case] = compare(found, wanted[case])
         for case in ("sampled", "top sampled"):
             results[layout][case] = sampled(models, learners, case)
     if rank() == 0:

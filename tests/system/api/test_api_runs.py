@@ -21,6 +21,7 @@ from nbclient.exceptions import CellExecutionError
 
 from mrl.observe import read_metrics
 from tests.conftest import TinyModels
+from tests.helpers import zygote
 from tests.helpers.runs import results, train
 from tests.helpers.sft_config import write
 from tests.helpers.world import run_world
@@ -217,11 +218,17 @@ print("resumed")
 """
 
 
-def test_a_session_s_critic_and_reference_and_what_it_keeps(tiny_models: TinyModels, tmp_path: Path) -> None:
-    done = python(tmp_path, script(tmp_path, SESSION), tiny_models("llama"), tmp_path / "runs")
+def session(folder: Path, program: str, *arguments: Path) -> list[str]:
+    """Lines that a program shows, in one process that has the imports before it starts."""
+    done = zygote.run("tests.helpers.code", program, *arguments, cwd=folder, timeout_s=RUN_S)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    assert "denominators of a loss function must have a positive sum, got 0" in done.stdout
-    assert done.stdout.splitlines()[-1] == "resumed"
+    return done.stdout.splitlines()
+
+
+def test_a_session_s_critic_and_reference_and_what_it_keeps(tiny_models: TinyModels, tmp_path: Path) -> None:
+    shown = session(tmp_path, SESSION, tiny_models("llama"), tmp_path / "runs")
+    assert "the denominators of a loss function must have a positive sum, got 0" in shown
+    assert shown[-1] == "resumed"
     assert read_metrics(tmp_path / "runs/session")[-1]["mine"] == 2.5
 
 
@@ -255,9 +262,7 @@ print("taught")
 def test_a_session_with_a_teacher_learns_from_it(tiny_models: TinyModels, tmp_path: Path) -> None:
     teacher = tiny_models("llama", seed=4, hidden_size=96, initializer_range=0.01)
     student = tiny_models("qwen2", tied=True)
-    done = python(tmp_path, script(tmp_path, TAUGHT), student, tmp_path / "runs", teacher)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    assert done.stdout.splitlines()[-1] == "taught"
+    assert session(tmp_path, TAUGHT, student, tmp_path / "runs", teacher)[-1] == "taught"
 
 
 def assert_callbacks_see_the_run(shown: str, runs: Path) -> None:

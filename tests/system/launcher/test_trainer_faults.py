@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.conftest import TinyModels
@@ -197,7 +198,8 @@ class TestSGLang:
         config = write_config(tmp_path, tiny_models("llama"), actor=TWO_RANKS)
         with Train(tmp_path, config) as run:
             run.wait_for("waiting for the engine", STARTING_S)
-            run.pid_of("sglang.launch_server")
+            above = [process.cmdline() for process in psutil.Process(run.pid_of("sglang.launch_server")).parents()]
+            assert any("tests.helpers.engine_fork_servers" in line for line in above), "the engine is no copy"
             os.kill(run.pid_of_rank(0), signal.SIGKILL)
             assert run.wait(ENDING_S) == 137
             assert run.left_running() == {}
