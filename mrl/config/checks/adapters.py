@@ -9,6 +9,7 @@ from mrl.config.problems import Problem
 from mrl.config.trainers.rl import RLConfig
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
+METRICS = {"checkpoint", "engines", "memory", "perf", "plan", "response", "reward", "rollout", "sync", "time"}  # shared
 
 
 def check(cfg: RLConfig) -> Iterator[Problem]:
@@ -21,6 +22,8 @@ def check(cfg: RLConfig) -> Iterator[Problem]:
                 "names a folder and metrics: use at most 63 of a-z, 0-9, _ and -, and begin with a letter or digit"
             )
             yield Problem((f"adapters.{name}",), message)
+        if name in METRICS:
+            yield Problem((f"adapters.{name}",), f"metrics of the whole run are named {name}/...: choose another name")
     if cfg.sync.lora != "adapter":
         message = "several adapters of one base are synced unmerged: set sync.lora: adapter"
         yield Problem(("adapters", "sync.lora"), message)

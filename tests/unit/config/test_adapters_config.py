@@ -24,6 +24,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "early passes": (("rollout.early_passes=2",), ("rollout.early_passes", "not supported with several adapters")),
     "average": (("ema={decay: 0.9}",), ("ema", "not supported with several adapters")),
     "name": (("adapters.Big={}",), ("adapters.Big", "use at most 63 of a-z, 0-9, _ and -")),
+    "name of metrics": (("adapters.perf={}",), ("adapters.perf", "metrics of the whole run are named perf/...")),
     "reward model": (
         ("adapters.b.reward={function: model, model: {path: x}}",),
         ("adapters.b.reward.model", "adapters", "score by a server"),
