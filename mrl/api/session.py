@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -188,13 +188,15 @@ class Teacher:
 
 class _SessionTrainer(RLTrainer):
     def _check(self, cfg: AnyConfig) -> Iterator[Problem]:
-        yield from super()._check(cfg)
-        if not isinstance(cfg, RLConfig):  # `super` has said so
+        problems = list(super()._check(cfg))
+        yield from problems
+        if problems:  # it may be of another trainer
             return
-        if cfg.teacher is not None and cfg.teacher.teachers:
+        rl = cast(RLConfig, cfg)
+        if rl.teacher is not None and rl.teacher.teachers:
             message = "a session's samples have no data source, so they have one teacher: use teacher.path"
             yield Problem(("teacher.teachers",), message)
-        if cfg.adapters:
+        if rl.adapters:
             message = "a session trains one policy: remove the section, or train with mrl.RLTrainer(...).fit()"
             yield Problem(("adapters",), message)
 

@@ -48,9 +48,8 @@ def check(cfg: RLConfig) -> Iterator[Problem]:
     }
     for key in (key for key, is_set in alone.items() if is_set):
         yield Problem((key, "adapters"), "is not supported with several adapters: remove the key, or train one adapter")
-    for own, moved in cfg.parts():
-        assert isinstance(own, RLConfig)
+    for name, own in cfg.adapter_configs().items():
         if own.reward.model is not None:
-            key = moved.get("reward", "reward")
+            key = "reward" if cfg.adapters[name].reward is None else f"adapters.{name}.reward"
             message = "is not supported with several adapters: score by a server, see reward.servers"
             yield Problem((f"{key}.model", "adapters"), message)

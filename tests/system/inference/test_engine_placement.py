@@ -52,6 +52,7 @@ def the_main_parts(
         engines=lambda: (cfg.rollout, cfg.sync),
         teachers=dict,
     )
+    cfg.policies = [cfg]
     with contextlib.ExitStack() as stack:
         notes: list[str] = []
         recorder, world = SimpleNamespace(note=notes.append), SimpleNamespace(activity=Activity(99.0))
