@@ -7,6 +7,7 @@ at the first check that asks: of four ranks, of two, and of one, which has the r
 from __future__ import annotations
 
 import os
+import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -30,11 +31,12 @@ LAYOUTS = {
 FOUR = ("tp2.pp2",)  # ranks; the others have two
 PRECISIONS = ("float32", "bfloat16", "current", "blockwise")
 EXACT, REHEARSED_EXACT = 1e-4, 1e-5  # relative, of every tensor; float32 in other orders, on a GPU and on a CPU
-# The relative difference of the loss, and of all gradients together. In bfloat16 a product is off by 0.3%
-# (docs/fp8.md), and a gradient has passed some 20 of them. In fp8 another layout is another rounding: sqrt(2) times
-# the error of one against none, which is 0.24 with experts (docs/benchmarks/fp8.md). A sum over ranks that is missing,
-# or counted twice, is off by more than half.
-ROUNDED = {"bfloat16": (0.02, 0.05), "current": (0.05, 0.35), "blockwise": (0.05, 0.35)}
+# Relative errors of the loss, and of gradients in the mean over tensors. Another layout is another rounding: sqrt(2)
+# times the error of one against float32. Of the dense model's gradients that error is 0.03 in bfloat16, 0.25 in
+# `current` and 0.23 in `blockwise`, emulated on a CPU; there layouts were at most 0.02, 0.25 and 0.10 apart. A sum over
+# two ranks that is missing is off by 0.5 or more. The bounds of the loss are those of the stages transformer_engine and
+# fp8.
+ROUNDED = {"bfloat16": (0.02, 0.05), "current": (0.05, 0.4), "blockwise": (0.05, 0.25)}
 WORLD_S, REHEARSED_WORLD_S = 150.0, 500.0
 
 
@@ -53,7 +55,7 @@ def against_one(layout: str, precision: str) -> Check:
         if precision == "float32":
             return require(numbers, loss=exact, worst=exact, weights=exact)
         of_loss, of_gradients = ROUNDED[precision]
-        return require(numbers, loss=of_loss, all=of_gradients)
+        return require(numbers, loss=of_loss, mean=of_gradients)
 
     return check
 
@@ -63,7 +65,7 @@ def resumed(setting: Setting) -> Numbers:
     run_worlds(setting)
     got, want = result(setting, "resume:one"), result(setting, "save:tp2.pp2")
     numbers = differences(got["weights"], want["weights"])
-    moved = differences(got["before"], want["weights"])["all"]
+    moved = differences(got["before"], want["weights"])["mean"]
     if not moved > 1e-3:
         raise Failed(f"four updates have moved the weights by {moved:.2g} only", numbers)
     return require(numbers, worst=REHEARSED_EXACT if setting.rehearsal else EXACT)
@@ -82,14 +84,16 @@ def unusable(setting: Setting, precision: str) -> str | None:
 
 
 def differences(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> Numbers:
-    """Relative Frobenius norms: of all tensors together, and of the worst one, with its name."""
+    """Relative errors of tensors, by Frobenius norms: their mean, and the worst one with its name."""
     if got.keys() != want.keys():
         raise Failed(f"only one side has {sorted(got.keys() ^ want.keys())[:3]}")
-    apart = {name: float((got[name].double() - tensor.double()).norm()) for name, tensor in want.items()}
-    sizes = {name: float(tensor.double().norm()) + 1e-9 for name, tensor in want.items()}
-    worst = max(apart, key=lambda name: apart[name] / sizes[name])
-    together = sum(gap**2 for gap in apart.values()) ** 0.5 / sum(size**2 for size in sizes.values()) ** 0.5
-    return {"all": together, "worst": apart[worst] / sizes[worst], "of": worst}
+    errors = {name: relative_error(got[name].double(), tensor.double()) for name, tensor in want.items()}
+    worst = max(errors, key=lambda name: errors[name])
+    return {"mean": statistics.fmean(errors.values()), "worst": errors[worst], "of": worst}
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got - want).norm() / (want.norm() + 1e-9))
 
 
 def run_worlds(
@@ -152,7 +156,7 @@ def _models(setting: Setting) -> Path:
 
     work = setting.work / "ranks"
     wide: dict[str, int] = {} if setting.rehearsal else {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64,
-        "num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 4}  # fmt: skip
+        "num_attention_heads": 8, "num_key_value_heads": 4}  # fmt: skip
     if not (work / "moe").is_dir():
         make_tiny(work / "dense", "qwen3", **wide)
         make_tiny(work / "moe", "qwen3_moe", **wide | ({"moe_intermediate_size": 256} if wide else {}))
