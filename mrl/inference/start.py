@@ -135,7 +135,7 @@ def start_servers(
     access: Access,
     part: Part | None = None,
 ) -> list[EngineProcess]:
-    """Starts all servers of a node, for its `Agent` if that is not rank 0's; none is left if one cannot be started.
+    """Starts all servers of a node. If one cannot be started, the others are ended.
 
     part: of the engine that the node shares with others; other parameters as of `start_engine`
     """

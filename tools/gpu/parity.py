@@ -89,7 +89,8 @@ def same_bits(setting: Setting) -> Numbers:
 
 
 def processes(families: Sequence[str], ways: Sequence[Way]) -> Check:
-    """Starts what the checks that follow need, several at once. It fails for none of it: those will say."""
+    """Starts the worlds of the next checks, several at once. A world that fails raises nothing here: the checks that
+    need its results report that."""
 
     def check(setting: Setting) -> Numbers:
         if setting.rehearsal:

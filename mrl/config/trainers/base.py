@@ -137,7 +137,7 @@ class StepSize:
 
 
 def renamed(key: str, moved: Mapping[str, str]) -> str:
-    """Returns `key`, or if it is in a section of `moved` its name there."""
+    """Returns the name of a key in the whole configuration. moved: sections of the part -> their names there"""
     section = next((own for own in moved if f"{key}.".startswith(f"{own}.")), "")
     return moved[section] + key.removeprefix(section) if section else key
 

@@ -65,7 +65,8 @@ class RLConfig(Config):
 
     def parts(self) -> Iterator[tuple[AnyConfig, dict[str, str]]]:
         for name, cfg in self.adapter_configs().items():
-            moved = {key: f"adapters.{name}.{key}" for key, value in dict(self.adapters[name]).items() if value}
+            given = [key for key, value in dict(self.adapters[name]).items() if value is not None]
+            moved = {key: f"adapters.{name}.{key}" for key in given}
             for own, key in (("sampling", "rollout"), ("optimizer", "actor"), ("lora", "actor")):
                 if own in moved:
                     moved[f"{key}.{own}"] = moved.pop(own)

@@ -108,15 +108,14 @@ class AdaptersRun(Run):
         return report.metrics()
 
     def _start_sampling(self, step: int) -> None:
-        for number, run in enumerate(self.adapters.values()):
-            assert run.generator is not None
-            if number == 0:
-                run.generator.engine.take_loads()  # a validation's
-            run.generator.scheduler.start(step)
+        generators = [run.generator for run in self.adapters.values() if run.generator is not None]
+        generators[0].engine.take_loads()  # a validation's
+        for generator in generators:
+            generator.scheduler.start(step)
 
     def _load_metrics(self, step: int) -> dict[str, float]:
         assert self._first.generator is not None
-        return self._first.generator.load_metrics(step)
+        return self._first.generator.load_metrics(step, self.run_dir)
 
     def _validate(self, name: str, step: int, stats: StepStats) -> None:
         own = StepStats(step)

@@ -139,7 +139,7 @@ class Generator:
             by_group = torch.tensor([sample.score for sample in greedy], dtype=torch.float32)
             rollout = replace(rollout, greedy_scores=by_group[rollout.group])
             metrics["sampling/greedy_reward_mean"] = float(by_group.mean())
-        metrics = sample_metrics(samples) | metrics | ({} if self.adapter else self.load_metrics(step))
+        metrics = sample_metrics(samples) | metrics | ({} if self.adapter else self.load_metrics(step, self.run_dir))
         mixed = [{*versions.tolist()} for each in samples if (versions := each.token_weight_versions) is not None]
         if mixed:
             metrics["staleness/mixed"] = sum(len(each) > 1 for each in mixed) / len(mixed)
@@ -148,15 +148,15 @@ class Generator:
         self._warn_of_truncation(step, metrics["response/truncated"])
         return rollout, metrics
 
-    def load_metrics(self, step: int) -> dict[str, float]:
-        """Writes the engines' loads since the last call down, and returns their metrics."""
+    def load_metrics(self, step: int, run_dir: Path) -> dict[str, float]:
+        """Writes the engines' loads since the last call to RUN_DIR/engines.jsonl, and returns their metrics."""
         loads, waiting = self.engine.take_loads()
         row = {
             "step": step + 1,
             "waiting": asdict(waiting),
             "engines": {url: asdict(each) for url, each in loads.items()},
         }
-        file, on_error = self.run_dir / ENGINES, self.cfg.checkpoint.on_error
+        file, on_error = run_dir / ENGINES, self.cfg.checkpoint.on_error
         write_guarded("the engines' loads", lambda: append_jsonl(file, row), on_error, self.note)
         metrics = load_metrics(list(loads.values()), waiting)
         if self.cfg.rollout.max_staleness and loads:  # since the step before took its samples

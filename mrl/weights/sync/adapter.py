@@ -87,7 +87,7 @@ class AdapterSync(EngineSync):
     def _sync_adapter(self, verify: bool, again: bool, started: float) -> SyncReport:
         self._syncs += not again
         prefix = f"{OURS}{self._run}-{self._syncs}"
-        names = {own: f"{prefix}-{own}".removesuffix("-") for own in self._sources}
+        names = {own: f"{prefix}-{own}" if own else prefix for own in self._sources}
         self._on_rank_0("asking the engines", self._check_guard)
         self._prove_base()
         began = time.monotonic()

@@ -141,6 +141,7 @@ def test_samples_are_of_the_adapter_that_is_trained(run_dir: Path) -> None:
     rows = results(run_dir)
     assert max(row[f"{name}/mismatch/max_abs"] for row in rows.values() for name in ("lower", "upper")) < 1e-4
     assert rows[STEPS]["upper/kl/ref"] > 1e-3, "the adapter does nothing: what was compared is the model without it"
+    assert len((run_dir / "engines.jsonl").read_text().splitlines()) == STEPS, "the engines' loads, of all adapters"
     assert rows[STEPS]["reward/mean"] == sum(rows[STEPS][f"{name}/reward/mean"] for name in ("lower", "upper")) / 2
 
 
