@@ -4,11 +4,15 @@ Usage: staged_ranks.py WORK CASE... Each CASE writes WORK/CASE.pt:
 MODEL:LAYOUT:PRECISION: the loss, every gradient, and the weights after an update; MODEL is a directory in WORK
 save:LAYOUT: the weights after four updates, with a checkpoint after two
 resume:LAYOUT: the weights after two updates from that checkpoint, and those before it was loaded
+sync:LAYOUT:TRANSPORT: the report of a weight sync after two updates, to the engine that WORK/engine.json names
 """
 
 from __future__ import annotations
 
+import json
 import sys
+from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +26,12 @@ from checkpoint_tools import save, train, weights_of  # noqa: E402
 from gradients import everywhere, make_rollout, parse  # noqa: E402
 
 from mrl import checkpoint  # noqa: E402
-from mrl.config.schema import FP8Config, OptimizerConfig, PrecisionConfig, TrainConfig  # noqa: E402
+from mrl.config.schema import FP8Config, OptimizerConfig, PrecisionConfig, SyncConfig, TrainConfig  # noqa: E402
 from mrl.families import load_arch  # noqa: E402
+from mrl.inference.access import Access  # noqa: E402
 from mrl.learner import Learner, losses  # noqa: E402
 from mrl.parallel import Meshes, rank  # noqa: E402
+from mrl.weights.sync.weight_sync import WeightSync  # noqa: E402
 from tools.gpu import staged_collectives  # noqa: E402
 
 TIMEOUT_S = 120
@@ -74,6 +80,15 @@ def resumed(work: Path, meshes: Meshes, layout: str) -> dict[str, Any]:
     return {"weights": weights_of(learners), "before": before}
 
 
+def synced(work: Path, meshes: Meshes, layout: str, transport: str) -> dict[str, Any]:
+    learner = learner_of(work, meshes, "dense", layout, "bfloat16")
+    train({"actor": learner}, range(2))
+    engine = json.loads((work / "engine.json").read_text())
+    cfg = SyncConfig(transport=transport, verify="checksum", bucket_mib=1, timeout_s=60.0)  # type: ignore[arg-type]
+    with closing(WeightSync(learner.exporter, [engine["url"]], cfg, access=Access(engine["key"]))) as sync:
+        return asdict(sync.update_weights("1"))
+
+
 def main() -> None:
     work = Path(sys.argv[1])
     staged_collectives.install()
@@ -86,6 +101,8 @@ def main() -> None:
             found = saved(work, meshes, *words)
         elif kind == "resume":
             found = resumed(work, meshes, *words)
+        elif kind == "sync":
+            found = synced(work, meshes, *words)
         else:
             found = measured(learner_of(work, meshes, kind, *words))
         if rank() == 0:

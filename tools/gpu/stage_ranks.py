@@ -1,11 +1,12 @@
 """Parallel layouts of two and four ranks that share one card, against one rank on it.
 
-Collectives are gloo's, staged through host memory (tools/gpu/staged_collectives.py). Three worlds compute everything,
-at the first check that asks: of four ranks, of two, and of one, which has the references.
+Collectives are gloo's, staged through host memory (tools/gpu/staged_collectives.py). Three worlds compute everything
+but the weight sync, at the first check that asks: of four ranks, of two, and of one, which has the references.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 import subprocess
@@ -18,6 +19,7 @@ import torch
 
 from tools.gpu.parity import WORLDS
 from tools.gpu.stage import ROOT, Check, Failed, Numbers, Setting, Skipped, require
+from tools.gpu.stage_engine import has_sglang, server_args
 from tools.gpu.trained import environment
 
 LAYOUTS = {
@@ -69,6 +71,36 @@ def resumed(setting: Setting) -> Numbers:
     if not moved > 1e-3:
         raise Failed(f"four updates have moved the weights by {moved:.2g} only", numbers)
     return require(numbers, worst=REHEARSED_EXACT if setting.rehearsal else EXACT)
+
+
+def synced(setting: Setting) -> Numbers:
+    """Four ranks send their weights after two updates to one SGLang on the same card; the checksum is the engine's."""
+    from mrl.config.derived import Machine
+    from mrl.config.schema import RolloutConfig
+    from mrl.inference.start import start_engine
+
+    if not has_sglang():
+        raise Skipped("sglang is not installed")
+    if (problem := unusable(setting, "bfloat16")) is not None:
+        raise Skipped(problem)
+    work, transport = _models(setting), "shared_memory" if setting.rehearsal else "cuda_ipc"
+    own = () if setting.rehearsal else server_args()
+    cfg = RolloutConfig(max_context_tokens=64, memory_fraction=0.2, server_args=own)
+    machine = Machine(4, 4, gpus=0 if setting.rehearsal else 1, joined=True)
+    with start_engine(cfg, str(work / "dense"), "bfloat16", work, machine=machine) as engine:
+        engine.wait_ready()
+        client = engine.pool.client(engine.urls[0])
+        before = client.weights_checksum()[0].checksums
+        (work / "engine.json").write_text(json.dumps({"url": engine.urls[0], "key": engine.pool.access.api_key}))
+        if failed := _run(setting, work, 4, [f"sync:tp2.pp2:{transport}"]):
+            raise Failed(failed)
+        after = client.weights_checksum()[0].checksums
+    found = result(setting, f"sync:tp2.pp2:{transport}")
+    numbers = {name: found[name] for name in ("transport", "tensors", "verified", "bytes", "seconds")}
+    numbers["unchanged"] = sum(before[name] == digest for name, digest in after.items())
+    if found["verified"] != found["tensors"] or found["transport"] != transport:
+        raise Failed("not every tensor was verified", numbers)
+    return require(numbers, unchanged=0)
 
 
 def unusable(setting: Setting, precision: str) -> str | None:
@@ -171,4 +203,5 @@ CHECKS: dict[str, Check] = {
         for name, layout in LAYOUTS.items()
     },
     "a checkpoint of TP2 x PP2 goes on with one rank": resumed,
+    "weights of TP2 x PP2 reach one SGLang by CUDA IPC, with checksum": synced,
 }

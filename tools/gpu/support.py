@@ -29,7 +29,7 @@ PROOFS: dict[str, tuple[str, tuple[str, ...]]] = {
     "checkpoints between both kinds of layer": ("transformer_engine", ("a checkpoint of",)),
     "TP, SP, PP, CP, EP, DP of ranks that share one GPU, collectives through host memory": (
         "ranks",
-        ("float32 agrees", "bfloat16 agrees", "a checkpoint of"),
+        ("float32 agrees", "bfloat16 agrees", "a checkpoint of", "weights of"),
     ),
     "float32": ("cuda", ("float32 is the CPU's",)),
     "bfloat16 with float32 main weights and gradients": ("cuda", ("bfloat16 is near",)),

@@ -43,6 +43,14 @@ def test_a_checkpoint_goes_on_with_one_rank(setting: Setting) -> None:
     stage_ranks.resumed(setting)
 
 
+@pytest.mark.slow
+@pytest.mark.engine
+def test_weights_of_four_ranks_reach_one_sglang(setting: Setting) -> None:
+    """Through shared memory; on a GPU by CUDA IPC."""
+    found = stage_ranks.synced(setting)
+    assert found["verified"] == found["tensors"] > 0
+
+
 def test_a_wrong_gradient_fails(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     real = stage_ranks.result
 
