@@ -22,7 +22,9 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "core": ("units",),
     "options": ("float32",),
     "families": ("float32", "foreign"),
-    "config": ("core", "options", "families", "directories", "float32", "foreign", "redaction", "strict_json"),
+    "config": (
+        *("core", "options", "families", "directories", "float32", "foreign", "packages", "redaction", "strict_json"),
+    ),
     "fp8_chips": (),
     "platform": ("ports", "gloo_loop", "fp8_chips", "kernels.native", "kernels.triton_support"),
     "parallel": ("config", "platform"),
