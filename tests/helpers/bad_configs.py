@@ -152,7 +152,11 @@ BAD = [
         ("one of gae, grpo", "did you mean gae?"),
     ),
     Bad(
-        "algorithm of several keys", GAE, "  adv_estimator: ppo\n", "algorithm.adv_estimator", ("{adv_estimator: gae}",)
+        "algorithm of several keys",
+        GAE,
+        "  adv_estimator: ppo\n",
+        "algorithm.adv_estimator",
+        ("ppo is algorithm: {adv_estimator: gae}",),
     ),
     Bad("unknown trainer", "trainer: rl", "trainer: lm", "trainer", ("one of rl, sft", "got 'lm' (a string)")),
     Bad(
@@ -160,7 +164,7 @@ BAD = [
         "trainer: rl",
         "trainer: GRPO",
         "trainer",
-        ("rl with algorithm.{adv_estimator: grpo}",),
+        ("rl with algorithm: {adv_estimator: grpo}",),
     ),
     Bad("no trainer", "trainer: rl\n", "", "trainer", ("required key is missing",), "run:"),
     Bad("not YAML", "  path: dense", "  path: [dense", "", ("not valid YAML",), "actor:"),
