@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -72,6 +73,14 @@ def test_what_is_wrong_in_a_dict_is_said_as_of_a_file(
     with pytest.raises(ConfigError) as error:
         SFTTrainer(sft | {section: sft[section] | change})
     assert said in str(error.value)
+
+
+def test_a_step_of_several_adapters_is_one_call(rl: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no `generate` of its own."""
+    actor = rl["actor"] | {"lora": {"rank": 4, "alpha": 8}}
+    trainer = GRPOTrainer(rl | {"actor": actor, "sync": {"lora": "adapter"}, "adapters": {"a": {}, "b": {}}})
+    monkeypatch.setattr(trainer, "_loop", SimpleNamespace(train_step=lambda: {"a/reward/mean": 1.0}))
+    assert trainer.train_step() == {"a/reward/mean": 1.0}
 
 
 def test_a_class_refuses_the_configuration_of_another(sft: dict[str, Any], rl: dict[str, Any]) -> None:
