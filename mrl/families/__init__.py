@@ -153,7 +153,9 @@ def read_hf_config(path: str | Path) -> dict[str, Any]:
     if not file.is_file():
         message = f"{file} does not exist: expected a Hugging Face model directory"
         if str(path).count("/") == 1 and not Path(path).parent.is_dir():  # perhaps a name on the hub
-            message += f"; mrl downloads nothing: run hf download {path} --local-dir DIR, and give DIR"
+            message += (
+                f"; mrl downloads nothing: for a model of the hub, run hf download {path} --local-dir DIR and give DIR"
+            )
         raise FileNotFoundError(message)
     try:
         check_links(Path(path))

@@ -693,7 +693,13 @@ BAD = [
         ("never be trained", "run.steps (c.yaml:4)"),
     ),
     Bad("no model", "  path: dense", "  path: nowhere", "model.path", ("nowhere/config.json does not exist",)),
-    Bad("name on the hub", "  path: dense", "  path: Qwen/Qwen3-8B", "model.path", ("run hf download Qwen/Qwen3-8B",)),
+    Bad(
+        "name on the hub",
+        "  path: dense",
+        "  path: Qwen/Qwen3-8B",
+        "model.path",
+        ("run hf download Qwen/Qwen3-8B --local-dir DIR",),
+    ),
     Bad(
         "unsupported model",
         "  path: dense",

@@ -119,6 +119,22 @@ def test_the_errors_that_a_page_shows_are_those_of_its_example(
     assert str(caught.value) == shown
 
 
+def test_the_translated_configurations_of_the_migration_page_are_accepted() -> None:
+    page = (Path(__file__).parents[3] / "docs/migrating.md").read_text()
+    texts = [text for text in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if "trainer: rl" in text]
+    shutil.copytree("dense", "long")
+    Path("long/config.json").write_text(json.dumps({**DENSE, "max_position_embeddings": 4096}))
+    row = {"prompt": [{"role": "user", "content": "21="}], "answer": "12.", "reward_model": {"ground_truth": "12."}}
+    Path("rows.jsonl").write_text(json.dumps(row) + "\n")
+    Path("rewards.py").write_text("def correct(prompt, response, row):\n    return 1.0\n")
+    shutil.copy("mine.py", "my_rewards.py")
+    for text in texts:
+        own = ("model.path=long", "data.train=rows.jsonl", *["data.validation=rows.jsonl"] * ("validation" in text))
+        cfg = loaded(text, *own, gpus=8)
+        assert (cfg.run.nproc, cfg.actor.parallel.tensor) == (8, 2)  # type: ignore[attr-defined]
+    assert len(texts) == 2
+
+
 def test_the_models_with_experts_have_rules_of_their_own() -> None:
     text = PPO.replace("path: dense", "path: experts").replace("critic:\n  warmup_steps: 2", "critic: {}")
     assert isinstance(loaded(text, "actor.parallel.expert=2", "critic.parallel={expert: 4}"), RLConfig)
