@@ -110,6 +110,8 @@ def load_for_eval(args: argparse.Namespace) -> Config:
     cfg = load_read_only(args.config, args.overrides)
     if not isinstance(cfg, Config):
         raise UsageError(f"mrl eval supports language models only, and this is trainer {cfg.trainer}")
+    if args.weights is not None and not args.weights.is_dir():
+        raise UsageError(f"--weights {args.weights}: there is no such directory")
     return cfg
 
 

@@ -179,6 +179,13 @@ def test_no_engine_is_started_that_would_not_answer_with_the_weights(
     assert said in capsys.readouterr().err
 
 
+def test_weights_that_are_nowhere_are_named(
+    tiny_models: TinyModels, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["eval", str(sampling(tmp_path, tiny_models("llama"))), "--weights", "nowhere"]) == 2
+    assert capsys.readouterr().err == "mrl: --weights nowhere: there is no such directory\n"
+
+
 # ---- where the run is
 
 
