@@ -62,6 +62,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("train.jsonl", "more.jsonl"):
         (tmp_path / name).write_text('{"prompt": "21=", "answer": "12."}\n')
     (tmp_path / "chat.jsonl").write_text('{"prompt": [{"role": "user", "content": "21="}], "answer": "12."}\n')
+    (tmp_path / "talks.jsonl").write_text('{"messages": [{"role": "user", "content": "21="}]}\n')
     for name in ("plain.txt", "plain.jsonl"):
         (tmp_path / name).write_text("21=12.\n")
     score = "def score(prompt, response, row):\n    return 1.0\n\n\njudge = model = overlong = score\n\n\n"
