@@ -71,6 +71,7 @@ class Trainer:
 
     Raises:
         ConfigError: everything that is wrong with the configuration.
+        TypeError: callbacks that are no list of TrainerCallback objects.
     """
 
     trainer: ClassVar[str]  # the configuration's
@@ -88,7 +89,9 @@ class Trainer:
             config = config.model_dump(mode="json")
         self._source: Source = {"trainer": self.trainer, **config} if isinstance(config, Mapping) else config
         self._overrides = inputs.overrides(self._source, reward_fn, train_dataset, val_dataset)
-        self._callbacks = tuple(callbacks)
+        self._callbacks = () if isinstance(callbacks, TrainerCallback) else tuple(callbacks)
+        if isinstance(callbacks, TrainerCallback) or not all(isinstance(c, TrainerCallback) for c in self._callbacks):
+            raise TypeError(f"callbacks must be a list of objects of TrainerCallback classes, got {callbacks!r}")
         self._loop: Any = None
         self.cfg = self._load()
 

@@ -151,6 +151,16 @@ def test_a_reward_may_be_any_function(rl: dict[str, Any]) -> None:
     assert spec == "exact_match"
 
 
+def test_several_rewards_and_callbacks_of_another_form_are_named(rl: dict[str, Any]) -> None:
+    with pytest.raises(
+        ConfigError, match=r"reward.function: reward_fn must be one function, .* got list; reward.recipe"
+    ):
+        GRPOTrainer(rl, reward_fn=[len, len])  # type: ignore[arg-type]
+    for callbacks in (TrainerCallback(), [TrainerCallback]):
+        with pytest.raises(TypeError, match="callbacks must be a list of objects of TrainerCallback classes, got "):
+            GRPOTrainer(rl, callbacks=callbacks)  # type: ignore[arg-type]
+
+
 def test_a_function_of_a_module_of_its_own_stays_in_its_file(
     rl: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
