@@ -45,7 +45,6 @@ class RLConfig(Config):
     adapters: dict[str, AdapterConfig] = {}  # name -> adapter, to train several of one base; empty: one
 
     def adapter_configs(self) -> dict[str, RLConfig]:
-        """Returns the configuration of each of several adapters, as that of a run of it alone; empty for one."""
         found = {}
         for name, own in self.adapters.items():
             given = {key: value for key, value in dict(own).items() if value is not None}
