@@ -21,7 +21,7 @@ from mrl.agents.context import Observation, Turn
 
 Act = Callable[[Turn], Any]
 Show = Callable[[Any], Observation]
-Step = tuple[Observation, float, bool]
+Step = tuple[Observation, float | None, bool]
 HTTP_S = 600.0  # of one request; agent.step_timeout_s ends what takes longer
 MAX_ANSWER_BYTES = 64 << 20
 
@@ -41,6 +41,17 @@ def from_gymnasium(
         show: maps an observation to text for the model, or to messages with a chat template.
         options: the row's key of the options for `reset`.
     """
+    return _environment(make, act, show, options, float)
+
+
+def _environment(
+    make: Callable[[dict[str, Any]], Any],
+    act: Act,
+    show: Show,
+    options: str | None,
+    number: Callable[[Any], float | None],
+) -> type[Any]:
+    """number: converts a reward of the environment."""
 
     class Environment:
         def reset(self, row: dict[str, Any], rng: random.Random) -> Observation:
@@ -55,10 +66,10 @@ def from_gymnasium(
                 action = act(turn)
             except ValueError as error:  # for the model, in the form of an observation
                 told, like = str(error), self.shown
-                return told if isinstance(like, str) else [{**like[-1], "content": told}], 0.0, False
+                return told if isinstance(like, str) else [{**like[-1], "content": told}], None, False
             observation, reward, terminated, truncated, _ = self.inner.step(action)
             self.shown = show(observation)
-            return self.shown, float(reward), bool(terminated or truncated)
+            return self.shown, number(reward), bool(terminated or truncated)
 
         def close(self) -> None:
             if hasattr(self, "inner"):
@@ -71,9 +82,16 @@ def from_openenv(url: str | Callable[[dict[str, Any]], str], act: Act, show: Sho
     """Returns a class for `agent.rollout` that uses an OpenEnv server: POST /reset and /step, GET /state.
 
     url: of the server, or a function of the row. A server with a single episode serves one trajectory at a time; its
-    state reveals a second one. act: returns the action's fields; otherwise as in `from_gymnasium`
+    state reveals a second one, and a server that makes a new environment for each request. act: returns the action's
+    fields; otherwise as in `from_gymnasium`
+
+    A step's reward of null is none, as in OpenEnv; a trajectory without any reward has no score.
     """
-    return from_gymnasium(lambda row: _OpenEnv(url if isinstance(url, str) else url(row)), act, show)
+
+    def make(row: dict[str, Any]) -> _OpenEnv:
+        return _OpenEnv(url if isinstance(url, str) else url(row))
+
+    return _environment(make, act, show, None, lambda reward: None if reward is None else float(reward))
 
 
 class _OpenEnv:
@@ -88,16 +106,23 @@ class _OpenEnv:
         self.episode = _asked(self.url, "GET", "/state", None).get("episode_id", asked)
         return self._observation(told), {}
 
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+    def step(self, action: Any) -> tuple[Any, float | None, bool, bool, dict[str, Any]]:
         told = _asked(self.url, "POST", "/step", {"action": action, "episode_id": self.episode})
         self.steps += 1
         state, mine = _asked(self.url, "GET", "/state", None), (self.episode, self.steps)
         if (found := (state.get("episode_id", mine[0]), state.get("step_count", mine[1]))) != mine:
             raise OpenEnvError(
                 f"{self.url} is at step {found[1]} of episode {found[0]!r}, and this trajectory at step {mine[1]} of "
-                f"{mine[0]!r}: a server runs one episode at a time, so give each trajectory its own (url in the row)"
+                f"{mine[0]!r}: a server runs one episode at a time, so give each trajectory its own (url in the row); "
+                "and it must keep that episode between HTTP requests, for which OpenEnv's create_app needs a factory "
+                "that always returns the same environment"
             )
-        return self._observation(told), float(told.get("reward") or 0.0), bool(told.get("done")), False, {}
+        reward, done = told.get("reward"), told.get("done", False)  # OpenEnv's defaults
+        if not isinstance(reward, int | float | None):
+            raise OpenEnvError(f"{self.url} returned the reward {reward!r}: it must be a number or null")
+        if not isinstance(done, bool):
+            raise OpenEnvError(f"{self.url} returned {done!r} as 'done': it must be true or false")
+        return self._observation(told), reward, done, False, {}
 
     def _observation(self, told: dict[str, Any]) -> Any:
         if "observation" not in told:
