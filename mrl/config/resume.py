@@ -211,7 +211,7 @@ def _differences(old: Tree, section: Section, new: Tree, prefix: str) -> Iterato
             before = json.loads(json.dumps(default, default=lambda section: section.model_dump(mode="json")))
         if isinstance(inner, Section) and isinstance(before, dict):
             yield from _differences(before, inner, new[name], f"{prefix}{name}.")
-        elif _holds(inner, Section) and _holds(before, dict):
+        elif isinstance(before, dict) and _holds(inner, Section) and _holds(before, dict):
             if inner.keys() != before.keys():
                 yield KeyChange(f"{prefix}{name}", [*before], [*inner])
             for each in inner.keys() & before.keys():
