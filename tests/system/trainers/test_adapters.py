@@ -114,8 +114,9 @@ def test_each_adapter_becomes_to_the_bit_what_a_run_of_it_alone_makes(
     assert weights.keys() == wanted.keys() and all(torch.equal(weights[key], wanted[key]) for key in wanted)
     assert max(float(tensor.abs().max()) for key, tensor in weights.items() if "lora_B" in key) > 1e-3
     assert samples(own) == samples(other)
-    ends = [json.loads((each / "adapter" / GENERATION).read_text())["eos_token_id"] for each in (own, other)]
-    assert ends[0] == ends[1] and (9 in ends[0]) == (name == "upper")
+    files = [each / "adapter" / GENERATION for each in (own, other)]  # with end tokens that the base does not have
+    ends = [json.loads(file.read_text())["eos_token_id"] for file in files if file.is_file()]
+    assert [9 in each for each in ends] == [True, True] * (name == "upper") and len({*map(tuple, ends)}) < 2
     rows, alone_rows = results(run_dir), results(other)
     for step in range(1, STEPS + 1):
         mine = {key.removeprefix(f"{name}/"): value for key, value in rows[step].items() if key.startswith(f"{name}/")}
