@@ -1,5 +1,5 @@
-"""Adapters of other environments to classes for `agent.rollout`: Gymnasium's, and OpenEnv's over HTTP. Standard library
-only.
+"""Adapters of other environments to classes for `agent.rollout`: Gymnasium's, and OpenEnv's over WebSocket and HTTP.
+Standard library only.
 
     from mrl.agents.environments import from_gymnasium
 
@@ -12,12 +12,13 @@ import http.client
 import random
 import uuid
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
 from mrl import strict_json
 from mrl.agents.context import Observation, Turn
+from mrl.agents.web_socket import WebSocket
 
 Act = Callable[[Turn], Any]
 Show = Callable[[Any], Observation]
@@ -79,32 +80,36 @@ def _environment(
 
 
 def from_openenv(url: str | Callable[[dict[str, Any]], str], act: Act, show: Show = strict_json.dumps) -> type[Any]:
-    """Returns a class for `agent.rollout` that uses an OpenEnv server: POST /reset and /step, GET /state.
+    """Returns a class for `agent.rollout` that uses an OpenEnv server.
 
-    url: of the server, or a function of the row. A server with a single episode serves one trajectory at a time; its
-    state reveals a second one, and a server that makes a new environment for each request. act: returns the action's
-    fields; otherwise as in `from_gymnasium`
+    url: of the server, or a function of the row. At ws://host:port each trajectory has a session of its own (/ws), with
+    as many at once as the server allows. At http://host:port it uses POST /reset and /step, and GET /state, of a server
+    with a single episode, which serves one trajectory at a time; its state reveals a second one, and a server that
+    makes a new environment for each request. act: returns the action's fields; otherwise as in `from_gymnasium`
 
     A step's reward of null is none, as in OpenEnv; a trajectory without any reward has no score.
     """
 
-    def make(row: dict[str, Any]) -> _OpenEnv:
-        return _OpenEnv(url if isinstance(url, str) else url(row))
+    def make(row: dict[str, Any]) -> _OpenEnv | _OpenEnvSession:
+        own = url if isinstance(url, str) else url(row)
+        return _OpenEnvSession(own) if urlsplit(own).scheme in ("ws", "wss") else _OpenEnv(own)
 
     return _environment(make, act, show, None, lambda reward: None if reward is None else float(reward))
 
 
 class _OpenEnv:
-    """An OpenEnv server in the form of a `gymnasium.Env`. Its methods block: they run in the trajectory's thread."""
+    """An OpenEnv server over HTTP in the form of a `gymnasium.Env`. Its methods block: they run in the trajectory's
+    thread.
+    """
 
     def __init__(self, url: str) -> None:
         self.url, self.steps = url, 0
 
     def reset(self, *, seed: int, options: None) -> tuple[Any, dict[str, Any]]:
-        asked = str(uuid.UUID(int=random.Random(seed).getrandbits(128)))
+        asked = _episode(seed)
         told = _asked(self.url, "POST", "/reset", {"seed": seed, "episode_id": asked})
         self.episode = _asked(self.url, "GET", "/state", None).get("episode_id", asked)
-        return self._observation(told), {}
+        return _observation(self.url, told), {}
 
     def step(self, action: Any) -> tuple[Any, float | None, bool, bool, dict[str, Any]]:
         told = _asked(self.url, "POST", "/step", {"action": action, "episode_id": self.episode})
@@ -114,30 +119,82 @@ class _OpenEnv:
             raise OpenEnvError(
                 f"{self.url} is at step {found[1]} of episode {found[0]!r}, and this trajectory at step {mine[1]} of "
                 f"{mine[0]!r}: a server runs one episode at a time, so give each trajectory its own (url in the row); "
-                "and it must keep that episode between HTTP requests, for which OpenEnv's create_app needs a factory "
-                "that always returns the same environment"
+                "if it makes an environment for each request, as current servers of OpenEnv do, use ws://, not http://"
             )
-        reward, done = told.get("reward"), told.get("done", False)  # OpenEnv's defaults
-        if not isinstance(reward, int | float | None):
-            raise OpenEnvError(f"{self.url} returned the reward {reward!r}: it must be a number or null")
-        if not isinstance(done, bool):
-            raise OpenEnvError(f"{self.url} returned {done!r} as 'done': it must be true or false")
-        return self._observation(told), reward, done, False, {}
-
-    def _observation(self, told: dict[str, Any]) -> Any:
-        if "observation" not in told:
-            raise OpenEnvError(f"the response of {self.url} lacks 'observation': {str(told)[:200]}")
-        return told["observation"]
+        return _step(self.url, told)
 
     def close(self) -> None:
         """Nothing is kept open."""
+
+
+class _OpenEnvSession:
+    """A session of its own at an OpenEnv server, in the form of a `gymnasium.Env`, as `_OpenEnv`."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._socket: WebSocket | None = None
+
+    def reset(self, *, seed: int, options: None) -> tuple[Any, dict[str, Any]]:
+        told = self._asked("reset", {"seed": seed, "episode_id": _episode(seed)})
+        return _observation(self.url, told), {}
+
+    def step(self, action: Any) -> tuple[Any, float | None, bool, bool, dict[str, Any]]:
+        return _step(self.url, self._asked("step", action))
+
+    def close(self) -> None:
+        if self._socket is not None:
+            with suppress(OSError):
+                self._socket.send(strict_json.dumps({"type": "close"}))
+            self._socket.close()
+
+    def _asked(self, kind: str, data: Any) -> dict[str, Any]:
+        try:
+            if self._socket is None:
+                self._socket = WebSocket(self.url.rstrip("/") + "/ws", HTTP_S)
+            asked = strict_json.dumps({"type": kind, "data": data})
+            with suppress(BrokenPipeError, ConnectionResetError):  # a server that is full has said so, and closed
+                self._socket.send(asked)
+            told = strict_json.loads(self._socket.receive())
+        except OSError as error:
+            raise OpenEnvError(f"{kind} at {self.url}: {type(error).__name__}: {error}") from error
+        except ValueError as error:
+            raise OpenEnvError(f"{kind} at {self.url} did not return JSON: {error}") from error
+        found = told.get("data") if isinstance(told, dict) else None
+        if not isinstance(found, dict) or told.get("type") not in ("observation", "error"):
+            raise OpenEnvError(f"{kind} at {self.url} returned {str(told)[:200]!r}, expected an observation")
+        if told["type"] == "error":
+            advice = ""
+            if found.get("code") == "CAPACITY_REACHED":
+                advice = "; start it with a max_concurrent_envs of at least the trajectories that are in flight"
+            why = str(found.get("message")).rstrip(".")
+            raise OpenEnvError(f"{kind} at {self.url} failed ({found.get('code')}): {why}{advice}")
+        return found
+
+
+def _episode(seed: int) -> str:
+    return str(uuid.UUID(int=random.Random(seed).getrandbits(128)))
+
+
+def _observation(url: str, told: dict[str, Any]) -> Any:
+    if "observation" not in told:
+        raise OpenEnvError(f"the response of {url} lacks 'observation': {str(told)[:200]}")
+    return told["observation"]
+
+
+def _step(url: str, told: dict[str, Any]) -> tuple[Any, float | None, bool, bool, dict[str, Any]]:
+    reward, done = told.get("reward"), told.get("done", False)  # OpenEnv's defaults
+    if not isinstance(reward, int | float | None):
+        raise OpenEnvError(f"{url} returned the reward {reward!r}: it must be a number or null")
+    if not isinstance(done, bool):
+        raise OpenEnvError(f"{url} returned {done!r} as 'done': it must be true or false")
+    return _observation(url, told), reward, done, False, {}
 
 
 def _asked(url: str, method: str, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
     parts, what = urlsplit(url), f"{method} {url}{path}"
     kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
     if parts.scheme not in kinds or parts.hostname is None:
-        raise OpenEnvError(f"{url!r} is not a server address such as http://host:port")
+        raise OpenEnvError(f"{url!r} is not a server address such as ws://host:port")
     data = None if body is None else strict_json.dumps(body)
     connection = kinds[parts.scheme](parts.hostname, parts.port, timeout=HTTP_S)
     try:

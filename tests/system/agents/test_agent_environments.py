@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from aiohttp import web
 
 from mrl.agents import AgentError
 from mrl.agents.runner import AgentRunner
@@ -23,6 +24,7 @@ from mrl.algo import token_rewards
 from mrl.config.schema import AgentConfig, BatchConfig, RewardConfig, RLConfig
 from mrl.core import Prompt, Request, Rollout, Sample
 from mrl.data import collate
+from mrl.http_server import HttpServer
 from mrl.observe.files import read_jsonl
 from mrl.reward.errors import RewardError
 from mrl.reward.manager import RewardManager
@@ -132,7 +134,7 @@ class Echo(BaseHTTPRequestHandler):
             kind.episode, kind.steps = body["episode_id"], 0
             return self.answer({"observation": {"echo": "hello"}, "reward": None, "done": False})
         kind.steps += 1
-        echo, reward = {"echo": body["action"]["say"]}, kind.rewards[kind.steps - 1]
+        echo, reward = {"echo": body["action"]["say"]}, kind.rewards[min(kind.steps, len(kind.rewards)) - 1]
         self.answer({"observation": echo, "reward": reward, "done": kind.steps == len(kind.rewards)})
 
     def do_GET(self) -> None:
@@ -169,6 +171,53 @@ def test_a_server_of_openenv_is_played(programs: Path) -> None:
     said = [m["content"] for m in sample.messages]
     assert said[0] == "<hello>" and said[2] == f"<{said[1]}>" and len(said) == 4
     assert sample.environment == {"score": 1.0}
+
+
+class Sessions:
+    """As a server of OpenEnv with an environment for each WebSocket, of two steps each."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.running, self.ended = most, 0, list[str]()
+        self.server = HttpServer(self.answer, 0)
+
+    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        assert request.path == "/ws"
+        self.server.authenticated(request)
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        if self.running == self.most:
+            told = {"code": "CAPACITY_REACHED", "message": "Server at capacity."}
+            await socket.send_json({"type": "error", "data": told})
+            await socket.close()
+            return socket
+        self.running, steps = self.running + 1, 0
+        async for message in socket:
+            asked = json.loads(message.data)
+            if asked["type"] == "close":
+                self.ended.append("closed")
+                break
+            echo, steps = ("hello", 0) if asked["type"] == "reset" else (asked["data"]["say"], steps + 1)
+            data = {"observation": {"echo": echo}, "reward": 0.5 if steps == 2 else None, "done": steps == 2}
+            await socket.ping()
+            await socket.send_json({"type": "observation", "data": data})
+        self.running -= 1
+        return socket
+
+
+@pytest.mark.parametrize("most", [3, 1])
+def test_each_trajectory_has_a_session_of_its_own(programs: Path, most: int) -> None:
+    sessions = Sessions(most)
+    with sessions.server as server:
+        row = {"url": f"ws://127.0.0.1:{server.port}"}
+        if most == 1:
+            with pytest.raises(AgentError, match=r"CAPACITY_REACHED.: .*; start it with a max_concurrent_envs"):
+                play(programs, "Server", row=row, workers=1, retries=0)
+            return
+        found = play(programs, "Server", row=row, workers=1, retries=0)
+    assert [sample.environment for sample in found] == [{"score": 0.5}] * 3 and sessions.ended == ["closed"] * 3
+    for sample in found:
+        said = [m["content"] for m in sample.messages]
+        assert said[0] == "<hello>" and said[2] == f"<{said[1]}>" and len(said) == 4
 
 
 @pytest.mark.parametrize(
@@ -228,7 +277,12 @@ def test_two_trajectories_on_a_server_of_one_episode_are_found_out(programs: Pat
 
 
 @pytest.mark.parametrize(
-    ("url", "message"), [("http://127.0.0.1:1", "ConnectionRefused"), ("here", "not a server address")]
+    ("url", "message"),
+    [
+        ("http://127.0.0.1:1", "ConnectionRefused"),
+        ("ws://127.0.0.1:1", "ConnectionRefused"),
+        ("here", "not a server address"),
+    ],
 )
 def test_a_server_that_is_none_is_named(programs: Path, url: str, message: str) -> None:
     with pytest.raises(AgentError, match=message):
