@@ -62,9 +62,9 @@ def test_doctor_misses_the_compiler_that_triton_calls(tmp_path: Path, monkeypatc
             False,
             False,
             "cuda, engine, trainers, speed, ranks",
-            "skipped here: transformer_engine, fp8, engine's checks of SGLang",
+            "skipped here: transformer_engine, fp8, real, engine's checks of SGLang",
         ),
-        (True, True, True, "cuda, engine, transformer_engine, fp8, trainers, speed, ranks", "skipped here: nothing"),
+        (True, True, True, "cuda, engine, transformer_engine, fp8, trainers, speed, ranks, real", "skipped here: nothing"),
     ],
 )
 def test_doctor_says_which_stages_can_run(
