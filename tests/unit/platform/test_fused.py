@@ -64,7 +64,13 @@ def test_doctor_misses_the_compiler_that_triton_calls(tmp_path: Path, monkeypatc
             "cuda, engine, trainers, speed, ranks",
             "skipped here: transformer_engine, fp8, real, engine's checks of SGLang",
         ),
-        (True, True, True, "cuda, engine, transformer_engine, fp8, trainers, speed, ranks, real", "skipped here: nothing"),
+        (
+            True,
+            True,
+            True,
+            "cuda, engine, transformer_engine, fp8, trainers, speed, ranks, real",
+            "skipped here: nothing",
+        ),
     ],
 )
 def test_doctor_says_which_stages_can_run(
