@@ -82,7 +82,7 @@ def test_parts_of_samples_that_were_left_out_are_not_used() -> None:
     for place in range(5):
         see(drawn(place))
     assert asked == [[0, 1], [2, 3, 4]]
-    samples = [drawn(place) for place in range(10) if place != 2]  # it has no score: reward.on_error is leave_out
+    samples = [drawn(place) for place in range(10) if place != 2]  # it has no score
     left = Rollout.of(4, [s.request.prompt.token_ids for s in samples], [s.response_ids for s in samples])
     values = made.of(left).values
     assert values is not None and values.tolist() == [token for s in samples for token in s.response_ids]
