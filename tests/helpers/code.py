@@ -1,4 +1,5 @@
-"""`python -m tests.helpers.code CODE ARGUMENTS...` is `python -c CODE ARGUMENTS...`, as a module for `zygote.run`."""
+"""Runs `python -c CODE ARGUMENTS...` as `python -m tests.helpers.code CODE ARGUMENTS...`, a module that `zygote.run`
+accepts."""
 
 import sys
 
