@@ -1,4 +1,4 @@
-"""What a run leaves behind: directory and lock, metrics, display, samples, report."""
+"""Files of a run: directory and lock, metrics, display, samples, report."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def record(run_dir: Path, steps: int = 3) -> None:
 
 
 def record_bare(run_dir: Path, steps: int = 3) -> None:
-    """Without anything to draw."""
+    """Logs steps without metrics to plot."""
     with Recorder(run_dir, steps, live=False) as recorder:
         for step in range(1, steps + 1):
             recorder.log(StepStats(step))
@@ -160,7 +160,7 @@ def test_recorder_writes_a_line_a_step_and_shows_it(tmp_path: Path, capsys: pyte
         with recorder.phase("rollout", stats):
             time.sleep(0.02)
         recorder.log(stats)
-        on_disk = json.loads((tmp_path / "metrics.jsonl").read_text())  # before close: flushed
+        on_disk = json.loads((tmp_path / "metrics.jsonl").read_text())  # flushed before close
         recorder.note("[bold]a note[/bold]")
     assert on_disk["step"] == 1 and on_disk["reward/mean"] == 0.5
     assert 0.04 <= on_disk["time/rollout"] < 10
@@ -192,7 +192,7 @@ def test_a_phase_that_fails_is_timed_and_the_error_passes(tmp_path: Path) -> Non
 def test_a_continued_run_replaces_the_abandoned_steps(tmp_path: Path) -> None:
     record(tmp_path, steps=5)
     file = tmp_path / "metrics.jsonl"
-    file.write_text(file.read_text() + '{"step": 6, "rew')  # killed while writing
+    file.write_text(file.read_text() + '{"step": 6, "rew')  # as if killed while writing
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
     with Recorder(tmp_path, 9, live=False) as recorder:
         recorder.log(StepStats(3, {"reward/mean": 9.0}))
@@ -456,7 +456,7 @@ def test_a_followed_report_is_written_again_until_the_run_ends(tmp_path: Path, m
     record_bare(tmp_path, steps=1)
 
     def sleep(seconds: float) -> None:
-        """In the meantime the run makes a step, and another one, and ends."""
+        """Meanwhile the run makes a step, then another one, and then ends."""
         assert seconds == 7.0
         pages.append((tmp_path / "report.html").read_text())
         record_bare(tmp_path, steps=len(pages) + 1)
