@@ -78,7 +78,7 @@ def test_a_rollout_without_rows_has_none_when_it_is_cut_or_joined() -> None:
     assert rollout.pick(torch.tensor([1])).rows is None and rollout.join(rollout).rows is None
 
 
-# ---- a field says what its items are, and that is all it takes
+# ---- a field needs only the declaration of its unit
 
 
 @dataclass(frozen=True)
