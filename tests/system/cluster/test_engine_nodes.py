@@ -268,7 +268,8 @@ def test_fewer_nodes_than_promised_are_counted(place: Place) -> None:
     engine = place.join(place.cfg(nodes=2, wait_s=3.0))
     client = RouterClient(router_file(place.run_dir))
     place.stack.callback(client.close)
-    wait_for(lambda: "a run has come" in silent.said)
+    wait_for(lambda: "a run has come" in silent.said)  # the router adds the node some time after its answer
+    wait_for(lambda: 1 in [node.record.engines.node for node in client.nodes()])
     silent.node.agent.close()  # the node vanishes without a message
     silent.received.append(signal.SIGTERM)
     wait_for(lambda: any(not node.healthy for node in client.nodes()))

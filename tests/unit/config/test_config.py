@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mrl.cli import main
 from mrl.config.builtin_rewards import BUILTIN_REWARDS
 from mrl.config.derived import Machine, smallest_world
 from mrl.config.loader import dump_resolved, load
@@ -278,6 +279,36 @@ def test_a_dumped_configuration_loads_back(text: str) -> None:
     assert "max_tokens_per_microbatch: 16384" in dumped
     assert loaded(dumped) == cfg
     assert dump_resolved(loaded(dumped)) == dumped
+
+
+def test_the_command_prints_a_configuration_as_it_is_loaded(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file with its base and overrides, and a run directory; `run.root` is where that directory is."""
+    (files / "base.yaml").write_text(PPO)
+    (files / "own.yaml").write_text("base: base.yaml\nrun: {seed: 2}\n")
+    assert main(["config", "own.yaml", "run.steps=7"]) == 0
+    printed = capsys.readouterr().out
+    assert printed == dump_resolved(loaded(PPO, "run.seed=2", "run.steps=7"))
+    (files / "some_run").mkdir()
+    (files / "some_run" / "config.yaml").write_text(printed)
+    assert main(["config", "some_run"]) == 0
+    own = (f"run.root={json.dumps(str(files))}", "run.name=some_run")
+    assert capsys.readouterr().out == dump_resolved(loaded(printed, *own))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["own.yaml", "run.sed=3"], "run.sed: unknown key; did you mean seed?"),
+        (["nothere.yaml"], "cannot read nothere.yaml"),
+        (["rollout", "run.seed=3"], "KEY=VALUE goes with a YAML file or run directory"),
+        (["rollout", "--markdown"], "--markdown stands alone"),
+    ],
+)
+def test_the_command_refuses(arguments: list[str], said: str, files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (files / "own.yaml").write_text(PPO)
+    assert main(["config", *arguments]) == 2
+    found = capsys.readouterr()
+    assert said in found.err and not found.out
 
 
 def test_a_dumped_list_loads_back() -> None:
