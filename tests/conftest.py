@@ -47,8 +47,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="module", autouse=True)
 def no_world_is_left() -> Iterator[None]:
-    """Fails if a test file leaves its process in a process group. The next test of the same worker that needs one would
-    fail."""
+    """Fails if a test file leaves its process in a process group, which would fail the worker's next test with one."""
     yield
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_initialized():

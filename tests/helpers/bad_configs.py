@@ -64,8 +64,7 @@ batch:
 
 @dataclass
 class Bad:
-    """A configuration in which `old` is replaced by `new`. The error names the line of `at` (default: the last line of
-    `new`)."""
+    """A configuration with `old` replaced by `new`. The error names the line of `at` (default: `new`'s last line)."""
 
     id: str
     old: str

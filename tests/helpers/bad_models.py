@@ -1,5 +1,4 @@
-"""A valid model directory, and one mistake each in its config.json, tokenizer, links or weight files, with the expected
-error."""
+"""A valid model directory, and single mistakes in its config.json, tokenizer, links or weight files, with the error."""
 
 from __future__ import annotations
 

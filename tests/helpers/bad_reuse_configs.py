@@ -1,5 +1,4 @@
-"""Configurations with one mistake in weight averages, moving references, replay or demonstrations, and the expected
-error."""
+"""Configurations with one mistake in averages, moving references, replay or demonstrations, and the expected error."""
 
 from __future__ import annotations
 

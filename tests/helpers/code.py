@@ -1,5 +1,4 @@
-"""Runs `python -c CODE ARGUMENTS...` as `python -m tests.helpers.code CODE ARGUMENTS...`, a module that `zygote.run`
-accepts."""
+"""`python -m tests.helpers.code CODE ARGUMENTS...` runs `python -c CODE ARGUMENTS...` as a module for `zygote.run`."""
 
 import sys
 

@@ -1,5 +1,4 @@
-"""Tiny complete diffusers pipelines: denoiser, decoder, text encoders, tokenizers and scheduler, with random
-weights."""
+"""Tiny random diffusers pipelines, complete: denoiser, decoder, text encoders, tokenizers and scheduler."""
 
 from __future__ import annotations
 
@@ -13,8 +12,7 @@ KINDS = ("sd", "dit", "sd3", "flux")
 
 
 def tiny_pipeline(kind: str, path: Path, **scheduler: Any) -> Any:
-    """Returns a pipeline of kind sd, dit, sd3 or flux with random weights from seed 0, which is also saved as a
-    directory."""
+    """Saves and returns a pipeline of kind sd, dit, sd3 or flux with random weights from seed 0."""
     import torch
 
     torch.manual_seed(0)
@@ -55,8 +53,7 @@ def _stable_diffusion(scheduler: dict[str, Any]) -> Any:
 
 
 def _dit(scheduler: dict[str, Any]) -> Any:
-    """Returns a DiT pipeline. As in the published ones, the net also predicts variances, and class 1000 means "no
-    class"."""
+    """Returns a DiT pipeline. As in published ones, the net predicts variances too, and class 1000 is "no class"."""
     import diffusers
 
     net = diffusers.DiTTransformer2DModel(

@@ -18,8 +18,7 @@ DIVERGENCES = [
 
 
 def with_one_teacher(processes: int) -> list[tuple[str, float]]:
-    """Returns the divergences that a world of this size computes with one teacher as well. All are computed with two
-    teachers."""
+    """Returns the divergences that a world of this size computes with one teacher. Two teachers get all of them."""
     return DIVERGENCES if processes == 1 else [*DIVERGENCES[:1], *slow_cases(*DIVERGENCES[1:])]
 
 

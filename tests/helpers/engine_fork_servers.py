@@ -24,8 +24,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def start() -> None:
-    """Starts the fork servers for this process and its children; the servers end with it. Does nothing if they exist
-    already."""
+    """Starts the fork servers for this process and its children, if there are none. They end with this process."""
     if sys.platform != "linux" or fork_server.VARIABLE in os.environ:
         return
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # as in a run; without it no engine would be forked

@@ -1,5 +1,4 @@
-"""Packages that imitate transformer-engine for tests of its import: a complete one, and some that are broken in known
-ways."""
+"""Packages that imitate transformer-engine for tests of its import: a complete one, and broken ones."""
 
 from __future__ import annotations
 

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def full_disk(room: int) -> Iterator[None]:
-    """Limits every file that this process writes to `room` bytes. Further writes fail as on a full disk (with EFBIG,
-    not ENOSPC)."""
+    """Limits files of this process to `room` bytes. Further writes fail as on a full disk (EFBIG for ENOSPC)."""
     previous, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, previous[1]))
     try:

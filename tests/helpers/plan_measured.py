@@ -184,8 +184,7 @@ def saved_activations(
 def measured(
     path: str, role: Role, train: TrainConfig, rank: int, world: int, dtype: torch.dtype
 ) -> tuple[int, Tokens]:
-    """Returns the bytes that autograd keeps after a forward pass of the rank's stage, without its parameters, and the
-    token counts."""
+    """Returns the bytes that autograd keeps after a forward pass, without parameters, and the token counts."""
     arch, g = load_arch(path), torch.Generator().manual_seed(1)
     lengths = [
         56,

@@ -20,8 +20,7 @@ VOCAB = 320
 
 
 def results(run_dir: Path) -> dict[int, dict[str, float]]:
-    """Returns the rows of metrics.jsonl by step, without metrics of speed and memory, which differ between equal
-    runs."""
+    """Returns the rows of metrics.jsonl by step, without speed and memory, which differ between equal runs."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert len({row["step"] for row in rows}) == len(rows), "a step is there twice"
     return {row["step"]: {k: v for k, v in row.items() if not k.startswith(MEASURED)} for row in rows}

@@ -1,5 +1,4 @@
-"""An imitation of a second device for machines without one: torch's `meta` device, with CUDA's rules on mixing
-devices."""
+"""An imitation of a second device for machines without one: torch's `meta`, with CUDA's rules on mixing devices."""
 
 from __future__ import annotations
 

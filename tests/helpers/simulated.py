@@ -127,8 +127,7 @@ class SimulatedDispatcher:
 
 
 class SimulatedEngine:
-    """The engine methods that `Generator` uses; `answer` makes the sample of a request. asked: the requests, in
-    order"""
+    """The methods of an engine that `Generator` uses; `answer` makes a request's sample. asked: requests, in order"""
 
     def __init__(self, answer: Callable[[Request, SamplingParams], Sample]) -> None:
         self.asked: list[tuple[Request, SamplingParams]] = []

@@ -1,5 +1,4 @@
-"""Texts with tool calls: the calls that mrl's parsers find, and whether SGLang's parser of the format finds the
-same."""
+"""Texts with tool calls: the calls that mrl's parsers find, and whether SGLang's parser finds the same."""
 
 from __future__ import annotations
 

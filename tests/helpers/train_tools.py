@@ -125,8 +125,7 @@ class Train:
         self.processes()
 
     def processes(self) -> dict[int, str]:
-        """Returns the command lines of the run's living processes: all descendants, and every process with the run's
-        mark."""
+        """Returns the command lines of the run's processes: all descendants, and those with the run's mark."""
         table = _process_table()
         found = {self._process.pid} | {pid for pid in table if self._mark in _read(pid, "environ")}
         owners = {pid: _owner(pid) for pid in table if self._is_supervisor(pid)}
@@ -190,8 +189,7 @@ def _output(pid: int) -> Path:
 
 
 def _owner(pid: int) -> int:
-    """Returns the process whose end a supervisor waits for. Without one it returns the parent; -1 if the process has
-    ended."""
+    """Returns the process whose end a supervisor waits for, else the parent; -1 if it has ended."""
     files = Path(f"/proc/{pid}/fdinfo")
     with contextlib.suppress(OSError):
         for file in files.iterdir():

@@ -26,8 +26,7 @@ def start_world(processes: int, script: str, *arguments: str | Path) -> subproce
 
 
 def run_world(processes: int, script: str, *arguments: str | Path, timeout_s: float = 900) -> str:
-    """Runs a script on `processes` ranks and returns what they print. Fails the test with the end of their output if a
-    rank fails."""
+    """Runs a script on `processes` ranks and returns what they print. Fails the test if a rank fails."""
     with start_world(processes, script, *arguments) as world:
         try:
             output, errors = world.communicate(timeout=timeout_s)

@@ -67,8 +67,7 @@ def _zygote() -> Zygote:
 
 
 def start(command: Sequence[str], env: Mapping[str, str], cwd: Path, **more: Any) -> subprocess.Popen[Any]:
-    """Starts `command`, as a fork if possible. more: file arguments of subprocess.Popen. A fork always leads a
-    session."""
+    """Starts `command`, as a fork if possible; a fork leads a session. more: file arguments of subprocess.Popen"""
     copied = sys.platform == "linux" and list(command[:2]) == [sys.executable, "-m"] and _is_like_here(env)
     return (
         Copy(_zygote(), command, env=env, cwd=cwd, **more)
@@ -85,8 +84,7 @@ def pid() -> int:
 def run(
     *arguments: str | Path, cwd: Path = ROOT, timeout_s: float = 120, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs `python -m *arguments` and returns its result. Kills it after timeout_s. environment: additional
-    variables"""
+    """Runs `python -m *arguments` or kills it after timeout_s; returns the result. environment: more variables"""
     command, pipe = [sys.executable, "-m", *map(str, arguments)], subprocess.PIPE
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
     with start(command, env, cwd, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True) as process:

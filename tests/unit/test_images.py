@@ -111,8 +111,7 @@ def jobs(name: str) -> list[dict[str, Any]]:
 
 
 def command(job: dict[str, Any], node: int) -> tuple[Any, list[str]]:
-    """Returns the parsed arguments and the words of pod `node`. Paths of the user's storage are left out of the parsed
-    ones."""
+    """Returns the parsed arguments, without paths of the user's storage, and all words of pod `node`."""
     (container,) = job["spec"]["template"]["spec"]["containers"]
     words = [word.replace("$(NODE)", str(node)) for word in container["args"]]
     args = cli._parsed([word for word in words if not word.partition("=")[2].startswith("/shared/")], True)

@@ -163,8 +163,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 @dataclass(frozen=True)
 class Code:
-    """imports: dotted names of all imports in a file, with relative imports resolved; cuda: numbers of lines with
-    torch.cuda"""
+    """imports: dotted names of all imports, relative ones resolved; cuda: numbers of lines with torch.cuda"""
 
     imports: tuple[str, ...]
     cuda: tuple[int, ...]
@@ -290,8 +289,7 @@ def test_a_plan_inside_a_room_has_no_circle(room: str) -> None:
 
 
 def test_the_families_are_plain() -> None:
-    """mrl.families imports only the standard library and readers of foreign files, because the package `config` reads
-    it."""
+    """mrl.families imports only the standard library and readers of foreign files, since `config` reads it."""
     standard = {*("__future__", "collections", "dataclasses", "functools", "json", "math", "os", "pathlib", "stat")}
     standard |= {"importlib", "itertools"}  # importlib.metadata: a family may need a newer megatron-core
     files = [*(PACKAGE / "families").rglob("*.py"), PACKAGE / "foreign.py", PACKAGE / "float32.py"]

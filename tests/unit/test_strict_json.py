@@ -62,8 +62,7 @@ def test_tools_of_a_row() -> None:
 
 
 def test_files_of_a_run(tmp_path: Path) -> None:
-    """Files of a run replace non-finite numbers by strings; rows of a Parquet file, and the records of a step, may
-    contain NaN."""
+    """Files of a run replace non-finite numbers, which rows of a Parquet file may contain, by strings."""
     file = tmp_path / "rows.jsonl"
     row = {"row": {"price": math.nan, "many": [1.0, -math.inf]}, "score": 1.0}
     write_jsonl(file, [row])

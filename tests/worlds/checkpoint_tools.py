@@ -103,8 +103,7 @@ def error(got: Weights, want: Weights) -> float:
 
 
 def stored_difference(a: Path, b: Path, vocab: int) -> dict[str, float]:
-    """Returns the largest absolute difference between two checkpoints by kind of tensor, on rank 0; an empty dict
-    elsewhere."""
+    """Returns the largest absolute difference of two checkpoints by kind of tensor, on rank 0; else an empty dict."""
     worst: dict[str, float] = {}
     found = differences(a, b, vocab, lambda x, y: float((x - y).abs().max())) if rank() == 0 else {}
     for (_, kind), difference in found.items():

@@ -72,7 +72,7 @@ def resharding(
 
 
 def bfloat16_before_the_first_update(world: World) -> None:
-    """Saves and resumes an actor and a critic in bfloat16 before and after the first update. The critic's head is
+    """Saves and resumes actor and critic in bfloat16 before and after the first update; the critic's head is
     float32."""
 
     def make(seed: int, layout: str = "tp2") -> dict[str, Learner]:
@@ -237,8 +237,7 @@ class Poison:
 
 
 def report_poisoned(world: World, learners: dict[str, Learner], good: Path) -> None:
-    """Loads checkpoints in which one file, of every kind in turn, contains code, with a manifest that lists it as
-    complete."""
+    """Loads checkpoints in which one file, of each kind in turn, contains code, with a matching manifest."""
     for case, change in POISONED.items():
         path, ran = world.work / f"poisoned_{case}" / "checkpoints" / "step_3", world.work / f"ran_{case}"
         if rank() == 0:
@@ -276,8 +275,7 @@ def poison_whole(name: str) -> Callable[[Path, Poison], Path]:
 
 
 def poison_item(kind: type) -> Callable[[Path, Poison], Path]:
-    """Returns a change that redirects the metadata of the first tensor or object to appended bytes, which contain the
-    code."""
+    """Returns a change that redirects the metadata of the first tensor or object to appended code."""
 
     def change(path: Path, poison: Poison) -> Path:
         described = path / "actor" / ".metadata"

@@ -67,8 +67,7 @@ def convert(job: ConvertedJob) -> dict[str, Any]:
 
 
 def load(job: ConvertedJob) -> dict[str, Any]:
-    """Loads the converted model by the trainer and by Megatron itself, and compares both with `load_hf` under the same
-    layout."""
+    """Loads the converted model by the trainer and by Megatron, and compares both with `load_hf`."""
     reference = job.build()
     load_hf(reference, job.arch, job.path, job.mesh)
     want = state_of(reference)
@@ -125,7 +124,7 @@ def critic(job: ConvertedJob) -> dict[str, Any]:
 
 
 def run_checkpoint(job: ConvertedJob) -> dict[str, Any]:
-    """Exports the actor and the critic of a run's checkpoint, which was written by all ranks, by name."""
+    """Exports actor and critic of a run's checkpoint by name; both were split over all ranks."""
     run = job.out / "run"
     train = TrainConfig(parallel=job.mesh.cfg)
     learners = {

@@ -5,7 +5,7 @@ Usage: critic.py MODEL_DIR RESULT_JSON SEED MODE [MODE ...]. A mode is `critic`,
 every step]}}; "solved" is the policy's exact probability of solving the task.
 
 The task: a prompt is one of 8 keys, a response 6 tokens out of 8. Only the first token matters: each key has one right
-answer, worth 1, paid after the last token. To that the reward adds a constant of the key, from -4 to 4, whatever the
+answer, worth 1, paid after the last token. The reward also has a constant of the key, from -4 to 4, whatever the
 response. So most of the variance of the return comes from the prompt, not from the policy, and a critic can learn it.
 """
 

@@ -98,8 +98,7 @@ def compared(model_dir: Path, layout: str, meshes: Meshes) -> tuple[float, float
 
 
 def in_bfloat16(model_dir: Path, mesh: Mesh) -> dict[str, str]:
-    """Returns the tensors that a bfloat16 model exports in another dtype, with the dtype and "kept" if the value is the
-    loaded one."""
+    """Returns a bfloat16 model's exported tensors of another dtype: the dtype, and "kept" or "changed"."""
     learner = Learner("policy", load_arch(model_dir), str(model_dir), TrainConfig(), mesh, dtype=torch.bfloat16, seed=0)
     want = load_file(model_dir / "model.safetensors")
     with learner.mesh.active():

@@ -82,8 +82,7 @@ def gradients(learner: Learner, updates: int) -> Result:
 
 
 def head_errors(meshes: Meshes, model: str, layout: str) -> dict[str, Any]:
-    """Returns the lm_head quantization error as a step reports it, and as measured between two models that differ only
-    in the head."""
+    """Returns the lm_head quantization error as reported, and measured by models that differ only in the head."""
     own, plain = (
         learner_of(meshes, model, layout, RECIPES[name], 0.0) for name in ("blockwise with head", "blockwise")
     )
@@ -109,8 +108,7 @@ def memories(learner: Learner) -> list[torch.Tensor]:
 
 
 def resume(meshes: Meshes, work: Path, model: str, layout: str) -> dict[str, Any]:
-    """Compares three updates, a checkpoint and two more with five updates: weights, scaling state, and whether there
-    was any state."""
+    """Compares three updates, a checkpoint and two more with five: weights and scaling state, if any."""
     found: dict[str, Any] = {}
     for name in ("delayed", "blockwise"):
         whole = {"actor": learner_of(meshes, model, layout, RECIPES[name], 2e-2)}

@@ -38,8 +38,7 @@ class NormWithState(RMSNorm):
 
 
 class NormWithScale(RMSNorm):
-    """A norm like transformer-engine's with delayed scaling: its scale depends on earlier steps and is stored as
-    pickled bytes."""
+    """A norm like transformer-engine's with delayed scaling: its scale depends on the past and is stored pickled."""
 
     scale = 1.0
 

@@ -94,8 +94,7 @@ def randomise(learner: Learner) -> None:
 
 
 def whole(learner: Learner, read: Callable[[torch.nn.Parameter], torch.Tensor] | None = None) -> Tensors:
-    """Returns the result of `read` for all trained parameters under PEFT's names; without `read`, the merged
-    weights."""
+    """Returns `read` of all trained parameters under PEFT's names; without `read`, the merged weights."""
     with learner.active():
         exporter = learner.exporter
         if read is not None:

@@ -39,8 +39,7 @@ def rollout_of(samples: list[dict[str, Any]]) -> Rollout:
 
 
 def chosen_otherwise(actor: Learner, rollout: Rollout, samples: list[dict[str, Any]]) -> float | None:
-    """Returns the share of experts that differ, over all tokens except each sample's last, which is never fed to the
-    model."""
+    """Returns the share of different experts, over all tokens except each sample's last, which is never an input."""
     if actor.replay is None:
         return None
     with actor.replay.recording():

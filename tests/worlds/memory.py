@@ -175,8 +175,7 @@ def settings(model: str, layout: str, dtype: str, *, critic: bool) -> dict[str, 
 
 
 def variants(world: World, case: str, make: Callable[[str], Job], offloads: tuple[str, ...], resumes: bool) -> None:
-    """Runs the same steps with every offload. Then resumes the first offload's checkpoint with the last offload, and
-    the reverse."""
+    """Runs the same steps with every offload. Then resumes the first's checkpoint with the last, and the reverse."""
     paths: dict[str, Path] = {}
     want: list[dict[str, float]] = []
     bits = ""

@@ -123,8 +123,7 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def same_for_every_layout(path: str, layouts: dict[str, ParallelConfig], meshes: Meshes) -> dict[str, float]:
-    """Returns differences of log-probs and entropies, with and without gradients, and of sums of squared
-    probabilities."""
+    """Returns differences of log-probs and entropies, with and without gradients, and sums of squared probabilities."""
 
     def outputs(layout: ParallelConfig) -> torch.Tensor:
         model = Model(path, meshes.get(layout))
@@ -148,8 +147,7 @@ def critic(path: str, meshes: Meshes) -> dict[str, float]:
 
 
 def against_logits(path: str, meshes: Meshes) -> dict[str, float]:
-    """Compares log-probs and entropies with log_softmax of the model's own logits, and a packed batch with single
-    samples."""
+    """Compares log-probs and entropies with log_softmax of the logits, and a packed batch with single samples."""
     mesh = meshes.get(ONE)
     model = Model(path, mesh)
     log_probs, entropy = model("log_probs", 2)
@@ -200,8 +198,7 @@ def gradients(
 
 
 def recompute(path: str, meshes: Meshes) -> dict[str, float]:
-    """Compares recomputed with stored activations, also where the last layer drops tokens whose output nothing
-    needs."""
+    """Compares recomputed with stored activations, also where the last layer drops unneeded tokens."""
     without = DENSE["tp2 without sequence parallelism"]
     found = {}
     for case, layout, prompts in (

@@ -35,8 +35,7 @@ ADAMS = ("embed_tokens.weight", "lm_head.weight", "score.weight", "bias")  # bes
 
 
 class Reference:
-    """The same updates in float64 on whole tensors by Hugging Face name, with Newton-Schulz computed on singular
-    values."""
+    """The updates in float64 on whole tensors by Hugging Face name, with Newton-Schulz on singular values."""
 
     def __init__(self) -> None:
         self.means: Weights = {}

@@ -93,8 +93,7 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 
 
 def poison_gradient(learner: Learner, parameter: str, rank_of_it: bool) -> Callable[[], None]:
-    """Makes the gradient of one tensor NaN, on this rank alone if `rank_of_it`. Returns a function that removes the
-    fault."""
+    """Makes a tensor's gradient NaN, on this rank if `rank_of_it`. Returns a function that removes the fault."""
     if not rank_of_it:
         return lambda: None
     named = {name: p for chunk in learner.bare for name, p in chunk.named_parameters()}

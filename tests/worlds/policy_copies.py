@@ -44,8 +44,7 @@ def shown(copy: PolicyCopy) -> Weights:
 
 
 def average(world: World, case: str, layout: str, model: str, dtype: torch.dtype) -> None:
-    """Compares a moving average over five updates with the recursion in float64, and its learner with one without a
-    copy."""
+    """Compares a moving average with the recursion in float64, and its learner with one without a copy."""
     learner, twin = (world.learner("policy", model, layout, 1, dtype) for _ in range(2))
     copies = {offload: PolicyCopy(learner, offload=offload) for offload in (False, True)}
     want = masters(learner)
@@ -93,8 +92,7 @@ def taken_over(world: World, dense: str) -> None:
 
 
 def terms(world: World, case: str, layout: str, model: str) -> None:
-    """Compares one update of two losses, over different samples and at different temperatures, with one update of
-    each."""
+    """Compares one update of two losses, over different samples and temperatures, with one update of each."""
     learner = world.learner("policy", model, layout, 1)
     vocab = learner.arch.vocab_size
     a, b = make_rollout(vocab), make_rollout(vocab, seed=5).pick(torch.tensor([7, 2, 4]))

@@ -119,8 +119,7 @@ def high_entropy(world: World) -> dict[str, Metrics]:
 
 
 def left_behind(world: World) -> dict[str, Metrics]:
-    """Checks that a bad response is masked. The engine's policy prefers one bad and one good response more than the
-    trainer does."""
+    """Checks that a bad response is masked if the engine prefers it, and a good one, more than the trainer does."""
     rollout = world.rollout()
     bad, good = (int(scores.argmin()) for scores in (rollout.scores, -rollout.scores))
     rollout = shifted(shifted(rollout, -2.0, bad), -2.0, good)

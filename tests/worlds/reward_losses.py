@@ -43,8 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def make(case: str, vocab: int) -> tuple[Rollout, Rollout, RewardTargets, list[list[int]] | None]:
-    """Returns (fourteen texts, the texts as model inputs, the targets of their scores, the ends of their steps or
-    None)."""
+    """Returns (fourteen texts, the texts as model inputs, the score targets, the ends of their steps or None)."""
     g = torch.Generator().manual_seed(7)
     draw = lambda n: torch.randint(1, vocab, (n,), generator=g).tolist()  # noqa: E731
     prompts = [prompt for n in PROMPT for prompt in 2 * [draw(n)]]
@@ -71,8 +70,7 @@ def build(model_dir: str, mesh: Mesh, tokens: int) -> Learner:
 
 
 def gradients(case: str, actor: Learner, twice: bool) -> tuple[float, dict[str, torch.Tensor]]:
-    """Returns (loss, full gradients by Hugging Face name). twice: use two passes, though each row fits into a
-    micro-batch"""
+    """Returns (loss, full gradients by Hugging Face name). twice: two passes, though each row fits"""
     _, fed, t, _ = make(case, actor.arch.vocab_size)
     if twice or not actor.planner.fits(fed, t.together):
         loss, value = two_pass(t, actor.scores(fed)[:, t.places])

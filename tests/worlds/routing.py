@@ -63,8 +63,7 @@ def recorded(learner: Learner, rollout: Rollout) -> tuple[torch.Tensor, torch.Te
 
 
 def others(own: torch.Tensor, count: int) -> torch.Tensor:
-    """Returns the experts as an engine might have chosen them: for a third of the tokens other, random and distinct
-    ones."""
+    """Returns the experts with those of a third of the tokens replaced by random ones, as an engine might."""
     g = torch.Generator().manual_seed(5)
     random = torch.rand(*own.shape[:2], count, generator=g).argsort(-1)[..., : own.size(-1)].to(own.dtype)
     return torch.where(torch.rand(len(own), 1, 1, generator=g) < 1 / 3, random, own)
@@ -112,8 +111,7 @@ def terms(learner: Learner, *rollouts: Rollout) -> tuple[list[float], float]:
 
 
 def watched(learner: Learner) -> list[list[int]]:
-    """Returns a list that gets, at every later pass, [bytes of experts that this rank receives, tokens without padding
-    times layers]."""
+    """Returns a list that gets [bytes of experts on this rank, tokens without padding times layers] at each pass."""
     replay, found = learner.replay, []
     assert replay is not None
     begin = replay.begin

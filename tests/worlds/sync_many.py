@@ -74,8 +74,7 @@ def main() -> None:
         sync.update_weights("1")
 
     def one(url: str) -> None:
-        """Syncs one engine as `resync` does, without verification: these engines have no parameters to compute
-        checksums of."""
+        """Syncs one engine as `resync` does, unverified: these engines have no parameters for checksums."""
         with sync._engines.only(url):
             sync._timed(verify=False, again=True)
 

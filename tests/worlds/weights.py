@@ -87,8 +87,8 @@ def streamed(chunks: list[Any], arch: ModelArch, mesh: Mesh) -> dict[str, torch.
 
 
 def wrong_tensors(job: Job, chunks: list[Any], extra: tuple[str, ...] = (), skip: tuple[str, ...] = ()) -> list[str]:
-    """Returns the names that are missing, superfluous, sent twice or not bitwise equal to the checkpoint (in the
-    model's dtype)."""
+    """Returns names that are missing, superfluous, sent twice or not bitwise equal to the checkpoint (in the model's
+    dtype)."""
     wrong = []
     tensors = streamed(chunks, job.arch, job.mesh)
     with HFCheckpoint(job.path) as checkpoint:
@@ -237,8 +237,7 @@ def critic(job: Job) -> dict[str, Any]:
 
 
 def load_errors(job: Job) -> dict[str, str]:
-    """Loads a checkpoint with a missing tensor, a superfluous one and a wrong shape; then loads into a model that is
-    too small."""
+    """Loads a checkpoint with a missing, a superfluous and a misshapen tensor; then loads into too small a model."""
     if rank() == 0:
         job.out.mkdir()
         tensors = load_file(job.path / "model.safetensors")

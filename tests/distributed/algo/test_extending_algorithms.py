@@ -1,5 +1,4 @@
-"""The recipe of docs/extending.md for a policy loss or an advantage estimator of your own, in a user's file or in
-mrl."""
+"""The recipe of docs/extending.md for a policy loss or an advantage estimator, in a user's file or in mrl."""
 
 from __future__ import annotations
 

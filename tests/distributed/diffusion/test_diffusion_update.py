@@ -1,4 +1,4 @@
-"""Updates of a diffusion policy: ratio 1 before the first update, its gradient, and equal results on any number of
+"""Updates of a diffusion policy: ratio 1 before the first update, its gradient, equal results on any number of
 ranks."""
 
 from __future__ import annotations

@@ -310,8 +310,7 @@ def test_adapters_out_of_a_checkpoint_are_those_that_the_run_had(
 def test_bfloat16_weights_say_what_rounding_costs(
     work: tuple[Path, Reported], models: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """Merging into bfloat16 weights reports the loss by rounding. A small adapter is mostly lost, which would otherwise
-    go unnoticed."""
+    """Merging into bfloat16 weights reports the loss by rounding, which takes most of a small adapter."""
     tensors = load_file(work[0] / "peft_dense/adapter_model.safetensors")
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         (tmp_path / name).write_bytes((work[0] / "peft_dense" / name).read_bytes())

@@ -82,8 +82,8 @@ def write_prompts(file: Path, texts: list[str]) -> None:
 
 
 def test_sft_goes_on_past_a_poisoned_row_and_stops_after_three_steps_in_a_row(tmp_path: Path) -> None:
-    """SFT skips a poisoned row and stops after three such steps in a row. It also reports the rows that it left out as
-    too long."""
+    """SFT skips a poisoned row and stops after three such steps in a row. It reports rows that it left out as too
+    long."""
     config = sft_config(tmp_path, letter_model(tmp_path))
     texts = [f"{n} =" for n in range(27)] + ["much too long " * 9]
     for bad in (6, 12, 17, 20, 23):  # in steps 2, 4, 5, 6, 6
@@ -116,8 +116,7 @@ def odd(prompt, response, row):
 
 
 def test_ppo_skips_the_mini_batch_with_the_poisoned_sample(tmp_path: Path) -> None:
-    """PPO skips the second of two updates of actor and critic; the first one is applied. A failing reward call is
-    counted."""
+    """PPO skips the second of two updates of actor and critic, not the first. A failing reward call is counted."""
     prompts = [f"{n} =" for n in range(24)]
     with fake_engine(tmp_path, "ok") as url:
         config = write_config(
@@ -167,8 +166,7 @@ class Steps:
 
 
 def make_steps(tmp_path: Path, *steps: list[float], limit: int = 3) -> Updates:
-    """Returns the counters after these updates of the actor, 1 for a skipped one, by step. The critic's updates are all
-    applied."""
+    """Returns the counters after these actor updates by step, 1 for a skipped one. All critic updates are applied."""
     updates = Updates(tmp_path, limit, SilentRecorder(), writes=False)
     for number, skipped in enumerate(steps):
         actor, critic = Steps(*skipped), Steps(0)
@@ -180,8 +178,7 @@ def make_steps(tmp_path: Path, *steps: list[float], limit: int = 3) -> Updates:
 
 
 def test_adapters_that_nothing_reaches_are_refused() -> None:
-    """A nonzero loss without a gradient in any adapter is refused. Frozen embeddings with full recomputation cause this
-    silently."""
+    """A loss without a gradient in any adapter is refused. Frozen embeddings with full recomputation cause this."""
 
     class Cut:
         adapters: object | None = object()

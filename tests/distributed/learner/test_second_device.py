@@ -1,5 +1,4 @@
-"""Tensors are on the model's device where they must be. A second device is imitated, so that a machine without one can
-test it."""
+"""Tensors are on the model's device where they must be. A second device is imitated for machines without one."""
 
 from __future__ import annotations
 

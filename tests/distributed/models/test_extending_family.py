@@ -1,5 +1,4 @@
-"""The recipe of docs/extending.md for a model family: a class and a line. Also a family whose layers differ from each
-other."""
+"""The recipe of docs/extending.md for a model family: a class and a line. Also a family with unlike layers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Families with several kinds of layers: log-probs and gradients of all tensors equal those of transformers in
-float64."""
+"""Families with several kinds of layers: log-probs and all gradients equal those of transformers in float64."""
 
 from __future__ import annotations
 

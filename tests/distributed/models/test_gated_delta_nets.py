@@ -82,8 +82,8 @@ def test_no_bit_of_a_packed_sequence_depends_on_another(tiny_models: TinyModels,
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("family", DELTA_FAMILIES)
 def test_adapters_of_joined_projections_are_the_hub_s(tiny_models: TinyModels, family: str, tp: int) -> None:
-    """Adapters of joined projections add to the layer's weight what the hub's adapters add, in the layer's order of
-    rows."""
+    """Adapters of joined projections add to the layer's weight what the hub's adapters add, in the layer's row
+    order."""
     arch = load_arch(tiny_models(family, weights=False))
     name = "decoder.layers.0.self_attention.in_proj"
     row, table = weight_table(arch)[name + ".weight"], adapter_table(arch, "policy", LoRA(3, 3.0, ("all-linear",)))
@@ -165,8 +165,7 @@ def world(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.mark.parametrize("model", LAYOUTS)
 def test_a_converted_model_is_the_same_bits(world: World, model: str) -> None:
-    """A converted model has the same bits, loaded under another layout by mrl and by Megatron itself, and converted
-    back."""
+    """A converted model has the same bits in another layout, loaded by mrl and by Megatron, and converted back."""
     loaded, back = world("load", model, LAYOUTS[model]), world("back", model, TP1)
     assert loaded["parameters"] > 5 and loaded["trainer"] == loaded["megatron"] == back["wrong"] == []
     check_parity(world("logits", model, LAYOUTS[model]))

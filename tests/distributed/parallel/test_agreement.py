@@ -1,5 +1,4 @@
-"""Error propagation over ranks: if any rank fails in a collective step, all raise the same error, and none waits for
-it."""
+"""Error propagation over ranks: if a rank fails in a collective step, all raise the same error, and none waits."""
 
 from __future__ import annotations
 
@@ -174,8 +173,7 @@ def test_a_room_has_its_own_words(step: str, error: str, ranks: list[dict[str, d
 
 @pytest.mark.parametrize(("step", "here"), [("silent", ["None", "disk full"]), ("dead", ["None", "None"])])
 def test_a_rank_that_does_not_answer(step: str, here: list[str], ranks: list[dict[str, dict[str, Any]]]) -> None:
-    """If a rank does not answer, the others name the step and their own error. They wait no longer than the group's
-    timeout."""
+    """If a rank does not answer, the others name the step and their own error within the group's timeout."""
     errors = [seen[step].get("error") for seen in ranks[:2]]
     assert errors == [f"Refused: nobody answers while waiting (here: {mine})" for mine in here]
     assert all(seen[step]["seconds"] < LIMIT_S + 10 for seen in ranks[:2])

@@ -1,5 +1,4 @@
-"""Weight sync from two senders to several engines, with one gloo group per sender, while engines join, fail and
-leave."""
+"""Weight sync from two senders to several engines, a gloo group per sender, while engines join, fail and leave."""
 
 from __future__ import annotations
 

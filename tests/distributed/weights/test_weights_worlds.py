@@ -1,5 +1,4 @@
-"""Conversion from Hugging Face to Megatron and back, and equal logits with transformers, for every family on several
-ranks."""
+"""Conversion from Hugging Face to Megatron and back, and transformers' logits, for every family on several ranks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Agent harnesses that were not written for mrl, at an OpenAI endpoint: the run learns from exactly the tokens of the
-answers."""
+"""Agent harnesses not written for mrl, at an OpenAI endpoint: the run trains on exactly the tokens of the answers."""
 
 from __future__ import annotations
 
@@ -409,8 +408,7 @@ def test_a_connection_is_used_again_and_a_body_may_be_announced() -> None:
 
 
 def test_without_a_key_little_is_read_for_a_short_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When too many unauthenticated connections are open, the oldest one is closed. Authenticated connections do not
-    count."""
+    """The oldest of too many unauthenticated connections is closed. Authenticated connections do not count."""
     monkeypatch.setattr(http_server, "MAX_UNAUTHENTICATED", 3)
     monkeypatch.setattr(http_server, "HEAD_S", 1.0)
     endpoint = opened()
@@ -489,8 +487,7 @@ def play(ctx, prompt):
 
 
 def test_a_run_learns_from_a_harness(tiny_models: TinyModels, sglang_engine: Engine, tmp_path: Path) -> None:
-    """A run trains with real SGLang, two context-parallel ranks and groups in flight across weight syncs, though some
-    harnesses fail."""
+    """Trains with real SGLang, two context-parallel ranks and in-flight groups, though some harnesses fail."""
     (tmp_path / "client.py").write_text(CLIENT)
     (tmp_path / "template.jinja").write_text(ENDS)
     config = write_config(

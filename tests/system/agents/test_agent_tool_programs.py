@@ -39,8 +39,7 @@ for name, text in texts:
 
 @pytest.mark.slow
 def test_where_sglang_reads_the_same_calls() -> None:
-    """mrl's parsers agree with SGLang's on every text that is marked as the same. docs/agents.md lists the
-    differences."""
+    """mrl's parsers agree with SGLang's on the texts marked as the same. docs/agents.md lists the differences."""
     texts = [(IN_SGLANG.get(given.parser, given.parser), given.text) for given in TEXTS]
     done = subprocess.run(
         [sys.executable, "-c", ASKS_SGLANG],
@@ -89,8 +88,7 @@ def test_a_program_of_the_model_is_run_shut_in(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_program_gets_typed_calls_and_what_could_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The program receives arguments typed by the row's tool declarations, and a valid call beside the error of an
-    invalid one."""
+    """The program receives arguments typed by the row's tools, and a valid call beside an invalid one's error."""
     file = tmp_path / "typed.py"
     file.write_text(
         "async def typed(ctx, prompt):\n"

@@ -1,5 +1,4 @@
-"""Multi-turn responses: token ids are those that were generated or inserted, and only generated tokens are trained
-on."""
+"""Multi-turn responses: tokens are those that were generated or inserted, and only generated ones are trained on."""
 
 from __future__ import annotations
 

@@ -59,8 +59,7 @@ class Said:
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the environments importable, as installed ones are. An environment created here must not set signal
-    handlers."""
+    """Makes the environments importable, as if installed. An environment must not set signal handlers here."""
     monkeypatch.syspath_prepend(str(HERE))
     monkeypatch.setattr("signal.signal", lambda *_: None)
 

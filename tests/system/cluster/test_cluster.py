@@ -192,7 +192,7 @@ def _learnt(run_dir: Path) -> dict[int, dict[str, float]]:
 
 @pytest.mark.slow
 def test_a_cancelled_job_leaves_nothing(slurm: Cluster, setting: Setting) -> None:
-    """A cancelled job leaves no process: eight ranks at TP2 x PP2 x DP2 over both nodes, with an SGLang server on
+    """A cancelled job leaves no process: eight ranks, TP2 x PP2 x DP2 over both nodes, with an SGLang server on
     each."""
     run_dir = setting.run_dir("cancelled")
     size = ["run.nproc=4", "rollout.engine=sglang"]

@@ -192,8 +192,7 @@ def test_a_run_that_is_started_again_finds_its_engines(story: Story) -> None:
 
 @pytest.mark.slow
 def test_responses_go_on_over_pushes_to_engines_of_other_nodes(tiny_models: TinyModels, tmp_path: Path) -> None:
-    """Responses continue across weight syncs with the `distributed` transport; the engines on other nodes keep their
-    requests."""
+    """Responses on other nodes' engines continue across weight syncs with the `distributed` transport."""
     behind = {"engine": "sglang", "interrupt": "at_sync", "max_staleness": 2}
     sections = RUN | {
         "run": {"steps": 5},

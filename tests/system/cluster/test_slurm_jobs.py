@@ -68,8 +68,7 @@ class Desk:
         return self.slurm.field(job, "JobState"), self.slurm.field(job, "ExitCode")
 
     def warn(self, job: str) -> None:
-        """Sends the warning that `#SBATCH --signal=B:USR1@...` sends before the time limit, once all nodes have
-        started."""
+        """Sends the warning of `#SBATCH --signal=B:USR1@...` before the time limit, once all nodes have started."""
         self.slurm.wait_for(lambda: all("ready" in self.log(job, node) for node in ("n1", "n2")), 60)
         self.slurm.call("scancel", "--batch", "--signal=USR1", job)
 
@@ -102,8 +101,7 @@ def test_each_node_gets_its_own_place_and_the_same_head(desk: Desk) -> None:
 
 
 def test_the_nodes_look_at_each_other_first(desk: Desk) -> None:
-    """The preflight check of the nodes uses another port than the run. A failing node is named, and the run does not
-    start."""
+    """The nodes' preflight uses another port than the run. A failing node is named, and the run does not start."""
     job = desk.submit("well", "run.steps=7")
     assert desk.ended(job) == ("COMPLETED", "0:0")
     looks = [re.search(r"told: -m mrl preflight .* --head (\S+)\ntold: .* --head (\S+)\n", desk.log(job, "n1"))]

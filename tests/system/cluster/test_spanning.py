@@ -51,8 +51,7 @@ def writers_of(log: Path) -> list[psutil.Process]:
 def test_an_engine_over_both_nodes_of_a_run_loses_a_half_and_comes_back(
     tiny_models: TinyModels, tmp_path: Path
 ) -> None:
-    """An engine over both nodes loses one half and is restarted. Every sync is verified on both halves, or the run
-    would end."""
+    """An engine over both nodes loses one half and is restarted. Every sync is verified on both halves."""
     if importlib.util.find_spec("sglang") is None:
         pytest.skip("needs sglang")
     config, run_dir = write_config(tmp_path, tiny_models("llama"), **RUN), tmp_path / "runs" / "run"
@@ -81,8 +80,7 @@ def test_an_engine_over_both_nodes_of_a_run_loses_a_half_and_comes_back(
 
 
 class Parts:
-    """An engine of four processes that records what each process receives through its own handle. read: tensors by
-    version"""
+    """An engine of four processes that records each process's tensors by its own handle. read: tensors by version"""
 
     def __init__(self) -> None:
         self.read: dict[str, list[dict[str, Tensor]]] = {}

@@ -1,5 +1,4 @@
-"""Conversion of vision-language models between Hugging Face and Megatron: bitwise equal weights, and equal logits with
-an image."""
+"""Conversion of vision-language models to Megatron and back: equal bits, and equal logits with an image."""
 
 from __future__ import annotations
 

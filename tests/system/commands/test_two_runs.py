@@ -1,5 +1,4 @@
-"""A second run in the same run directory is refused, however it was started. (test_cli.py has the launcher's
-refusal.)"""
+"""A second run in a run directory is refused, however it was started. (test_cli.py has the launcher's refusal.)"""
 
 from __future__ import annotations
 

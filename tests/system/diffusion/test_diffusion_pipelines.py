@@ -79,8 +79,7 @@ def theirs(kind: str, pipeline: Any, noise: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_noise_images_are_those_of_diffusers(kind: str, tmp_path: Path) -> None:
-    """Text encoding, guidance, schedule and decoding equal diffusers': without sampling noise the images are the
-    same."""
+    """Text encoding, guidance, schedule and decoding equal diffusers': without noise the images are the same."""
     pipeline = tiny_pipeline(kind, tmp_path)
     policy = policy_of(kind, tmp_path, 0.0)
     data, images = drawn(policy)

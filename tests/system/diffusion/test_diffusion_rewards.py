@@ -1,5 +1,4 @@
-"""Rewards of images by functions, by a model of images and text, and by a server, computed while the next images are
-generated."""
+"""Rewards of images by functions, an image-text model and a server, computed while the next images are generated."""
 
 from __future__ import annotations
 

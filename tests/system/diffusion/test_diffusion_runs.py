@@ -85,8 +85,7 @@ def test_a_killed_run_goes_on_with_the_same_images(tmp_path: Path) -> None:
 
 
 def assert_diffusers_draws_the_same(export: Path) -> None:
-    """Checks that diffusers, with its own scheduler's steps, generates the same image from the noise of mrl's
-    samples."""
+    """Checks that diffusers' own scheduler steps generate the same image from the noise of mrl's samples."""
     pipeline = Pipeline.load(DiffusionModelConfig(path=str(export)))
     steps = STEPS["ddim"](pipeline.scheduler, 4, 1.0)
     told = pipeline.conditioning.encode([PromptRow("mid", 1, {})])
@@ -142,8 +141,7 @@ def test_an_export_without_room_does_not_end_a_run_that_is_to_go_on(tmp_path: Pa
     [pytest.param(0, "generating the images after step 0", marks=pytest.mark.slow), (2, "sampling for step 1")],
 )
 def test_a_row_of_one_rank_that_the_net_does_not_know_is_named(tmp_path: Path, bad: int, what: str) -> None:
-    """An unknown class in one rank's row is named at once, on two ranks that share the net; no rank waits for the
-    other."""
+    """An unknown class in one rank's row is named at once; of two ranks that share the net none waits."""
     config = settings(tmp_path)
     config["data"]["shuffle"] = False
     lines = (tmp_path / "prompts.jsonl").read_text().splitlines()

@@ -1,5 +1,4 @@
-"""One real SGLang server per family: its log-probs equal the trainer's, and it holds the weights that are synced to
-it."""
+"""One real SGLang server per family: its log-probs equal the trainer's, and it holds the weights synced to it."""
 
 from __future__ import annotations
 
@@ -143,8 +142,7 @@ def test_log_probs_of_engine_and_trainer(family: str, temperature: float, gaps: 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if ONE_OF.get(family, family) in MOE_FAMILIES])
 def test_engine_and_trainer_choose_the_same_experts(family: str, gaps: dict[str, list[float]]) -> None:
-    """Engine and trainer choose the same experts for all tokens in all MoE layers; routing replay gives the engine's to
-    the trainer."""
+    """Engine and trainer choose the same experts for all tokens in all MoE layers, as routing replay needs."""
     assert [gaps[f"{family} {t}"][2] for t in TEMPERATURES] == [0.0, 0.0]
 
 

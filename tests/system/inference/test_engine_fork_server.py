@@ -1,5 +1,4 @@
-"""Engines forked from a process that has imported everything: what a fork inherits, who owns it, and when there is no
-fork server."""
+"""Engines forked from a process with all imports: what a fork inherits, who owns it, and when none is possible."""
 
 from __future__ import annotations
 

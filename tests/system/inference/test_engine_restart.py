@@ -155,8 +155,7 @@ def servers(run: Train) -> list[int]:
 def test_a_run_whose_engines_are_killed_ends_with_the_weights_of_an_undisturbed_one(
     tiny_models: TinyModels, tmp_path: Path
 ) -> None:
-    """Two ranks and two servers: one server is killed in a rollout, the other between the rollout and the weight
-    sync."""
+    """Two ranks and two servers: one dies in a rollout, the other between the rollout and the weight sync."""
     model, hurt, whole = tiny_models("llama"), tmp_path / "hurt", tmp_path / "whole"
     with train(hurt, model, {"servers": 2, "max_restarts": 2}) as run:
         run.wait_for("step 1/3", 600)

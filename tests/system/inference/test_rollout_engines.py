@@ -1,5 +1,4 @@
-"""Requirements on every engine, checked against transformers with the same weights: the real SGLang server, and mrl's
-own."""
+"""Requirements on every engine, checked against transformers on the same weights: real SGLang, and mrl's own."""
 
 from __future__ import annotations
 
@@ -315,8 +314,7 @@ def test_stop_strings(transformers_engine: Engine) -> None:
 
 
 def test_memory_given_up_around_an_update(engine: Engine, tiny_models: TinyModels) -> None:
-    """Releases and resumes memory in the order of a step on one GPU. A repeated request must not reach SGLang, which
-    would end."""
+    """Releases and resumes memory as a step on one GPU does. A repeated request would end SGLang."""
     asked, sampling, cfg = requests(PROMPTS), SamplingParams(max_new_tokens=6), SyncConfig(timeout_s=60.0)
     before = [sample.response_ids.tolist() for sample in engine.generate(asked, sampling)]
     exporter = FileExporter(tiny_models("llama"))

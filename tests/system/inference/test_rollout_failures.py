@@ -46,8 +46,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def generate_and_kill(engine: Engine, choose: Callable[[list[int]], int]) -> tuple[RolloutError, float]:
-    """Kills one process of the engine with SIGKILL during a rollout. Returns (the error, seconds from kill to
-    error)."""
+    """Kills a process of the engine with SIGKILL during a rollout. Returns (the error, seconds from kill to error)."""
     (process,) = engine.pool.processes
     tree = descendants(process.pid)
     killed_at: list[float] = []

@@ -102,8 +102,7 @@ def drawn(engine: Engine) -> list[Sample]:
 
 @torch.no_grad()
 def gap(samples: list[Sample], model: Path, adapters: RandomAdapters | None) -> float:
-    """Returns the largest difference between the engine's log-probs and those of transformers with the adapters
-    merged."""
+    """Returns the largest log-prob difference between the engine and transformers with merged adapters."""
     reference: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     for name, a in (adapters.tensors if adapters is not None else {}).items():
         if name.endswith("lora_A.weight"):

@@ -1,5 +1,4 @@
-"""Ranks forked from one process: what a fork inherits, what the forks share, and cases in which there is no fork
-server."""
+"""Ranks forked from one process: what a fork inherits, what the forks share, and when there is no fork server."""
 
 from __future__ import annotations
 

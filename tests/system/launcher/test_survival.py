@@ -35,8 +35,7 @@ OCCURRENCE = {"kill": 2, "exception": 1, "hang": 1}  # in an attempt: after a fi
 
 
 def fault(kind: str, section: str) -> dict[str, Any]:
-    """Returns a fault of rank 1, or of rank 0 in sections that only rank 0 has. For updates it is in the second one of
-    a step."""
+    """Returns a fault of rank 1, or of rank 0 in its own sections; for updates, in the second one of a step."""
     nth = 1 if section == "setup" else OCCURRENCE[kind] * (2 if section == "update" else 1)
     return {"kind": kind, "section": section, "rank": 0 if section == "reward" else 1, "nth": nth}
 
@@ -160,8 +159,7 @@ SAVED_BY_SIGNALS_ONLY = "checkpoint.every_steps=100"
 
 
 def left_after(run: Train, mark: str, number: signal.Signals, rank: int | None = None) -> None:
-    """Sends a signal to `mrl train`, or to one rank, once `mark` is on the terminal, and checks that the run saves and
-    ends."""
+    """Signals `mrl train`, or one rank, once `mark` is on the terminal; checks that the run saves and ends."""
     run.wait_for(mark, STARTING_S)
     if rank is None:
         run.signal(number)
@@ -185,8 +183,7 @@ def names_the_slow_rank(folder: Folder, run: Train, name: str) -> None:
 def test_a_signal_to_a_rank_saves_and_another_launcher_goes_on(
     folder: Folder, undisturbed: dict[str, bytes | list[int]]
 ) -> None:
-    """A signal to one rank makes the run save and end, and torchrun finishes it. One rank is slow, and the run names
-    it."""
+    """A signal to one rank makes the run save and end, and torchrun finishes it. The slow rank is named."""
     more = [*folder.given, SAVED_BY_SIGNALS_ONLY]
     marker = folder.path / "runs/signal/preempted"
     with folder.train("signal", *more) as run:

@@ -92,8 +92,7 @@ class TestSections:
     def test_a_monitor_that_has_gone_is_a_consequence(
         self, gone: str, monitor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A lost monitor is a consequence, not a cause. When one rank dies, ft_launcher closes the monitors of all
-        ranks."""
+        """A lost monitor is a consequence, not a cause: ft_launcher closes all monitors when one rank dies."""
         monkeypatch.setenv(failure.FILE_VARIABLE, str(tmp_path / "rank_0.failure"))
         (server,) = multiprocessing.active_children()
 

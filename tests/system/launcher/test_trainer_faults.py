@@ -1,5 +1,4 @@
-"""Faults under a running `mrl train`: it ends in bounded time with one error that names the cause, and leaves no
-process."""
+"""Faults under a running `mrl train`: it ends in bounded time with one error, the cause, and leaves no process."""
 
 from __future__ import annotations
 

@@ -101,8 +101,7 @@ def test_a_frozen_tower_costs_its_weights_alone_on_the_first_stage() -> None:
 
 
 def test_the_tower_s_work_of_a_picture_is_what_its_products_take(models: dict[str, Path]) -> None:
-    """The planned operations of the tower equal torch's own count, with full attention over the image in every
-    layer."""
+    """The planned operations of the tower equal torch's own count, with full attention in every layer."""
     from torch.utils.flop_counter import FlopCounterMode
 
     arch = load_arch(models["qwen3_vl"])

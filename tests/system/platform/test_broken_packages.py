@@ -39,8 +39,7 @@ def test_a_broken_package_is_not_usable_and_megatron_does_not_believe_in_it(name
 
 @pytest.mark.slow
 def test_an_apex_without_its_kernel_is_not_usable(tmp_path: Path) -> None:
-    """An apex without kernels is not usable: PyPI's package of this name is another program, and a build without CUDA
-    has no kernels."""
+    """An apex without kernels is not usable. PyPI's is another program; a build without CUDA has none."""
     (tmp_path / "apex.py").write_text("")
     code = (
         "import torch; torch.cuda.is_available = lambda: True\nfrom mrl import platform; print(platform.apex_usable())"

@@ -174,8 +174,7 @@ def test_memory_that_was_given_back_is_had_again_without_new_pages(plain: Plain)
 
 @pytest.mark.skipif(not kept_memory.returns_large_blocks(), reason="as above")
 def test_large_tensors_are_asked_for_in_huge_pages(plain: Plain) -> None:
-    """Large tensors request huge pages. 'hg' means that the process requests them; the system decides whether there are
-    any."""
+    """Large tensors request huge pages ('hg' in /proc); the system decides whether there are any."""
     assert plain.found["huge pages"] is True
 
 

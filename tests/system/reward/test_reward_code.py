@@ -232,8 +232,7 @@ def test_a_program_that_does_not_solve_it_does_not_pass(way: str) -> None:
 
 
 def test_neither_what_is_expected_nor_the_next_test_is_in_the_program_s_process() -> None:
-    """Neither expected values nor the next test are in the program's process. The program returns whether it has found
-    one."""
+    """The program's process has neither expected values nor the next test. It returns whether it found one."""
     hidden = ["assert double(1) == False", "assert double(2) == 47110815", "assert double('qzlater') == 47110815"]
     partial = CodeReward(LIMITS, "none", partial_credit=True)
     assert partial(LOOKS, hidden)["score"] == pytest.approx(1 / 3)

@@ -1,5 +1,4 @@
-"""Reward managers: which functions score a sample, how the scores are combined, and the names under which they are
-logged."""
+"""Reward managers: which functions score a sample, how scores are combined, and their names in the log."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A reward model's scores equal those of transformers, computed by Megatron under every layout and by an SGLang
-server."""
+"""A reward model has transformers' scores, computed by Megatron under every layout and by an SGLang server."""
 
 from __future__ import annotations
 

@@ -124,8 +124,7 @@ def CALL(*arguments):
 
 @contextlib.contextmanager
 def outside(folder: Path) -> Iterator[dict[str, object]]:
-    """Opens a file, a port and an abstract socket that a program must not reach. Returns their names for the
-    attempts."""
+    """Opens a file, a port and an abstract socket that a program must not reach, and returns their names."""
     secret, abstract = folder / "secret", f"\0mrl_test_{os.getpid()}"
     secret.write_text("the answers")
     folder.chmod(0o777)
@@ -154,7 +153,7 @@ def test_there_is_no_way_out(attempt: str, tmp_path: Path, monkeypatch: pytest.M
 def test_without_isolation_the_same_attempts_succeed(
     attempt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without isolation the same attempts succeed, or the tests above would prove nothing. Only the environment stays
+    """Without isolation the attempts succeed, or the tests above would prove nothing; only the environment is
     hidden."""
     monkeypatch.setenv("MRL_SECRET", "1")
     with outside(tmp_path) as names:

@@ -45,8 +45,7 @@ STEPS = 3
 
 
 def second(folder: Path) -> dict[str, Any]:
-    """Returns the sections in which the second adapter differs: data, reward, algorithm, optimizer, rank and
-    lengths."""
+    """Returns the second adapter's own sections: data, reward, algorithm, optimizer, rank and lengths."""
     (folder / "upper.py").write_text(UPPER)
     rows = (json.dumps({"prompt": f"Name {n}:", "answer": "x"}) for n in range(12))
     (folder / "names.jsonl").write_text("\n".join(rows) + "\n")

@@ -51,8 +51,7 @@ def prompted(group: int, member: int) -> Request:
 def test_each_token_has_the_log_prob_of_the_weights_that_it_names(
     tiny_models: TinyModels, request: pytest.FixtureRequest, tmp_path: Path, engine: str
 ) -> None:
-    """Each token has the log-prob of its weight version, though all weights are exchanged repeatedly during long
-    responses."""
+    """Each token has the log-prob of its weight version, though weights change repeatedly during long responses."""
     weights = [tiny_models("llama"), tiny_models("llama", seed=1)]
     with ExitStack() as stack:
         if engine == "sglang":
@@ -237,8 +236,7 @@ def learnt_once(run_dir: Path, steps: int) -> None:
 def test_over_a_kill_in_a_push_no_prompt_is_lost_or_learnt_twice(
     tiny_models: TinyModels, sglang_engine: Engine, tmp_path: Path
 ) -> None:
-    """No prompt is lost or trained on twice if the trainer is killed during a weight sync and resumes with the same
-    engine."""
+    """No prompt is lost or trained on twice if the trainer is killed in a weight sync and keeps its engine."""
     behind = {"interrupt": "at_sync", "max_staleness": 2}
     file = config(tmp_path, tiny_models("llama"), **behind, **given(sglang_engine, tmp_path))
     by = "sync.transport=shared_memory"

@@ -1,5 +1,4 @@
-"""Runs with LoRA adapters: PPO and DPO with the adapter-free actor as reference, resuming after a kill, and
-refusals."""
+"""Runs with LoRA adapters: PPO and DPO with the adapter-free actor as reference, resuming, and refusals."""
 
 from __future__ import annotations
 

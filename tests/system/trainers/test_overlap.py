@@ -82,8 +82,7 @@ def test_every_token_has_the_log_prob_that_the_weights_give_it_which_are_named(r
 
 
 def gap(runs: Runs, samples: list[dict[str, torch.Tensor]], version: int) -> torch.Tensor:
-    """Returns the differences, [R], between the engine's log-probs and those of transformers' forward pass with these
-    weights."""
+    """Returns the log-prob differences, [R], between the engine and transformers with these weights."""
     path = runs.whole / f"hf_step_{version}" if version else runs.model
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     found = []

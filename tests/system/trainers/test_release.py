@@ -81,8 +81,7 @@ def wait_for_file(run: Train, file: Path) -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs without releasing memory: critic warm-up, a step that trains both models, and validations of the actor and
-    of its average."""
+    """Runs without releasing memory: critic warm-up, training of both, validations of actor and average."""
     folder = tmp_path_factory.mktemp("release") / "none"
     with start(folder, tiny_models("llama")) as run:
         assert run.wait(RUN_S) == 0, run.terminal
@@ -119,7 +118,7 @@ def test_a_run_that_gives_everything_up_is_the_same_to_the_bit(
 
 
 class Engine:
-    """The engine on rank 0. told: its commands, including weight syncs; losses: how many of the next moves lose its
+    """The engine on rank 0. told: its commands, with weight syncs; losses: how many of the next moves lose its
     weights"""
 
     def __init__(self) -> None:
@@ -178,7 +177,7 @@ CACHE: tuple[MemoryPart, ...] = ("kv_cache", "cuda_graph")
 
 
 def test_an_engine_that_was_lost_while_memory_moved_has_its_weights_before_it_samples() -> None:
-    """An engine lost while memory moves gets its weights before it generates, also if it is lost again right after the
+    """An engine lost while memory moves gets its weights before it generates, also if it is lost again after the
     sync."""
     engine = Engine()
     run = run_with(engine, CACHE)

@@ -173,8 +173,7 @@ def small_files() -> Iterator[None]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prlimit is Linux's")
 def test_a_disk_that_gets_full(tiny_models: TinyModels, tmp_path: Path) -> None:
-    """On a full disk training continues without checkpoints or stops, as configured. The last good checkpoint stays
-    intact."""
+    """On a full disk training continues or stops, as configured. The last good checkpoint stays intact."""
     write_config(tmp_path, tiny_models("llama"))
     config, run_dir = tmp_path / "sft.yaml", tmp_path / "runs/run"
     config.write_text(SFT.format(folder=tmp_path, model=tiny_models("llama")))

@@ -51,8 +51,7 @@ SHAPE = RoutedShape(layers=(1, 2), num_layers=3, per_token=2, count=4)
 
 @pytest.fixture(scope="module")
 def world(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Runs a model whose first of four layers is dense: the results of one rank, and every layout of four ranks against
-    it."""
+    """Runs a model whose first of four layers is dense: on one rank, and in every layout of four ranks."""
     root, model = tmp_path_factory.mktemp("routing"), tiny_models("glm4_moe", weights=False, num_hidden_layers=4)
     files = [root / name for name in ("reference.pt", "one.json", "layouts.json")]
     run_world(1, "routing.py", model, *files[:2], "one")
@@ -280,8 +279,7 @@ def test_engines_are_told_at_their_start(tiny_models: TinyModels) -> None:
 
 
 def test_the_transformers_engine_says_its_experts(tiny_models: TinyModels, tmp_path: Path) -> None:
-    """The transformers engine reports its experts, also after a sync of one tensor at a time to a family with fused
-    experts."""
+    """The transformers engine reports its experts, also for fused experts after a sync of one tensor at a time."""
     jobs, found, drawn = tmp_path / "jobs.json", tmp_path / "found.json", []
     for family in (*slow_cases("glm4_moe"), "gpt_oss"):
         old, new = tiny_models(family), tiny_models(family, seed=1)

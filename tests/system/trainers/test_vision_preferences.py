@@ -310,8 +310,7 @@ def sample(prompt: Prompt, *response: int) -> Sample:
 
 
 def test_what_models_and_servers_of_text_alone_are_told_of_a_picture() -> None:
-    """Text-only reward models and servers get one image token for an image. An image token within a response is no
-    image."""
+    """Text-only reward models and servers get one image token per image. One in a response is no image."""
     seen = Prompt(4, (5, START, IMAGE, IMAGE, END), {}, images=((2, 4, 7),),
                   unexpanded_token_ids=(5, START, IMAGE, END), picture_row=9)  # fmt: skip
     one, plain = sample(seen, IMAGE, 8), sample(Prompt(0, (5, 6), {}), IMAGE)

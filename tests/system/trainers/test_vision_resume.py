@@ -37,8 +37,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[bytes]]
 
 @pytest.fixture(scope="module")
 def ppo(stored: tuple[Path, list[bytes]]) -> Runs:
-    """Runs actor TP2 and critic PP2, which both train their towers. A step uses four of the six rows, and replayed
-    samples."""
+    """Runs actor TP2 and critic PP2, which train their towers. A step uses four of six rows, and replay."""
     root, _ = stored
     model = make_tiny_vl(root / "model", "qwen3_vl")
     config = vision_settings(root, model, "run", {}, **PPO)
@@ -68,8 +67,7 @@ def test_what_is_exported_is_transformers_model_with_a_tower_that_has_moved(ppo:
 
 
 def test_nothing_that_is_written_down_holds_a_picture(ppo: Runs, stored: tuple[Path, list[bytes]]) -> None:
-    """Samples, metrics and the logs of ranks and engines contain no image data, for image files and for inline
-    images."""
+    """Samples, metrics and logs of ranks and engines contain no image data, of image files or inline images."""
     root, pictures = stored
     assert len(pictures) == PICTURES
     told = [file for file in ppo.killed.rglob("*") if file.is_file() and not {"checkpoints", "hf"} & {*file.parts}]

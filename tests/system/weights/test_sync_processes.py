@@ -59,8 +59,7 @@ assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 def test_signals_while_torchs_process_starts_are_heard_after_it() -> None:
-    """Signals that arrive while torch's process starts take effect afterwards. Without mrl's fix torch would read
-    forever."""
+    """Signals during the start of torch's process take effect afterwards. torch alone would read forever."""
     done = subprocess.run([sys.executable, "-c", INTERRUPTED], stdout=subprocess.PIPE, text=True, timeout=60)
     assert done.returncode == 0 and done.stdout.startswith("heard")
 

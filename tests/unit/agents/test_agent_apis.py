@@ -1,5 +1,4 @@
-"""Requests and answers of Anthropic's Messages API and OpenAI's Responses API, in the forms that the vendors' clients
-use."""
+"""Requests and answers of Anthropic's Messages API and OpenAI's Responses API, in the forms of the vendors' clients."""
 
 from __future__ import annotations
 

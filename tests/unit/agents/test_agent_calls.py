@@ -1,5 +1,4 @@
-"""Tool calls in model output, compared with SGLang's parsers of the same formats, and programs that the model
-executes."""
+"""Tool calls in model output, compared with SGLang's parsers of the same formats, and model-written programs."""
 
 from __future__ import annotations
 

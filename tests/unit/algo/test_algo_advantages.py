@@ -23,8 +23,7 @@ def random_mask(gen: torch.Generator, rows: int, length: int, holes: bool) -> Te
 
 
 def gae_reference(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Computes GAE from right to left, one token at a time. A masked token passes on the next value and the running sum
-    unchanged."""
+    """Computes GAE right to left, one token at a time. A masked token passes on next value and sum unchanged."""
     adv, ret = torch.zeros_like(rewards), torch.zeros_like(rewards)
     for i in range(rewards.shape[0]):
         next_value, running = 0.0, 0.0

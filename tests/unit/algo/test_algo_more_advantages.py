@@ -20,8 +20,8 @@ WHITENED = ("gae", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
 
 
 def inputs(rows: int, length: int, holes: bool, seed: int = 0) -> dict[str, Any]:
-    """Returns all inputs of the estimators, with an empty response, a full one, a group of one sample and a group of
-    equal scores."""
+    """Returns all estimators' inputs, with an empty and a full response, a group of one, and a group of equal
+    scores."""
     gen = torch.Generator().manual_seed(1000 * rows + length + seed)
     logits = 3 * torch.randn(rows, length, 7, generator=gen, dtype=torch.float64)
     p = logits.softmax(-1)
@@ -61,8 +61,7 @@ def remax_reference(x: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def token_baseline_reference(x: dict[str, Any], tir: bool) -> tuple[Tensor, Tensor]:
-    """Computes the baseline B_t over the responses that have a token at t. With `tir`, t counts the tokens inside the
-    mask."""
+    """Computes the baseline B_t over the responses with a token at t. With `tir`, t counts tokens inside the mask."""
     mask, group = x["response_mask"], x["group"].tolist()
     adv, ret = torch.zeros_like(x["token_rewards"]), torch.zeros_like(x["token_rewards"])
     at: dict[tuple[int, int], list[tuple[int, int, float, float]]] = {}  # (group, t) -> (row, column, G, W)

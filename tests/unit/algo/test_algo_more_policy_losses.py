@@ -1,5 +1,5 @@
-"""Policy losses over whole responses, over selected tokens, and with a trust region, token by token in float64 from
-their papers."""
+"""Policy losses over whole responses, over selected tokens, and with a trust region, by token in float64 from
+papers."""
 
 from __future__ import annotations
 
@@ -130,8 +130,7 @@ def test_binary_kl_stays_finite_where_a_probability_is_1() -> None:
 
 
 def sequence_reference(name: str, b: Batch) -> float:
-    """Returns the mean over responses by the papers: GSPO eq. 5, GMPO eq. 4, VESPO with the kernel W^k exp(l (1 -
-    W))."""
+    """Returns the mean over responses: GSPO eq. 5, GMPO eq. 4, VESPO with the kernel W^k exp(l (1 - W))."""
     losses = []
     for places in b.rows():
         if not places:

@@ -237,8 +237,7 @@ def test_every_offered_loss_has_its_function_and_was_looked_at() -> None:
 
 
 def test_the_first_step_and_exchanged_halves() -> None:
-    """In the first step policy and reference are equal, so the loss is log 2. Exchanged responses change the sign of
-    the margin."""
+    """If policy and reference are equal, the loss is log 2. Exchanged responses change the sign of the margin."""
     policy, reference, tokens = data(1.0)
     options = PREFERENCE_LOSSES["sigmoid"].filled({})
     same, _ = computed("sigmoid", options, reference, reference, tokens)

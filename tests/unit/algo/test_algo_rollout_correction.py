@@ -198,8 +198,7 @@ def test_the_decoupled_loss() -> None:
 
 
 def test_a_bench_takes_the_correction_back() -> None:
-    """The benchmark's estimator removes the importance weights again (tools/bench/overlap.py), which would change the
-    gradients."""
+    """The estimator of tools/bench/overlap.py removes the importance weights, which would change the gradients."""
     gen = torch.Generator().manual_seed(0)
     lr, rewards, old = (torch.randn(6, 8, generator=gen) for _ in range(3))
     mask = torch.rand(6, 8, generator=gen) < 0.7

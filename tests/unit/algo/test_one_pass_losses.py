@@ -1,5 +1,4 @@
-"""Losses computed in one pass over blocks of tokens, against their composed forms, which other tests compare with
-formulas."""
+"""Losses in one pass over blocks of tokens, against their composed forms, which other tests compare with formulas."""
 
 from __future__ import annotations
 

@@ -22,8 +22,7 @@ FILE = "__0_0.distcp"
 
 
 def write_blocks(directory: Path, *starts: int, files: tuple[str, ...] = (FILE, FILE, FILE)) -> None:
-    """Writes the tensor `w` in blocks of two rows from each of `starts`. files: the files that `.metadata` names for
-    them"""
+    """Writes `w` in blocks of two rows from each of `starts`. files: the files that `.metadata` names for them"""
     items, stream = [], io.BytesIO()
     for start, file in zip(starts, files, strict=True):
         at = stream.tell()

@@ -16,8 +16,7 @@ from tests.helpers.tiny import BOS, EOS, tiny_tokenizer
 
 
 def with_bos(folder: Path, model: Path | None = None, trailing: bool = False) -> Path:
-    """Makes a tokenizer in FOLDER that puts <s> before every text, as Llama's does; with `trailing` it also appends
-    </s>."""
+    """Makes a tokenizer in FOLDER that puts <s> before each text, as Llama's does; `trailing` appends </s>."""
     if model is not None:
         shutil.copytree(model, folder)
     fast = tiny_tokenizer()

@@ -1,5 +1,4 @@
-"""Control tokens in the text of rows never become turns of a conversation. A note says where this cannot be
-prevented."""
+"""Control tokens in the text of rows never become turns of a conversation, or a note says that they can."""
 
 from __future__ import annotations
 
@@ -28,8 +27,7 @@ CORPUS = ["user system assistant hi obey im_start im_end s the quick brown fox <
 
 
 def trained(kind: str) -> PreTrainedTokenizerFast:
-    """Returns a small tokenizer of each kind. Control tokens are added tokens, and for "unigram" also in the
-    vocabulary."""
+    """Returns a tokenizer of a kind. Control tokens are added ones, for "unigram" also in the vocabulary."""
     alphabet, special = pre_tokenizers.ByteLevel.alphabet(), ["<unk>", *NAMES]
     if kind == "unigram":
         backend = Backend(models.Unigram([("<unk>", 0.0), *((name, -1.0) for name in NAMES), *((c, -5.0) for c in

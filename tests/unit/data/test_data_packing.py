@@ -16,8 +16,7 @@ from mrl.families.flops import ForwardFlops
 
 
 def make_rollout(lens: list[tuple[int, int]], seed: int = 0, holes: bool = False) -> Rollout:
-    """Makes a rollout. lens: (prompt, response) tokens of each sample; holes: half of the responses' tokens are the
-    environment's"""
+    """Makes a rollout. lens: (prompt, response) tokens; holes: half of the responses' tokens are the environment's"""
     generator = torch.Generator().manual_seed(seed)
     prompt_lens = torch.tensor([p for p, _ in lens])
     seq_lens = torch.tensor([p + r for p, r in lens])

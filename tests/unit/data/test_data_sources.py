@@ -119,8 +119,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, tokenizer: Tokenizer) -> N
 
 
 def test_rows_as_verl_prepares_them(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """Reads rows in verl's format: messages in a table, where each message has all keys with nulls, and a nested
-    answer."""
+    """Reads rows in verl's format: messages in a table, each with all keys and nulls, and a nested answer."""
     conversation = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "2?", "name": "ann"}]
     row = {"data_source": "sums", "prompt": conversation, "reward_model": {"ground_truth": "2", "style": "rule"}}
     plain = {"data_source": None, "prompt": conversation[:1], "reward_model": {"ground_truth": "3", "style": "rule"}}
@@ -221,8 +220,7 @@ def test_a_mixture_is_even_everywhere(sizes: list[int], weights: list[float] | N
 
 
 def test_one_source_keeps_the_order_it_always_had(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """One source keeps its order of earlier versions, so that runs resumed from older checkpoints see the same
-    prompts."""
+    """One source keeps its order, so that runs resumed from older checkpoints see the same prompts."""
     data = prompts(tokenizer, SourceConfig(path=write(tmp_path / "rows.jsonl", ROWS)))
     for step in range(5):
         order = [

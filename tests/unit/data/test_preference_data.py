@@ -106,8 +106,7 @@ RANKED = [{"rank": rank, "completion": text} for rank, text in ((3, "c"), (1, "a
 
 
 def test_ranked_lists(tmp_path: Path) -> None:
-    """Ranked lists become their extremes or all pairs, or stay lists, best first, with the number of worse responses
-    for each."""
+    """Ranked lists become extremes or all pairs, or stay lists, best first, with each one's number of worse ones."""
     tied = [{"rank": 1, "completion": text} for text in "xy"]
     rows = [{"context": "1", "completions": RANKED}, {"context": "2", "completions": tied}]
     ends = read(tmp_path, rows, prompt_key="context")

@@ -52,8 +52,7 @@ def test_a_computation_is_counted(compute: Callable[[], None], flops: float, pea
 
 
 def test_attention_keeps_no_scores() -> None:
-    """Attention stores no scores, as with the kernels of GPUs: its memory grows with the tokens, its operations with
-    their square."""
+    """Attention stores no scores, as on GPUs: memory grows with the tokens, operations with their square."""
 
     def attend(tokens: int) -> Callable[[], object]:
         q = torch.empty(1, 2, tokens, 32, device="meta")
@@ -84,8 +83,7 @@ def test_stable_diffusion_by_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     "kind", [kind if kind == "dit" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
 )
 def test_a_plan_counts_what_is_built(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A plan counts what is built, for every kind of net. It needs only the configurations: the weights are deleted
-    first."""
+    """A plan counts what is built, for every kind of net, from the configurations alone: weights are deleted."""
     tiny_pipeline(kind, tmp_path / "model")
     lora: dict[str, Any] = {"lora": {"rank": 2}}
     model = DiffusionModelConfig(path=str(tmp_path / "model"))

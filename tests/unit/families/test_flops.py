@@ -30,8 +30,7 @@ def test_weights_are_as_many_as_transformers_has(family: str, tied: bool, tiny_m
 
 @pytest.mark.parametrize("family", DENSE)
 def test_operations_are_those_that_torch_counts(family: str, tiny_models: TinyModels) -> None:
-    """The operations equal torch's count. torch computes all pairs of tokens, of which a model needs the causal
-    half."""
+    """The operations equal torch's count of all pairs of tokens; a model needs the causal half."""
     path = tiny_models(family, weights=False)
     config = AutoConfig.from_pretrained(path)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")

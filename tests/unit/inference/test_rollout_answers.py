@@ -234,8 +234,7 @@ def test_every_parameter_of_sampling_is_named_in_every_request() -> None:
 
 
 def rollout(gaps: list[list[float]]) -> tuple[Rollout, torch.Tensor]:
-    """Returns samples of data rows 10, 11, ... with the engine's log-probs of -1, and the trainer's, which are lower by
-    `gaps`."""
+    """Returns samples of rows 10, 11, ... with log-probs of -1, and the trainer's, which are lower by `gaps`."""
     lengths = torch.tensor([len(row) for row in gaps])
     trainers = -1.0 - torch.tensor([gap for row in gaps for gap in row])
     engine = -torch.ones(int(lengths.sum()))
@@ -290,8 +289,7 @@ def check_exact(gaps: list[list[float]], born: list[int], **limits: float | None
 
 
 def test_the_weights_of_a_warm_up_are_one_version() -> None:
-    """The weights of a critic warm-up count as one version: four steps without a weight sync, although restarts named
-    other versions."""
+    """A critic warm-up is one version: four steps without a sync, although restarts named other versions."""
     made, trainers = rollout([[0.01, 0.01, 0.01], [0.02, 0.02, 0.02]])
     made = replace(made, weight_versions=torch.tensor([0, 5]), token_weight_versions=torch.tensor([0, 0, 3, 5, 5, 6]))
     everywhere = torch.ones_like(trainers, dtype=torch.bool)

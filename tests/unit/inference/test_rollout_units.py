@@ -85,8 +85,7 @@ def plain_draw(log_probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Te
 @pytest.mark.parametrize("spread", [0.0, 1.0, 5.0, 100.0])
 @pytest.mark.parametrize("vocab", [50, 3000, 70_000])
 def test_draws_are_those_of_noise_on_every_token(vocab: int, spread: float) -> None:
-    """Draws equal those with noise for every token: for flat and for peaked distributions, excluded tokens, ties and
-    NaN rows."""
+    """Draws equal those with noise for every token: flat and peaked rows, excluded tokens, ties and NaN."""
     torch.manual_seed(0)
     rows = 10_000 // vocab + 20
     log_probs = (spread * torch.randn(rows, vocab)).log_softmax(1)
@@ -174,8 +173,7 @@ def test_batched_attention_equals_one_request_at_a_time(
 @pytest.mark.parametrize("width", [32, 24], ids=["in_place", "gathered"])
 @pytest.mark.parametrize("window", [None, 3])
 def test_a_token_s_attention_has_the_same_bits_in_any_batch(window: int | None, width: int) -> None:
-    """A token's attention is bitwise equal in every batch, for keys and values and for latent vectors, which serve as
-    both."""
+    """A token's attention is bitwise equal in every batch, for keys and values and for latent vectors."""
     torch.manual_seed(0)
     k_cache = torch.randn(100, 2, width)
     v_cache = torch.randn(100, 2, width) if width == 32 else k_cache[..., :16]
@@ -254,8 +252,7 @@ class StockRotary:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("rotary, neox", [(8, True), (4, True), (4, False)], ids=["whole", "part", "interleaved"])
 def test_rotations_in_whole_rows_are_the_stock_ones(rotary: int, neox: bool, dtype: torch.dtype) -> None:
-    """Rotations of whole rows equal the stock ones, also if new positions reuse the old ones' memory, or their number
-    changes."""
+    """Rotations of whole rows equal the stock ones, also if positions change in place or in number."""
     module = SimpleNamespace(RotaryEmbedding=type("Rotary", (StockRotary,), {}))
     layers.rotations_in_whole_rows(module)
     layer = module.RotaryEmbedding(rotary, neox)

@@ -125,8 +125,7 @@ def test_rows_that_have_ended_leave_the_others(family: str, tiny_models: TinyMod
     ],
 )
 def test_bits_do_not_depend_on_the_batch(family: str, tiny_models: TinyModels) -> None:
-    """Tokens and log-probs are bitwise equal for requests alone, in pairs, and all together, padded to the longest
-    prompt."""
+    """Tokens and log-probs are bitwise equal for requests alone, in pairs, and all together with padding."""
     worker = Worker(str(tiny_models(family)), torch.float32, "cpu", 8)
 
     def drawn(size: int) -> list[tuple[list[int], list[float]]]:

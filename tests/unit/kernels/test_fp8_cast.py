@@ -141,8 +141,7 @@ def test_a_tensor_of_one_value_keeps_it(scaling: str, fill: float) -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_what_is_not_finite_stays_seen_or_saturates(name: str) -> None:
-    """Infinity saturates with a scale of 1. mxfp8 has no scale for it, so the rest of its block is lost. A NaN always
-    stays visible."""
+    """Infinity saturates with a scale of 1; in mxfp8 the rest of its block is lost. A NaN stays visible."""
     recipe, x = RECIPES[name], values(0)[:, :64].clone()
     x[5, 3] = math.inf
     got = recipe.rounded(x, "input", 1)

@@ -1,5 +1,4 @@
-"""The gated delta rule and its convolution over packed sequences, against a float64 reference of one token at a
-time."""
+"""The gated delta rule and its convolution over packed sequences, against one token at a time in float64."""
 
 from __future__ import annotations
 

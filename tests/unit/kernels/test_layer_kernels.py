@@ -41,8 +41,7 @@ def test_gradients(name: str) -> None:
 @pytest.mark.parametrize("masked", [False, True], ids=["causal", "masked"])
 @pytest.mark.parametrize("keys", [24, SHORT // 16 + 8], ids=["short", "long"])
 def test_attention(keys: int, masked: bool) -> None:
-    """Attention in bfloat16 against float64, with grouped queries; for short inputs the values are torch's bit for
-    bit."""
+    """Attention in bfloat16 against float64, with grouped queries; short inputs give torch's values bit for bit."""
     gen = torch.Generator().manual_seed(5)
     queries = 16 if masked else keys
     shapes = ((2, 4, queries, 16), (2, 2, keys, 16), (2, 2, keys, 16), (2, 4, queries, 16))

@@ -16,8 +16,7 @@ N, VOCAB, T = 7, 30, 0.7
 
 
 def numbers(dtype: torch.dtype, scale: float = 1.0) -> tuple[Tensor, ...]:
-    """Returns the student's hidden states and weight, the teacher's, and token weights. The last three ids are
-    padding."""
+    """Returns the student's hidden states and weight, the teacher's, and token weights. Three ids are padding."""
     gen = torch.Generator().manual_seed(3)
     shapes = (N, 5), (VOCAB + 3, 5), (N, 9), (VOCAB + 3, 9)
     made = [(scale * torch.randn(*shape, generator=gen)).bfloat16().to(dtype) for shape in shapes]

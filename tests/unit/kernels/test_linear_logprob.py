@@ -18,8 +18,7 @@ pytestmark = pytest.mark.usefixtures("each_form")
 
 
 def at_logits(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Runs the kernel with exactly these logits: the hidden states are the identity, and the chunks do not divide the
-    rows."""
+    """Runs the kernel with exactly these logits: hidden states are the identity; chunks do not divide the rows."""
     made = linear_log_prob(torch.eye(len(logits)), logits.T.contiguous(), labels, 1.0, 0, logits.shape[1], chunk=3)
     assert torch.equal(made[2].bool(), logits.gather(1, labels[:, None])[:, 0] == logits.amax(-1))
     return made[:2]
@@ -100,8 +99,7 @@ def gradients(dtype: torch.dtype, entropy: bool, chunk: int = 2, **how: Any) -> 
 
 @pytest.mark.parametrize("entropy", [False, True])
 def test_gradients_are_those_of_log_softmax(entropy: bool) -> None:
-    """Gradients equal those of log_softmax, whether they are computed with the log-probs or later from recomputed
-    logits."""
+    """Gradients equal those of log_softmax, computed with the log-probs or from recomputed logits."""
     wanted = gradients(torch.float64, entropy)
     assert all(gradient.abs().max() > 0.01 for gradient in wanted)
     formed = gradients(torch.float32, entropy, loss_gradients=slopes_of(clipped, entropy))

@@ -163,8 +163,7 @@ PARTS_OF_ATTENTION = (
 
 
 def attention_cases() -> list[Any]:
-    """Returns all windows and sinks for one shape with shared keys, and one case of each other shape; the rest is
-    slow."""
+    """Returns all windows and sinks for one shape, and one case of each other shape; the rest is slow."""
     cases, whole = [], (6, 2, 32)
     shapes = ((4, 2, 16), (1, 1, 80), (2, 2, 64), whole)
     for shape, with_sinks, window in itertools.product(shapes, (False, True), (None, 1, 21)):

@@ -70,8 +70,7 @@ def config(buffer: int, drawn: int, age: int | None = None) -> ReplayConfig:
 
 
 def a_step(replay: Replay, step: int) -> tuple[Rollout, Any, dict[str, float]]:
-    """Runs a step as the loop does: old log-probs are the trainer's for new tokens, and the buffer's for replayed
-    ones."""
+    """Runs a step as the loop does: old log-probs are the trainer's, or the buffer's for replayed tokens."""
     mixed, reused, metrics = replay.mix(new_samples(step))
     trainers = log_prob(response_tokens(mixed)) + 5.0 * step  # the policy changes: no two steps agree on a token
     old = trainers if reused is None else torch.where(reused.tokens, reused.old_log_probs, trainers)
@@ -254,8 +253,7 @@ def test_a_step_with_other_log_probs_than_tokens_is_not_kept() -> None:
 
 def test_pictures_are_replayed_too() -> None:
     def pictured(step: int) -> Rollout:
-        """Returns new samples. A sample has as many images as its row's number in the step; each image encodes the
-        row."""
+        """Returns new samples. A sample has as many images as its row's number; each image encodes the row."""
         plain = new_samples(step)
         assert plain.rows is not None
         counts = plain.rows % 10

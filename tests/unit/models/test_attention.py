@@ -92,8 +92,7 @@ def test_a_sequence_that_is_too_long_for_the_kernel_in_c_goes_by_torch(monkeypat
 def test_results_of_some_tokens_are_those_that_all_give(
     wanted: Iterable[int], few_ask: bool, cp: int, window: int | None
 ) -> None:
-    """Attention for some tokens equals that of all tokens, whether or not the others have queries, and also on a rank
-    without any."""
+    """Attention for some tokens equals that of all, whether or not others have queries, and on a rank without any."""
     lengths = [8, 136, 64, 16, 200, 8, 144]
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(sum(lengths), heads, 16, generator=g, requires_grad=True) for heads in (4, 2, 2))

@@ -65,8 +65,7 @@ def test_chunks_of_whole_blocks_change_nothing(name: str) -> None:
 
 
 def test_log_probs_and_gradients_are_off_by_what_fp8_has_of_digits() -> None:
-    """Errors of log-probs and gradients match fp8's precision: RMS in nats for log-probs, relative for both
-    gradients."""
+    """Errors match fp8's precision: RMS in nats for log-probs, relative for both gradients."""
     exact = made(PlainProducts)
     for name, recipe in RECIPES.items():
         log_probs, *gradients = made(partial(RoundedProducts, recipe=recipe))

@@ -25,8 +25,7 @@ CPU = torch.device("cpu")
 
 
 def groups_of(*groups: tuple[int, list[int]], seed: int = 0, system: int = 0, vocab: int = 1000) -> Rollout:
-    """Returns a rollout. groups: (prompt tokens, tokens of each response); system: number of tokens that all prompts
-    share"""
+    """groups: (prompt tokens, tokens of each response); system: number of tokens that all prompts share"""
     g = torch.Generator().manual_seed(seed)
     start = torch.randint(1, vocab, (system,), generator=g)
     prompts, responses = [], []

@@ -1,5 +1,4 @@
-"""Profiler ranges, captures and memory snapshots around the steps of a run, without a GPU: the calls to CUDA's
-tools."""
+"""Profiler ranges, captures and memory snapshots around steps, without a GPU: the calls to CUDA's tools."""
 
 from __future__ import annotations
 

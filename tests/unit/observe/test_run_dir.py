@@ -1,5 +1,4 @@
-"""The content of a run directory is kept, private and without passwords; a full disk ends only what cannot work without
-it."""
+"""A run directory is kept, private and without passwords; a full disk ends only what cannot work without it."""
 
 from __future__ import annotations
 
@@ -116,8 +115,7 @@ class TestNothingIsWrittenOver:
             start(cfg, 0)
 
     def test_who_was_told_to_stop_before_the_first_checkpoint_begins_again(self, tmp_path: Path) -> None:
-        """A run that is stopped before the first checkpoint may start anew. Its files are kept, and a different run is
-        still refused."""
+        """A run stopped before the first checkpoint may start anew. Its files are kept; another run is refused."""
         run_dir, cfg, notes = left_by_a_run(tmp_path), sft(tmp_path, trackers=()), []
         before = (run_dir / "metrics.jsonl").read_bytes()
         told, on_rank_0 = SimpleNamespace(any=lambda warned: True), SimpleNamespace(note=notes.append)

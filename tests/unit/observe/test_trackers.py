@@ -97,8 +97,7 @@ def test_what_never_arrived_is_named_and_sent_when_the_run_goes_on(
 
 
 def test_a_run_that_goes_on_is_the_same_run_there(tmp_path: Path) -> None:
-    """A resumed run is the same run for the tracker, also if only the checkpoint has its id. Repeated steps are sent
-    again."""
+    """A resumed run is the same for the tracker, even if only the checkpoint has its id. Repeated steps are resent."""
     first = log(tmp_path, Elsewhere(), range(1, 6))
     again = Elsewhere()
     assert log(tmp_path, again, range(4, 7)) == first

@@ -1,5 +1,4 @@
-"""Watching a run: measured steps next to the plan's prediction, the page that shows them, and trackers across a
-resume."""
+"""Watching a run: measured steps next to the plan, the page that shows them, and trackers across a resume."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""`mrl plan`: the shipped recipes, placement of ranks against Megatron's groups, and batches against the real
-planner."""
+"""`mrl plan`: the shipped recipes, placement against Megatron's groups, and batches against the real planner."""
 
 from __future__ import annotations
 
@@ -179,8 +178,7 @@ def coded(arch: ModelArch, tokens: int) -> str:
 
 
 def test_engines_apart_share_no_memory() -> None:
-    """Separate engines share no memory with the trainer: on their own GPUs, or at addresses that the plan does not
-    know."""
+    """Separate engines share no memory with the trainer: on their own GPUs, or at unknown addresses."""
     together, gpus = plan_of("dapo_qwen7b_8gpu"), ",".join(map(str, range(8, 16)))
     apart = plan_of("dapo_qwen7b_8gpu", f"rollout.gpus=[{gpus}]", "rollout.release=none")
     assert together.engine is not None and apart.engine is not None
@@ -351,8 +349,7 @@ def test_search_writes_a_configuration_that_fits(tmp_path: Path, capsys: pytest.
 
 
 def test_search_writes_the_plan_that_it_has_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A search writes the plan that it has printed. No layout of CONFIG reappears, and values given by KEY=VALUE
-    stay."""
+    """A search writes the plan that it printed. No layout of CONFIG reappears, and KEY=VALUE arguments stay."""
     config, out = tmp_path / "own.yaml", tmp_path / "found.yaml"
     own: dict[str, Any] = {
         "base": str(ROOT / "yaml_configs/grpo_qwen0.6b_1gpu.yaml"),

@@ -38,8 +38,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_the_gpu_of_a_process(
     count: int, local_rank: str, device: str, gpus: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The device of a process. If each process sees one GPU (Slurm's --gpus-per-task=1), it is the first one for every
-    local rank."""
+    """The device of a process. If each sees one GPU (Slurm's --gpus-per-task=1), it is the first one for all ranks."""
     gpus(count)
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     assert platform.device() == torch.device(device)

@@ -208,16 +208,14 @@ def test_sums_overlap_where_there_is_somebody_to_sum_with(
 
 
 def test_a_vocabulary_that_is_in_one_place_is_not_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A vocabulary in one place is not read back. Only with several stages must it be compared with another stage's
-    copy."""
+    """A vocabulary in one place is not read back; only several stages need a comparison of copies."""
     monkeypatch.setattr(load, "_digest", lambda tensor: pytest.fail("read back"))
     item: Any = SimpleNamespace(name="embedding", parameter=None, row=SimpleNamespace(kind="vocab", copy_of=None))
     assert load._tied_problems([item], SimpleNamespace(pp=1)) == []  # type: ignore[arg-type]
 
 
 def test_groups_are_made_when_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Process groups are created on first use. NCCL creates all of them at the start if the default group knows its
-    device."""
+    """Process groups are created on first use. NCCL creates all at the start if the default group has a device."""
     asked: list[dict[str, Any]] = []
     chosen: list[torch.device] = []
     monkeypatch.setattr(dist, "is_initialized", lambda: False)

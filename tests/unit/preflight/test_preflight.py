@@ -211,8 +211,7 @@ def test_a_recipe_is_held_against_the_gpus_that_are_here(
 
 
 def test_an_all_reduce_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """`--network` measures an all-reduce, here in a world of one. tests/system/launcher/test_ranks.py has several
-    ranks."""
+    """`--network` measures an all-reduce in a world of one; tests/system/launcher/test_ranks.py has several ranks."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     try:

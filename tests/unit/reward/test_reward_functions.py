@@ -25,8 +25,7 @@ def test_exact_match() -> None:
 
 
 def test_what_built_ins_give_beside_a_score_is_known_by_name() -> None:
-    """The built-in rewards return the declared parts of a score. A configuration that names a part is checked against
-    these names."""
+    """Built-in rewards return the declared parts, against whose names configurations are checked."""
     assert sorted_digits("1", "1").keys() == {"score", *PARTS["sorted_digits"]}
     assert all(isinstance(function("1", "1"), float) for function in (arithmetic, exact_match))
     assert isinstance(multiple_choice("A", "A"), float)

@@ -140,8 +140,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_is_the_same_run() -> None:
 
 
 def test_a_token_keeps_the_experts_that_it_first_went_to() -> None:
-    """A token keeps the experts of the weights of its segment, which generated what follows it; also through a
-    checkpoint."""
+    """A token keeps the experts of its segment's weights, which generated what follows; also through a checkpoint."""
     made, mixed = segments(), 0
     for step in range(8):
         again = segments()

@@ -70,7 +70,7 @@ def samples(step: int, lengths: list[int]) -> Rollout:
 
 
 def verl(coef: float, distance: Tensor, mask: Tensor) -> float:
-    """verl's update: current_kl = mean over the batch of masked_mean(kld, mask, axis=-1); kl_ctrl.update(current_kl,
+    """verl: current_kl = mean over the batch of masked_mean(kld, mask, axis=-1); kl_ctrl.update(current_kl,
     batch_size)."""
     kld = distance.double()[:, None] * mask
     current = float((kld.sum(1) / mask.sum(1)).mean())

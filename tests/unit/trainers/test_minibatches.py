@@ -81,7 +81,6 @@ def test_a_sample_of_a_shuffled_mini_batch_is_named_by_its_place_in_the_step() -
 
 
 def test_of_a_mini_batch_of_older_samples_alone_no_mismatch_is_known() -> None:
-    """No mismatch is reported for a mini-batch of replayed samples only. 0.0 would mean that engine and trainer
-    agree."""
+    """No mismatch is reported for replayed samples only. 0.0 would mean that engine and trainer agree."""
     rollout, none = a_rollout(0).pick(torch.tensor([1])), torch.zeros(2, dtype=torch.bool)
     assert MismatchLimits(MismatchConfig(), print).check(rollout, torch.full((2,), -9.0), none) == {}

@@ -1,5 +1,4 @@
-"""Delta weight sync: the encoding, its application to fused and sharded parameters, and syncs to an engine in this
-process."""
+"""Delta weight sync: encoding, application to fused and sharded parameters, and syncs to an engine in this process."""
 
 from __future__ import annotations
 

@@ -86,8 +86,7 @@ def test_an_export_without_them_counts_none_and_says_so(model: Path, tmp_path: P
 
 
 def test_weights_without_the_layers_that_config_json_counts(model: Path, tmp_path: Path) -> None:
-    """Weights without the layers that config.json counts, as transformers saves them, are exported with a count of 0
-    and a note."""
+    """Without the layers that config.json counts, as transformers saves, the export counts 0 and has a note."""
     save_file({k: v for k, v in load_file(model / "model.safetensors").items() if k not in DRAFTS}, model / "m")
     (model / "m").rename(model / "model.safetensors")
     assert export(model, tmp_path / "hf", drafts=model) == {} and counted(tmp_path / "hf") == 0

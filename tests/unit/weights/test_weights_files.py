@@ -188,8 +188,7 @@ class OneRank:
 def test_an_export_that_finds_the_disk_full_leaves_what_was_there(
     tmp_path: Path, tiny_models: Any, room: int, file_bytes: int
 ) -> None:
-    """An export that fills the disk leaves the old files intact, whether it fails in the weights, their index, or the
-    copied files."""
+    """An export that fills the disk leaves the old files intact: in the weights, their index, or copied files."""
     source = tiny_models("llama", weights=False)
     exporter, target = OneRank({"a": torch.zeros(8), "b": torch.zeros(8)}, source), tmp_path / "hf"
     save_hf(exporter, source, target, max_file_bytes=file_bytes)  # type: ignore[arg-type]

@@ -147,8 +147,7 @@ def test_fused_experts_on_disk_are_the_same_experts(models: dict[str, Path], nam
 
 
 class Chunk(nn.Module):
-    """The parts of a Megatron model from which names are made: the second stage's layers, the second half of the
-    experts."""
+    """The parts of a Megatron model that give names: the second stage's layers, the second half of the experts."""
 
     def __init__(self) -> None:
         super().__init__()
