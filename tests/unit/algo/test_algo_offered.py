@@ -57,7 +57,7 @@ def test_the_bias_corrected_kl_is_exact_in_value_and_gradient() -> None:
 
 
 def test_the_off_policy_mask() -> None:
-    """As in TRL, the mask is 0 if A < 0 and the response's mean of (sampling - present) exceeds the threshold."""
+    """The mask is 0 if A < 0 and the response's mean of (sampling - present) exceeds the threshold, as in TRL."""
     mask = masked()
     now, sampling, adv = randn(5, 7, seed=1), randn(5, 7, seed=2), randn(5, 7, seed=3)
     sampling[3] = now[3] + 0.5

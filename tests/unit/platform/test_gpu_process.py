@@ -1,4 +1,4 @@
-"""How a process uses its GPU, with `torch.cuda` imitated."""
+"""A process and its GPU, with `torch.cuda` imitated."""
 
 from __future__ import annotations
 
