@@ -214,7 +214,7 @@ def _differences(old: Tree, section: Section, new: Tree, prefix: str) -> Iterato
         elif isinstance(before, dict) and _holds(inner, Section) and _holds(before, dict):
             if inner.keys() != before.keys():
                 yield KeyChange(f"{prefix}{name}", [*before], [*inner])
-            for each in inner.keys() & before.keys():
+            for each in filter(before.__contains__, inner):
                 yield from _differences(before[each], inner[each], new[name][each], f"{prefix}{name}.{each}.")
         elif before != new[name]:
             yield KeyChange(f"{prefix}{name}", before, new[name])
