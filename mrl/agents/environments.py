@@ -1,5 +1,5 @@
 """Adapters of other environments to classes for `agent.rollout`: Gymnasium's, and OpenEnv's over WebSocket and HTTP.
-Standard library only.
+Standard library only, but for WebSocket the package websockets.
 
     from mrl.agents.environments import from_gymnasium
 
@@ -18,7 +18,6 @@ from urllib.parse import urlsplit
 
 from mrl import strict_json
 from mrl.agents.context import Observation, Turn
-from mrl.agents.web_socket import WebSocket
 
 Act = Callable[[Turn], Any]
 Show = Callable[[Any], Observation]
@@ -132,7 +131,7 @@ class _OpenEnvSession:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self._socket: WebSocket | None = None
+        self._session: Any = None  # a websockets.sync.client.ClientConnection
 
     def reset(self, *, seed: int, options: None) -> tuple[Any, dict[str, Any]]:
         told = self._asked("reset", {"seed": seed, "episode_id": _episode(seed)})
@@ -142,20 +141,28 @@ class _OpenEnvSession:
         return _step(self.url, self._asked("step", action))
 
     def close(self) -> None:
-        if self._socket is not None:
-            with suppress(OSError):
-                self._socket.send(strict_json.dumps({"type": "close"}))
-            self._socket.close()
+        if self._session is not None:
+            from websockets.exceptions import ConnectionClosed
+
+            with closing(self._session), suppress(ConnectionClosed):
+                self._session.send(strict_json.dumps({"type": "close"}))
 
     def _asked(self, kind: str, data: Any) -> dict[str, Any]:
         try:
-            if self._socket is None:
-                self._socket = WebSocket(self.url.rstrip("/") + "/ws", HTTP_S)
-            asked = strict_json.dumps({"type": kind, "data": data})
-            with suppress(BrokenPipeError, ConnectionResetError):  # a server that is full has said so, and closed
-                self._socket.send(asked)
-            told = strict_json.loads(self._socket.receive())
-        except OSError as error:
+            from websockets.exceptions import ConnectionClosed, WebSocketException
+            from websockets.sync.client import connect
+        except ImportError as error:
+            raise OpenEnvError(
+                f"{self.url} needs the package websockets ({error}): pip install 'mrl[openenv]'"
+            ) from None
+        try:
+            if self._session is None:
+                path = self.url.rstrip("/") + "/ws"
+                self._session = connect(path, open_timeout=HTTP_S, max_size=MAX_ANSWER_BYTES, proxy=None)
+            with suppress(ConnectionClosed):  # a server that is full has said so, and closed
+                self._session.send(strict_json.dumps({"type": kind, "data": data}))
+            told = strict_json.loads(self._session.recv(HTTP_S))
+        except (OSError, WebSocketException) as error:
             raise OpenEnvError(f"{kind} at {self.url}: {type(error).__name__}: {error}") from error
         except ValueError as error:
             raise OpenEnvError(f"{kind} at {self.url} did not return JSON: {error}") from error
