@@ -104,7 +104,7 @@ def _fp8() -> Feature:
 def _gpu_tests(usable: Mapping[str, bool]) -> Feature:
     """The GPU test stages whose requirements are met. usable: by part"""
     needed = {"cuda": "CUDA", "engine": "transformers", "transformer_engine": "transformer-engine"}
-    needed |= {"fp8": "fp8", "trainers": "CUDA", "speed": "CUDA", "ranks": "CUDA"}
+    needed |= {"fp8": "fp8", "trainers": "CUDA", "speed": "CUDA", "ranks": "CUDA", "real": "sglang"}
     stages = [stage for stage, part in needed.items() if usable["CUDA"] and usable[part]]
     without = "no GPU: it has nothing to test here"
     if stages:

@@ -1,4 +1,4 @@
-"""One mistake in the settings of estimators, score controls or dynamic sampling, and what it gives."""
+"""Configurations with one mistake in estimators, score shaping or dynamic sampling, and the expected error."""
 
 from __future__ import annotations
 
@@ -87,6 +87,14 @@ BAD_SAMPLING = [
         "algorithm.score_clip",
         ("no effect", "not the score", "algorithm.adv_estimator"),
         base=SORTED,
+    ),
+    Bad(
+        "a score of truncated responses that gdpo does not read",
+        "  function: sorted_digits\n",
+        "  function: sorted_digits\n  truncated_score: 0.0\n",
+        "reward.truncated_score",
+        ("no effect", "score is not one of gdpo_reward_keys", "algorithm.gdpo_reward_keys"),
+        base=SORTED.replace(ESTIMATOR, "  adv_estimator: gdpo\n  gdpo_reward_keys: [exact_match]\n"),
     ),
     Bad(
         "whitening where nothing is whitened",

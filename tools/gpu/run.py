@@ -2,7 +2,7 @@
 
 Runs stages one after the other, each in a process of its own with a time-out, all within 10 minutes: cuda (without
 transformer-engine), engine (SGLang, or mrl's own, on the same GPU), transformer_engine, fp8, speed. trainers (2 minutes
-more) and ranks (5 minutes more) run only if named. Every check prints its verdict; what a stage lacks, or dies of,
+more), ranks (5) and real (3) run only if named. Every check prints its verdict; what a stage lacks, or dies of,
 hides nothing of another. A file a stage goes to tools/gpu/results, to be committed: docs/support.md is made of them by
 python -m tools.gpu.support. Nothing is written before a stage is over. --again makes the checks alone that have not
 passed there.
@@ -31,8 +31,9 @@ from tools.gpu.trained import environment
 
 RESULTS = Path(__file__).parent / "results"
 LIMITS_S = {"cuda": 210.0, "engine": 160.0, "transformer_engine": 80.0, "fp8": 79.0, "speed": 70.0, "trainers": 120.0,
-            "ranks": 300.0}  # fmt: skip
-USUAL = tuple(stage for stage in STAGES if stage not in ("trainers", "ranks"))
+            "ranks": 300.0, "real": 200.0}  # fmt: skip
+IF_NAMED = ("trainers", "ranks", "real")
+USUAL = tuple(stage for stage in STAGES if stage not in IF_NAMED)
 OVER = " s were over"  # a stage that was cut off: whether its check hangs is not known
 OF_A_CHECK = ("commit", "date", "card")
 NO_GPU = 2
@@ -116,7 +117,7 @@ def chosen(text: str) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    usual = f"of {','.join(STAGES)} (default: all but trainers and ranks)"
+    usual = f"of {','.join(STAGES)} (default: all but {', '.join(IF_NAMED)})"
     parser.add_argument("--stages", type=chosen, default=list(USUAL), help=usual)
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the files go")
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "test_gpu", help="where the runs are, and stay")

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-STAGES = ("cuda", "engine", "transformer_engine", "fp8", "trainers", "ranks", "speed")
+STAGES = ("cuda", "engine", "transformer_engine", "fp8", "trainers", "ranks", "real", "speed")
 REASON_CHARACTERS = 600
 
 Numbers = dict[str, Any]

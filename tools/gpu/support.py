@@ -43,6 +43,7 @@ PROOFS: dict[str, tuple[str, tuple[str, ...]]] = {
     "weight sync by CUDA IPC, with checksum": ("engine", ("GRPO, bfloat16, SGLang",)),
     "offloading and memory release between phases of a step": ("engine", ("memory given up", "SGLang gives memory up")),
     "quickstarts of DPO, reward models, LoRA, MoE, vision, agents and diffusion": ("trainers", ("",)),
+    "[a pretrained 135M model](real_model.md) learns arithmetic by GRPO with SGLang": ("real", ("GRPO of SmolLM2",)),
     "a 0.6B model, trained and sampled on one GPU": ("engine", ("GRPO of a 0.6B model",)),
 }
 

@@ -25,6 +25,7 @@ REHEARSED = tuple(stage for stage in STAGES if stage != "ranks") if RUN_SLOW els
 # what a rehearsal can only look at, and why
 NOT_REHEARSED = re.compile(
     "a rehearsal (looks at one family|reads its configuration alone|has one kind of layer|has no triton)"
+    "|the model is not made"
 )
 
 

@@ -1,4 +1,4 @@
-"""Several LoRA adapters of one base in one run: each becomes what a run of it alone makes."""
+"""Several LoRA adapters of one base in one run: each equals the result of a run with it alone."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from mrl.inference.engine import Engine
 from mrl.inference.launch import started_with
 from mrl.inference.start import start_engine
 from mrl.weights.disk.adapter_files import WEIGHTS
+from mrl.weights.disk.model_files import GENERATION
 from tests.conftest import TinyModels
 from tests.helpers.runs import results, samples, train
 from tests.helpers.train_tools import Train, given, write_config
@@ -45,7 +46,7 @@ STEPS = 3
 
 
 def second(folder: Path) -> dict[str, Any]:
-    """The sections in which the second adapter differs: data, reward, algorithm, optimizer, rank and lengths."""
+    """Returns the second adapter's own sections: data, reward, algorithm, optimizer, rank and lengths."""
     (folder / "upper.py").write_text(UPPER)
     rows = (json.dumps({"prompt": f"Name {n}:", "answer": "x"}) for n in range(12))
     (folder / "names.jsonl").write_text("\n".join(rows) + "\n")
@@ -56,7 +57,7 @@ def second(folder: Path) -> dict[str, Any]:
         "algorithm": {"adv_estimator": "rloo", "kl": {"use_in_loss": True, "coef": 0.01}},
         "optimizer": {"lr": 1e-2},
         "lora": LORA | {"rank": 2, "targets": ["q_proj", "down_proj"]},
-        "sampling": {"max_new_tokens": 10},
+        "sampling": {"max_new_tokens": 10, "stop_token_ids": [9]},
     }
 
 
@@ -82,7 +83,7 @@ def engine(folder: Path, config: Path, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture(scope="module")
 def run_dir(folder: Path, config: Path, engine: Engine) -> Path:
-    """The run of both adapters, which ends after two steps and is resumed."""
+    """Trains both adapters for two steps and resumes the run; returns its directory."""
     told = [f"rollout.{key}={value}" for key, value in given(engine, folder).items()]
     for steps in (2, STEPS):
         train(folder, config, *told, "run.name=both", f"run.steps={steps}")
@@ -90,7 +91,7 @@ def run_dir(folder: Path, config: Path, engine: Engine) -> Path:
 
 
 def alone(folder: Path, engine: Engine, model: Path, name: str) -> Path:
-    """The directory of a run of this adapter alone."""
+    """Trains this adapter alone and returns the run's directory."""
     sections: dict[str, Any] = second(folder) if name == "upper" else {}
     own = {key: value for key, value in sections.items() if key not in ("optimizer", "lora", "sampling")}
     actor = SHARED["actor"] | {key: sections[key] for key in ("optimizer", "lora") if key in sections}
@@ -113,6 +114,9 @@ def test_each_adapter_becomes_to_the_bit_what_a_run_of_it_alone_makes(
     assert weights.keys() == wanted.keys() and all(torch.equal(weights[key], wanted[key]) for key in wanted)
     assert max(float(tensor.abs().max()) for key, tensor in weights.items() if "lora_B" in key) > 1e-3
     assert samples(own) == samples(other)
+    files = [each / "adapter" / GENERATION for each in (own, other)]  # with end tokens that the base does not have
+    ends = [json.loads(file.read_text())["eos_token_id"] for file in files if file.is_file()]
+    assert [9 in each for each in ends] == [True, True] * (name == "upper") and len({*map(tuple, ends)}) < 2
     rows, alone_rows = results(run_dir), results(other)
     for step in range(1, STEPS + 1):
         mine = {key.removeprefix(f"{name}/"): value for key, value in rows[step].items() if key.startswith(f"{name}/")}
@@ -147,7 +151,7 @@ def test_samples_are_of_the_adapter_that_is_trained(run_dir: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_whose_engine_dies_gives_all_adapters_to_the_next_one(folder: Path, config: Path, run_dir: Path) -> None:
-    """Its own engine, killed in the second step."""
+    """After its own engine is killed in the second step, the run gives all adapters to the restarted engine."""
     with Train(folder, config, "run.name=killed", f"run.steps={STEPS}", "rollout.max_restarts=2") as run:
         run.wait_for("step 1/3", 240)
         os.kill(run.pid_of("sglang::scheduler"), signal.SIGKILL)

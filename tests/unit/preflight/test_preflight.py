@@ -1,4 +1,4 @@
-"""`mrl preflight`: mistakes of every kind, each found before a process group, and named with what to do."""
+"""`mrl preflight`: mistakes of every kind are found before a process group exists, and named with a remedy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mrl.commands import shared
 from mrl.config.checkpoint_size import checkpoint_bytes, disk_use, export_bytes
 from mrl.config.derived import Machine
 from mrl.config.loader import load
-from mrl.config.schema import Config
+from mrl.config.schema import Config, RLConfig
 from mrl.families import load_arch
 from mrl.inference.launch import ServerSpec
 from mrl.packages import pip_install, pip_install_extra
@@ -86,7 +86,7 @@ def test_a_cpu_that_multiplies_bfloat16_slower_is_told(
 
 
 def test_several_things_are_wrong_at_once(run: Callable[..., tuple[int, dict[str, Any]]]) -> None:
-    """Of the files and of the machine."""
+    """All mistakes are reported at once, those in files and those of the machine."""
     edits = (
         in_config_json(vocab_size=328),
         written("train.jsonl", '{"prompt": "a"}\n{"answer": "a"}\n'),
@@ -136,7 +136,7 @@ def test_the_first_rank_of_another_node_looks_at_its_own_machine(
 def test_space_that_an_earlier_start_has_taken_counts(
     run: Callable[..., tuple[int, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its checkpoints are replaced."""
+    """The space of an earlier start's checkpoints counts as available, because the run replaces them."""
     older = Path("runs/run/checkpoints/step_1/actor")
     older.mkdir(parents=True)
     cfg = load("config.yaml", ["checkpoint.every_steps=1", "run.steps=9"])
@@ -191,6 +191,19 @@ def test_room_where_the_data_says_how_long_the_run_is_and_for_an_average(
     assert disk_use(rl, archs).staying == 2 * export_bytes(rl, archs)
 
 
+def test_room_of_several_adapters_is_that_of_each_of_them(tiny_models: TinyModels, tmp_path: Path) -> None:
+    model = tiny_models("llama")
+    archs, words = {"actor": load_arch(str(model))}, ["checkpoint.every_steps=5", "checkpoint.export_hf=true"]
+    sections: dict[str, Any] = {"adapters": {"a": {}, "b": {"lora": {"rank": 2, "targets": ["q_proj"]}}}}
+    sections |= {"sync": {"lora": "adapter"}, "actor": {"lora": {"rank": 8, "targets": ["q_proj", "v_proj"]}}}
+    both = load(write_config(tmp_path, model, **sections), words)
+    assert isinstance(both, RLConfig)
+    a, b = (disk_use(own, archs) for own in both.adapter_configs().values())
+    used, whole = disk_use(both, archs), export_bytes(both, archs)
+    assert used.turning == a.turning + b.turning and a.turning > 4 * b.turning > 0
+    assert used.staying == a.staying + b.staying - 2 * whole, "no weights are merged"
+
+
 def test_a_command_that_installs_names_this_python() -> None:
     assert pip_install("a>=1") == f"{sys.executable} -m pip install 'a>=1'"
     assert "nvidia-resiliency-ext" in pip_install_extra("resilience")
@@ -211,7 +224,7 @@ def test_a_recipe_is_held_against_the_gpus_that_are_here(
 
 
 def test_an_all_reduce_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """In a world of one; tests/system/launcher/test_ranks.py has several."""
+    """`--network` measures an all-reduce in a world of one; tests/system/launcher/test_ranks.py has several ranks."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     try:

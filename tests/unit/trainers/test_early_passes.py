@@ -1,4 +1,4 @@
-"""`rollout.early_passes`: log-probs and values of a step's first samples are computed while others are drawn."""
+"""`rollout.early_passes`: log-probs and values of a step's first samples are computed while others are generated."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PPO: dict[str, Any] = {
 
 
 def drawn(place: int) -> Sample:
-    """The sample of that number of a step, whose tokens are all that number."""
+    """Returns sample number `place` of a step; all of its tokens are that number."""
     prompt = Prompt(index=place, text="", token_ids=[place] * 2, row={})
     tokens = [place] * (1 + place % 3)
     log_probs = torch.zeros(len(tokens)).numpy()
@@ -33,7 +33,7 @@ def drawn(place: int) -> Sample:
 
 
 def passes(parts: int) -> tuple[StepPasses, list[list[int]]]:
-    """Of a step of ten samples, and the numbers of those that were computed together while others were drawn."""
+    """Returns the passes of a step of ten samples, and the numbers of the samples that were computed together early."""
     asked: list[list[int]] = []
 
     def ask(argument: ToCompute) -> None:
@@ -72,6 +72,20 @@ def test_a_part_is_computed_by_itself_whenever_it_is_whole(order: list[int], ear
         seconds = {"rollout": 1.0}
         assert made.early_metrics(seconds) == {"rollout/early_parts": len(early)}
         assert sum(seconds.values()) == pytest.approx(1.0)
+
+
+def test_parts_of_samples_that_were_left_out_are_not_used() -> None:
+    """Sample 2 is as long as sample 5, which would take its place: lengths alone do not show the difference."""
+    made, asked = passes(4)
+    made.begin()
+    see = made.seeing(4, lambda sample: None)
+    for place in range(5):
+        see(drawn(place))
+    assert asked == [[0, 1], [2, 3, 4]]
+    samples = [drawn(place) for place in range(10) if place != 2]  # it has no score
+    left = Rollout.of(4, [s.request.prompt.token_ids for s in samples], [s.response_ids for s in samples])
+    values = made.of(left).values
+    assert values is not None and values.tolist() == [token for s in samples for token in s.response_ids]
 
 
 @pytest.mark.parametrize(
