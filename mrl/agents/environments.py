@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from mrl import strict_json
 from mrl.agents.context import Observation, Turn
+from mrl.packages import pip_install_extra
 
 Act = Callable[[Turn], Any]
 Show = Callable[[Any], Observation]
@@ -152,9 +153,8 @@ class _OpenEnvSession:
             from websockets.exceptions import ConnectionClosed, WebSocketException
             from websockets.sync.client import connect
         except ImportError as error:
-            raise OpenEnvError(
-                f"{self.url} needs the package websockets ({error}): pip install 'mrl[openenv]'"
-            ) from None
+            install = pip_install_extra("openenv")
+            raise OpenEnvError(f"{self.url} needs the package websockets ({error}): {install}") from None
         try:
             if self._session is None:
                 path = self.url.rstrip("/") + "/ws"
