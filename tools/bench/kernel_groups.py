@@ -21,7 +21,7 @@ from mrl.kernels.linear_logprob import LossGradients, linear_log_prob
 from mrl.models.attention import packed_attention
 from mrl.models.attention_plan import AttentionPlan
 from mrl.platform.kept_memory import keep_memory
-from tools.bench.sync_group import pushing
+from tools.bench.sync_group import weight_sync
 
 Forms = dict[str, Callable[[], Any]]
 GAE_SHAPE = (1024, 8192)
@@ -233,5 +233,5 @@ GROUPS: Mapping[str, Callable[[], Forms]] = {
     "loss": loss,
     "attention": attention,
     "balance": balancing,
-    "sync": pushing,
+    "sync": weight_sync,
 }
