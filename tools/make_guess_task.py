@@ -15,7 +15,7 @@ from pathlib import Path
 from make_sort_task import MODEL
 
 NUMBERS = 7
-VOCABULARY = ["<pad>", "<eos>", "<unk>", "?", "<", ">", *map(str, range(10))]  # 16
+VOCABULARY = ["<pad>", "<eos>", "<unk>", "?", "<", ">", *map(str, range(10))]  # 16 tokens
 
 
 def write_model(out: Path) -> None:

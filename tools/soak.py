@@ -131,7 +131,7 @@ def inject(logs: Path, name: str, rng: random.Random) -> bool:
     statuses = read_statuses(logs)
     try:
         if name == "engine killed":
-            next(filter(lambda one: is_engine(one, logs), psutil.process_iter())).kill()
+            next(process for process in psutil.process_iter() if is_engine(process, logs)).kill()
         else:
             victim = rng.choice(statuses).pid
             os.kill(victim, signal.SIGKILL if name == "rank killed" else signal.SIGSTOP)

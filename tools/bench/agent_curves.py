@@ -31,8 +31,8 @@ def main() -> None:
     parser.add_argument("--runs", default=RUNS)
     folders = [ROOT / folder for folder in parser.parse_args().runs.split(",")]
     results = {folder.name: figures(folder) for folder in folders}
-    for name, each in results.items():
-        print(name, {key: value for key, value in each.items() if key != "reward_mean"})
+    for name, numbers in results.items():
+        print(name, {key: value for key, value in numbers.items() if key != "reward_mean"})
     record.write(
         record.RESULTS / "agent_curves.json", {"goal": GOAL, "mean_over_steps": AVERAGED_STEPS, "runs": results}
     )

@@ -198,7 +198,11 @@ def result(
         "versions_of_trl": versions,
         "workload": {"parameters": parameters, **asdict(shape), "samples_per_prompt": workload.SAMPLES_PER_PROMPT},
         "same_work": "the same model, prompts, samples and reward; "
-        + ("as many tokens" if shape.ends_after is None else "lengths geometric of the same mean, drawn by each side"),
+        + (
+            "as many tokens"
+            if shape.ends_after is None
+            else "geometric lengths with the same mean, sampled by each side"
+        ),
         "rounds": rounds,
         "steps_a_run": steps,
         "warm_steps_left_out": WARM_STEPS,

@@ -77,7 +77,7 @@ def start(config: Path, folder: Path, engine: str, path: list[Path]) -> Start:
     """Times one start. path: PYTHONPATH with the tree to measure"""
     root = Path(tempfile.mkdtemp(dir=folder))
     command = [sys.executable, "-m", "mrl", "train", str(config), "run.name=run", f"run.root={root}", "run.steps=1"]
-    paths = os.pathsep.join(str(one.absolute()) for one in path)
+    paths = os.pathsep.join(str(folder.absolute()) for folder in path)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     began = time.time()
     with (root / "terminal").open("wb") as out:
@@ -97,7 +97,7 @@ def start(config: Path, folder: Path, engine: str, path: list[Path]) -> Start:
 
 def summary(starts: list[Start]) -> dict[str, dict[str, float]]:
     """Returns the minimum and the median of wall_s and cpu_s."""
-    columns = {"wall_s": [one.wall_s for one in starts], "cpu_s": [one.cpu_s for one in starts]}
+    columns = {"wall_s": [start.wall_s for start in starts], "cpu_s": [start.cpu_s for start in starts]}
     return {
         name: {"min": min(values), "median": round(statistics.median(values), 2)} for name, values in columns.items()
     }

@@ -143,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"== {stage}, at most {LIMITS_S[stage]:g} s", flush=True)
         lines = work / f"{stage}.jsonl"
         kept = passed(stage, args.results) if args.again else []
-        leave = [word for check in kept for word in ("--leave", check["check"])]
+        leave = [argument for check in kept for argument in ("--leave", check["check"])]
         command = [sys.executable, "-m", "tools.gpu.stage", *leave, str(lines), str(work), stage]
         outcomes.append(run_stage(stage, command, lines, LIMITS_S[stage]))
         write(outcomes[-1], args.results, args.commit, kept)
