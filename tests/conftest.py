@@ -1,4 +1,4 @@
-"""Fixtures of all tests: tiny model directories; the order of files."""
+"""Fixtures of all tests: tiny model directories. Also the order in which test files run."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ TinyModels = Callable[..., Path]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A shell starts background jobs with SIGINT ignored, and what they start inherits that. The workers of
-    pytest-xdist share the fork servers of engines."""
+    """Restores SIGINT, which a shell ignores in background jobs and their children. Under pytest-xdist, starts the
+    engines' fork servers, which all workers share."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("numprocesses", None):
         from tests.helpers import engine_fork_servers
@@ -28,7 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """In every worker: all test modules."""
+    """Collects the test modules in every worker, with fast imports."""
     with importing():
         return (yield)
 
@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="module", autouse=True)
 def no_world_is_left() -> Iterator[None]:
-    """A process group that a test leaves behind would fail whichever test of its worker needs one next."""
+    """Fails if a test file leaves its process in a process group, which would fail the worker's next test with one."""
     yield
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_initialized():
@@ -57,7 +57,7 @@ def no_world_is_left() -> Iterator[None]:
 
 @pytest.fixture(params=["C", "torch"])
 def each_form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Which of a kernel's two forms serves: its name."""
+    """Runs the test with each of the two implementations of a kernel, and returns the name of the one in use."""
     from mrl.kernels import native  # imports torch, which the process that distributes tests does not need
 
     form: str = request.param
@@ -68,9 +68,10 @@ def each_form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
-    """tiny_models(family, tied=False, seed=0, weights=True, **config overrides) -> Hugging Face directory.
+    """Returns `tiny_models(family, tied=False, seed=0, weights=True, **config overrides)`, which makes a Hugging Face
+    directory.
 
-    The same arguments give the same directory: do not write into it.
+    The same arguments return the same directory, so tests must not write into it.
     """
     from tests.helpers.tiny import make_tiny
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import cycle
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -159,6 +161,24 @@ MACHINE_CHARTS = [
 ]
 
 
+def charts_of(adapters: Sequence[str]) -> list[Chart]:
+    """Returns CHARTS; if the run trains several adapters, with the lines of each."""
+    return [replace(curve, lines=_lines_of(adapters, curve.lines)) for curve in CHARTS] if adapters else CHARTS
+
+
+def _lines_of(adapters: Sequence[str], lines: tuple[Series, ...]) -> tuple[Series, ...]:
+    return tuple(
+        replace(
+            line,
+            metrics=tuple(f"{name}/{metric}" for metric in line.metrics),
+            label=f"{name}: {line.label}",
+            zero=line.zero and f"{name}: {line.zero}",
+        )
+        for name in adapters
+        for line in lines
+    )
+
+
 def draw(curve: Chart, rows: list[Row], size: tuple[float, float] = (5.4, 2.9)) -> Figure | None:
     """Draws one set of axes; None without a line to draw. Noisy lines are faint, with their moving mean on top."""
     found: list[tuple[Series, np.ndarray, np.ndarray]] = []
@@ -170,7 +190,7 @@ def draw(curve: Chart, rows: list[Row], size: tuple[float, float] = (5.4, 2.9)) 
     if not found:
         return None
     figure, axes = empty_axes(size)
-    for color, (line, x, y) in zip(PALETTE, found, strict=False):
+    for color, (line, x, y) in zip(cycle(PALETTE), found, strict=False):
         _plot(axes, line, x, y, color)
     positive = np.concatenate([y[y > 0] for _, _, y in found])
     if curve.log and len(positive) and positive.max() > LOG_FROM * positive.min():

@@ -108,6 +108,12 @@ def numbered_files(folder: Path, name: str) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), file) for file in folder.glob(name) if (match := pattern.fullmatch(file.name)))
 
 
+def adapter_names(config: dict[str, Any]) -> list[str]:
+    """Returns the names of a parsed config.yaml's `adapters`; empty if the run does not train several."""
+    found = config.get("adapters")
+    return [*found] if isinstance(found, dict) else []
+
+
 def read_config(run_dir: Path) -> tuple[str, dict[str, Any]]:
     """Returns RUN_DIR/config.yaml as text and parsed; both empty if there is none. Raises UnreadableFile."""
     file = run_dir / "config.yaml"

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import product
 from pathlib import Path
 from statistics import median_high
 from typing import Any
 
 from mrl.files import write_atomically
 from mrl.observe import html, machine
-from mrl.observe.curves import CHARTS, draw, is_zero, to_bytes
-from mrl.observe.files import numbered_files, read_config
+from mrl.observe.curves import Chart, charts_of, draw, is_zero, to_bytes
+from mrl.observe.files import adapter_names, numbered_files, read_config
 from mrl.observe.method import method_of
 from mrl.observe.metrics import Row, read_metrics
 from mrl.observe.progress import clock, number
@@ -30,9 +32,17 @@ class RunContent:
     rows: list[Row]
     config: dict[str, Any]
     config_text: str
-    answers: BeforeAfter | None
+    answers: dict[str, BeforeAfter]  # by adapter; "": the model's
     machine: str  # section of the page, as HTML
     pictures: list[Path]  # grids of generated images, by step
+
+    @property
+    def adapters(self) -> list[str]:
+        return adapter_names(self.config)
+
+    @property
+    def charts(self) -> list[Chart]:
+        return charts_of(self.adapters)
 
     @property
     def total_steps(self) -> int | None:
@@ -46,7 +56,7 @@ class RunContent:
 
     @property
     def learns_from_samples(self) -> bool:
-        return any("actor/pg_loss" in row for row in self.rows)
+        return any(name.endswith("actor/pg_loss") for row in self.rows for name in row)
 
     @property
     def updates_once_a_step(self) -> bool:
@@ -71,7 +81,7 @@ def write_report(run_dir: str | Path, refresh_s: float | None = None) -> Path:
     if not run_dir.is_dir():
         raise FileNotFoundError(f"{run_dir} is not a run directory")
     run = load_run(run_dir)
-    picture = first_curve(run.name, run.rows)
+    picture = first_curve(run.name, run.rows, run.adapters)
     if picture is not None:
         write_atomically(run_dir / FIRST_CURVE, picture)
     page = run_dir / "report.html"
@@ -79,9 +89,9 @@ def write_report(run_dir: str | Path, refresh_s: float | None = None) -> Path:
     return page
 
 
-def first_curve(name: str, rows: list[Row]) -> bytes | None:
+def first_curve(name: str, rows: list[Row], adapters: Sequence[str] = ()) -> bytes | None:
     """Returns a PNG of the run's main curve: reward, accuracy or loss; None before there is one."""
-    for curve in CHARTS[:3]:
+    for curve in charts_of(adapters)[:3]:
         picture = draw(curve, rows, size=(7.2, 4.0))
         if picture is not None:
             picture.axes[0].set_title(f"{curve.title}: {name}", loc="left", fontsize=12, pad=12)
@@ -99,7 +109,8 @@ def load_run(run_dir: Path) -> RunContent:
 
 def render(run: RunContent, refresh_s: float | None = None) -> str:
     """Returns the whole page as HTML, pictures included, without parts that the run has not produced yet."""
-    seen = [_curves(run), _images(run.pictures), _by_prompt(run.rows), _answers(run.answers)]
+    answers = "".join(_answers(name, found) for name, found in run.answers.items())
+    seen = [_curves(run), _images(run.pictures), _by_prompt(run.rows), answers]
     return html.page(run.name, [_header(run), _tiles(run), *seen, run.machine, _config(run.config_text)], refresh_s)
 
 
@@ -116,7 +127,8 @@ def _header(run: RunContent) -> str:
 def _tiles(run: RunContent) -> str:
     rows = run.rows
     tiles: list[tuple[str, str]] = []
-    for label, names, form in (
+    by_adapter = [(f"{each}: ", f"{each}/") for each in run.adapters] or [("", "")]
+    of_models = [
         ("training reward", ("reward/mean",), ".3f"),
         ("validation score", ("validation/score", "validation/mean"), ".3f"),
         ("loss", () if run.learns_from_samples else ("actor/loss",), ".4f"),
@@ -125,10 +137,11 @@ def _tiles(run: RunContent) -> str:
         ("response tokens", ("response/mean_tokens",), ".1f"),
         ("truncated responses", ("response/truncated",), ".0%"),
         ("explained variance", ("critic/explained_variance",), ".2f"),
-    ):
-        values = next((v for name in names if (v := [row[name] for row in rows if name in row])), [])
+    ]
+    for (whose, prefix), (label, names, form) in product(by_adapter, of_models):
+        values = next((v for name in names if (v := [row[prefix + name] for row in rows if prefix + name in row])), [])
         if values:
-            tiles.append((label, f"{number(values[0], form)} → {number(values[-1], form)}"))
+            tiles.append((whose + label, f"{number(values[0], form)} → {number(values[-1], form)}"))
     for label, name, form, of in (
         ("largest log-prob mismatch", "mismatch/max_abs", ".1e", max),
         ("tokens / s, median", "perf/tokens_per_s", ",.0f", median_high),
@@ -150,7 +163,7 @@ def _curves(run: RunContent) -> str:
         return '<p class="empty">No step has been logged yet.</p>'
     cards = [
         html.card(curve.title, note, html.picture(curve.title, to_bytes(figure, "svg")))
-        for curve in CHARTS
+        for curve in run.charts
         if (figure := draw(curve, run.rows))
         for note in [(curve.rl_note if run.learns_from_samples else "") or curve.note]
     ]
@@ -159,7 +172,7 @@ def _curves(run: RunContent) -> str:
 
 def _zeros(run: RunContent) -> str:
     """Lists the lines that stay at 0."""
-    found = [line.zero for curve in CHARTS for line in curve.lines if is_zero(run.rows, line)]
+    found = [line.zero for curve in run.charts for line in curve.lines if is_zero(run.rows, line)]
     if not found:
         return ""
     why = (
@@ -200,9 +213,7 @@ def _by_prompt(rows: list[Row]) -> str:
     return f'<h2>Reward by prompt</h2><div class="card wide">{shown}</div>'
 
 
-def _answers(found: BeforeAfter | None) -> str:
-    if found is None:
-        return ""
+def _answers(adapter: str, found: BeforeAfter) -> str:
     head = f"<tr><th>prompt</th><th>answer</th><th>step {found.first_step}</th><th>step {found.last_step}</th></tr>"
     body = "".join(
         f'<tr><td class="text">{"".join(html.picture(file.stem, file.read_bytes(), "png") for file in r.pictures)}'
@@ -212,7 +223,8 @@ def _answers(found: BeforeAfter | None) -> str:
     )
     mean = f"mean score {found.means}"
     return (
-        f'<h2>Validation prompts before and after training</h2><p class="sub">{mean}</p>'
+        f"<h2>{escape(adapter and f'{adapter}: ')}Validation prompts before and after training</h2>"
+        f'<p class="sub">{mean}</p>'
         f'<div class="card wide"><table class="answers">{head}{body}</table></div>'
     )
 

@@ -14,7 +14,14 @@ from rich.text import Text
 
 from mrl.core import Sample
 from mrl.files import write_atomically
-from mrl.observe.files import UnreadableFile, numbered_files, read_config, read_jsonl, write_jsonl
+from mrl.observe.files import (
+    UnreadableFile,
+    adapter_names,
+    numbered_files,
+    read_config,
+    read_jsonl,
+    write_jsonl,
+)
 
 SHOWN = 12  # prompts compared side by side
 PICTURES = "rollouts/pictures"
@@ -102,14 +109,26 @@ class BeforeAfter:
         return f"{self.mean_before:.3f} → {self.mean_after:.3f}{some}"
 
 
-def before_after(run_dir: Path, limit: int = SHOWN) -> BeforeAfter | None:
-    """Compares the first `limit` prompts that the first and the last validation share; None without any validation."""
-    files = numbered_files(run_dir / "rollouts", "validation_step_*.jsonl")
+def before_after(run_dir: Path, limit: int = SHOWN) -> dict[str, BeforeAfter]:
+    """Compares the first `limit` prompts that the first and the last validation share. Returns the comparison of each
+    of the run's adapters by name, or of the model under ""; empty without any validation.
+    """
+    config = read_config(run_dir)[1]
+    if not (names := adapter_names(config)):
+        found = {"": _before_after(run_dir, limit, config.get("data", {}))}
+    else:
+        keys = {name: (config["adapters"][name] or {}).get("data") or config.get("data", {}) for name in names}
+        found = {name: _before_after(run_dir / "adapters" / name, limit, keys[name]) for name in names}
+    return {name: compared for name, compared in found.items() if compared is not None}
+
+
+def _before_after(folder: Path, limit: int, keys: dict[str, Any]) -> BeforeAfter | None:
+    """keys: section `data`"""
+    files = numbered_files(folder / "rollouts", "validation_step_*.jsonl")
     if not files:
         return None
     (first_step, first), (last_step, last) = files[0], files[-1]
     before, after = _samples(first), _samples(last)
-    keys: dict[str, Any] = read_config(run_dir)[1].get("data", {})
     earlier, later = _by_prompt(before), _by_prompt(after)
     pairs = [(row, later[key]) for key, row in earlier.items() if key in later]
     scored = [(a["score"], b["score"]) for a, b in pairs if None not in (a["score"], b["score"])]
@@ -119,7 +138,7 @@ def before_after(run_dir: Path, limit: int = SHOWN) -> BeforeAfter | None:
             *(_question(a, keys), str(a["row"].get(keys.get("answer_key", "answer"), ""))),
             *(a["response"], b["response"], a["score"], b["score"]),
             *(_turns(a), _turns(b)),
-            pictures=tuple(file for _, file in numbered_files(run_dir / PICTURES, f"{a['index']}_*.png")),
+            pictures=tuple(file for _, file in numbered_files(folder / PICTURES, f"{a['index']}_*.png")),
         )
         for a, b in [(earlier[key], later[key]) for key in earlier if key in later and not key[2]][:limit]
     ]
@@ -166,19 +185,19 @@ def _question(sample: dict[str, Any], keys: dict[str, Any]) -> str:
 def before_after_table(run_dir: Path, limit: int = 12, console: Console | None = None) -> None:
     """Prints the answers to the same prompts at the first and the last validation."""
     console = console or Console()
-    found = before_after(Path(run_dir), limit)
-    if found is None:
+    compared = before_after(Path(run_dir), limit)
+    if not compared:
         console.print(f"{run_dir}: no validation samples")
-        return
-    table = Table(title=f"validation score {found.means}")
-    table.add_column("prompt")
-    table.add_column("answer", style="dim")
-    table.add_column(f"step {found.first_step}")
-    table.add_column(f"step {found.last_step}")
-    for row in found.rows:
-        before, after = _scored(row.before, row.score_before), _scored(row.after, row.score_after)
-        table.add_row(Text(row.prompt), Text(row.answer), before, after)
-    console.print(table)
+    for name, found in compared.items():
+        table = Table(title=f"{name and f'{name}: '}validation score {found.means}")
+        table.add_column("prompt")
+        table.add_column("answer", style="dim")
+        table.add_column(f"step {found.first_step}")
+        table.add_column(f"step {found.last_step}")
+        for row in found.rows:
+            before, after = _scored(row.before, row.score_before), _scored(row.after, row.score_after)
+            table.add_row(Text(row.prompt), Text(row.answer), before, after)
+        console.print(table)
 
 
 def _scored(response: str, score: float | None) -> Text:

@@ -1,10 +1,10 @@
-"""Good configurations, and what one mistake in them gives."""
+"""Valid configurations, and variants with one mistake each with the expected error."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-DENSE = {  # the config.json of a model that they name
+DENSE = {  # the config.json of the model that the configurations name
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
     "vocab_size": 16,
@@ -64,7 +64,7 @@ batch:
 
 @dataclass
 class Bad:
-    """`old` of the good file becomes `new`; the one problem is at the line of `at` (default: `new`'s last line)."""
+    """A configuration with `old` replaced by `new`. The error names the line of `at` (default: `new`'s last line)."""
 
     id: str
     old: str

@@ -1,4 +1,4 @@
-"""One mistake in where the data comes from, and what it gives."""
+"""Configurations with one mistake in the data sources, and the expected error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files, rows, templates, functions and overrides from outside that nobody can use, and what is said of each."""
+"""Unusable files, rows, templates, functions and overrides, with the expected error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HALF = "\ud800"
 
 @dataclass(frozen=True)
 class BadInput:
-    """`contents` of a file (or an override) and words of the one line that refuses it."""
+    """Contents of a file (or an override), and words that its one-line error must contain."""
 
     id: str
     contents: bytes
@@ -81,7 +81,7 @@ def _bad(name: str, old: str, new: str, key: str, *says: str, at: str = "") -> B
     return Bad(name, old, new, key, says, at)
 
 
-VALUES = [  # one value of a good file
+VALUES = [  # replacements of one value in a valid configuration
     _bad("NaN", "lr: 1e-6", "lr: .nan", "actor.optimizer.lr", "must be a finite number, got nan"),
     _bad("infinity", "lr: 1e-6", "lr: .inf", "actor.optimizer.lr", "must be a finite number, got inf"),
     _bad("overflow", "lr: 1e-6", "lr: 1e999", "actor.optimizer.lr", "must be a finite number, got inf"),
@@ -221,13 +221,13 @@ def _message(name: str, message: str, *says: str) -> BadInput:
     return _row(name, f'{{"prompt": [{{"role": "user", "content": {message}}}], "answer": "1"}}', *says)
 
 
-MESSAGES = [  # rows.jsonl, under a chat template
+MESSAGES = [  # rows.jsonl, with a chat template
     _message("content is null", "null", "a message of 'prompt' has the 'content' None, which is not text"),
     _message("content is a number", "5", "a message of 'prompt' has the 'content' 5, which is not text"),
     _message("content in parts", '[{"type": "text", "text": "a"}]', "supports text content only"),
 ]
 
-TEMPLATES = [  # of a tokenizer
+TEMPLATES = [  # tokenizer files
     _text("endless", "{% for i in range(9999) %}{% for j in range(9999) %}{% for k in range(9999) %}"
           "{% endfor %}{% endfor %}{% endfor %}", "the chat template of", "did not finish"),
     _text("division by zero", "{{ 1 / 0 }}", "the chat template rejects it: ZeroDivisionError"),

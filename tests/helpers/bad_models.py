@@ -1,4 +1,4 @@
-"""A good model directory, and what one mistake in it gives: in config.json, tokenizer, links and weight files."""
+"""A valid model directory, and single mistakes in its config.json, tokenizer, links or weight files, with the error."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ TOKENIZER = {
     "added_tokens": [{"id": 1, "content": "</s>", "special": True, **dict.fromkeys(FLAGS, False)}],
 }
 SETTINGS = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}
-MANY = json.dumps(dict.fromkeys(map(str, range(300_000)), 1)).encode()  # compared one by one: for minutes
+MANY = json.dumps(dict.fromkeys(map(str, range(300_000)), 1)).encode()  # comparing these one by one would take minutes
 NESTED = "[" * 100_000 + "]" * 100_000
 
 
 @dataclass
 class Bad:
-    """`change` makes the good directory bad; the one line of the refusal says all of `says`."""
+    """A mistake: `change` edits the valid directory, and the one-line error must contain all of `says`."""
 
     id: str
     change: Callable[[Path], Any]
@@ -52,7 +52,7 @@ def write_model(path: Path) -> Path:
 
 
 def config(key: str, value: Any, *says: str, **more: Any) -> Bad:
-    """config.json with another value; None takes the key out."""
+    """Returns a mistake in config.json: another value for `key`, or no such key if `value` is None."""
     content = {name: v for name, v in (CONFIG | more | {key: value}).items() if v is not None}
     name = f"{key} {'missing' if value is None else str(value)[:40]}"
     return Bad(name, text("config.json", json.dumps(content)), ("model/config.json", key, *says))
@@ -211,7 +211,7 @@ def index(id: str, content: Any, *says: str) -> Bad:
 
 
 def converted(id: str, *says: str, then: Callable[[Path], Any] | None = None, **changes: Any) -> Bad:
-    """A directory as a conversion leaves it, with another manifest."""
+    """Returns a converted directory (Megatron format) with a changed manifest."""
 
     def change(path: Path) -> None:
         (path / "release").mkdir()
@@ -225,7 +225,7 @@ def converted(id: str, *says: str, then: Callable[[Path], Any] | None = None, **
 
 
 def run_checkpoint(id: str, *says: str, config: str | None = None, **changes: Any) -> Bad:
-    """A step_N of a run, with another manifest or config.yaml."""
+    """Returns a step_N checkpoint of a run with a changed manifest or config.yaml."""
 
     def change(path: Path) -> None:
         (path / "state.json").write_text("{}")

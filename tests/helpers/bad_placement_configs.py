@@ -1,4 +1,4 @@
-"""One mistake in where the engines are, and what it gives."""
+"""Configurations with one mistake in the placement of engines, and the expected error."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ AT = "    max_new_tokens: 8\n"
 
 
 def placed(id: str, section: str, key: str, *says: str, rollout: str = "", more: str = "", at: str = "") -> Bad:
-    """On top of the good file: keys of `placement`, of `rollout`, and whole sections."""
+    """Returns the valid configuration with more keys of `placement` and `rollout`, and whole sections."""
     return Bad(id, AT, f"{AT}{rollout}placement: {{{section}}}\n{more}", key, says, at)
 
 

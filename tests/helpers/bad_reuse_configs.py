@@ -1,4 +1,4 @@
-"""One mistake in averages, references that move, replay or demonstrations, and what it gives."""
+"""Configurations with one mistake in averages, moving references, replay or demonstrations, and the expected error."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ DEMONSTRATIONS = "  data: {train: train.jsonl, max_prompt_tokens: 8}\n"
 
 
 def bad(id: str, new: str, key: str, says: tuple[str, ...], at: str, base: str = PPO) -> Bad:
-    """`new` comes before the good file's reward section."""
+    """Returns the valid configuration with `new` inserted before its reward section."""
     return Bad(id, "\nreward:", f"\n{new}reward:", key, says, at, base)
 
 

@@ -1,4 +1,4 @@
-"""One mistake in the settings of rewards, and what it gives."""
+"""Configurations with one mistake in the reward settings, and the expected error."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ SERVER = "  servers:\n    judge: {url: 'http://judge:8000/score'}\n"
 
 
 def bad(id: str, new: str, key: str, says: tuple[str, ...], at: str = "") -> Bad:
-    """The good file's reward section becomes `new`."""
+    """Returns the valid configuration with its reward section replaced by `new`."""
     return Bad(id, FUNCTION, new, f"reward.{key}", says, at)
 
 

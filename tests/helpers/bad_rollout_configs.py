@@ -1,4 +1,4 @@
-"""One mistake in what is sampled beside learning, or in several turns, and what it gives."""
+"""Configurations with one mistake in asynchronous or multi-turn rollouts, and the expected error."""
 
 from __future__ import annotations
 

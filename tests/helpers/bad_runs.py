@@ -1,4 +1,4 @@
-"""Mistakes that preflight finds: in a run's configuration, its files, its machine."""
+"""Mistakes that preflight finds, in a run's configuration, files or machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ Edit = Callable[[Path, dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class Mistake:
-    """keys: of the configuration, as overrides. edit: of the run's folder and environment. says: in one finding"""
+    """keys: overrides of the configuration; edit: changes the run's folder and environment; says: words that one
+    finding contains"""
 
     id: str
     says: tuple[str, ...]
@@ -41,7 +42,7 @@ def in_config_json(**values: Any) -> Edit:
 
 
 def in_header(change: Callable[[dict[str, Any]], None]) -> Edit:
-    """What the file of weights says of its tensors; the bytes behind it stay."""
+    """Changes the header of the safetensors file, which describes its tensors; the data stay as they are."""
 
     def edit(folder: Path, _: dict[str, Any]) -> None:
         file = folder / "model/model.safetensors"
@@ -76,7 +77,7 @@ def left_by_a_run(folder: Path, _: dict[str, Any]) -> None:
 
 
 def versions(**found: str) -> Edit:
-    """Another version of a part is installed; "" for none."""
+    """Pretends that another version of a package is installed; "" means that the package is missing."""
 
     def edit(_: Path, patch: dict[str, Any]) -> None:
         def version(part: str) -> str:
@@ -114,7 +115,7 @@ def hangs() -> list[GpuHealth]:
 
 
 def gpus_of(gib: float) -> Edit:
-    """A large one, and a small one."""
+    """Pretends that the machine has a GPU of 80 GiB and one of `gib` GiB."""
     sizes = {"H100": 80 << 30, "L4": int(gib * (1 << 30))}
     found = [GpuHealth(number, name, size, size, (8, 9)) for number, (name, size) in enumerate(sizes.items())]
     return patched("mrl.platform.gpu_health", lambda: found)
@@ -334,14 +335,14 @@ MISTAKES = [
         ("reward.servers.judge.url", "nothing answers at 127.0.0.1 port 1 ", "start the server"),
         ("reward={manager: remote, function: null, servers: {judge: {url: 'http://127.0.0.1:1/score'}}}",),
     ),
-    # algorithm of one's own
+    # the user's own algorithm
     Mistake(
         "a loss of one's own that fails",
         ("mine.py:f", "tried out on a few tokens"),
         ("algorithm.policy_loss={function: mine.py:f}",),
         edit=written("mine.py", "def f(t):\n    return t.nothing\n"),
     ),
-    # place: directory, disk
+    # run directory, disk
     Mistake("a run that is there", ("runs/run", "run.existing=move_aside"), edit=left_by_a_run),
     Mistake(
         "no file can be made",
@@ -481,7 +482,7 @@ MISTAKES = [
     Mistake("GPUs that hang", ("did not finish within 60 s", "dmesg"), edit=patched("mrl.platform.gpu_health", hangs)),
 ]
 
-MISTAKES_OF_FUNCTIONS = [  # found by a process that calls the reward function
+MISTAKES_OF_FUNCTIONS = [  # found only by running the reward function in a process
     Mistake(
         "an import that fails",
         ("score.py", "No module named 'absent_part'"),

@@ -1,4 +1,4 @@
-"""One mistake in the settings of estimators, score controls or dynamic sampling, and what it gives."""
+"""Configurations with one mistake in estimators, score shaping or dynamic sampling, and the expected error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An RLRun with learners and nothing else, for `trainers.rl.update`. Install the platform before importing it."""
+"""An RLRun that has only learners, for `trainers.rl.update`. Install the platform before importing this module."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from mrl.trainers.rl.run import RLRun
 from mrl.trainers.shared.memory import PhaseMemoryManager
 from mrl.trainers.shared.updates import Updates
 
-NO_LIMITS = MismatchConfig(warn=None, stop=None, warn_sample=None, stop_sample=None)  # samples are made up here
+NO_LIMITS = MismatchConfig(warn=None, stop=None, warn_sample=None, stop_sample=None)  # the samples are made up
 
 
 def passes_of(cfg: RLConfig, models: Models) -> StepPasses:
-    """Of whole steps."""
+    """Returns the passes over whole steps."""
     return StepPasses.make(cfg, models, lambda part: None)
 
 

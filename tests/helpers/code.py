@@ -1,4 +1,4 @@
-"""`python -m tests.helpers.code CODE ARGUMENTS...` is `python -c CODE ARGUMENTS...`, as a module for `zygote.run`."""
+"""`python -m tests.helpers.code CODE ARGUMENTS...` runs `python -c CODE ARGUMENTS...` as a module for `zygote.run`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Tiny pipelines of diffusers, whole: net, decoder, text encoders, tokenizers and scheduler, with random weights."""
+"""Tiny random diffusers pipelines, complete: denoiser, decoder, text encoders, tokenizers and scheduler."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-WIDTH = 16  # of hidden states
-SIDE = 8  # of a latent
+WIDTH = 16  # size of the hidden states
+SIDE = 8  # size of a latent
 KINDS = ("sd", "dit", "sd3", "flux")
 
 
 def tiny_pipeline(kind: str, path: Path, **scheduler: Any) -> Any:
-    """Of kind sd, dit, sd3 or flux, drawn from seed 0; saved as a directory, and returned."""
+    """Saves and returns a pipeline of kind sd, dit, sd3 or flux with random weights from seed 0."""
     import torch
 
     torch.manual_seed(0)
@@ -53,7 +53,7 @@ def _stable_diffusion(scheduler: dict[str, Any]) -> Any:
 
 
 def _dit(scheduler: dict[str, Any]) -> Any:
-    """As the published ones, its net says variances too, and its class of no class is 1000."""
+    """Returns a DiT pipeline. As in published ones, the net predicts variances too, and class 1000 is "no class"."""
     import diffusers
 
     net = diffusers.DiTTransformer2DModel(
@@ -184,7 +184,7 @@ def _t5_tokenizer() -> Any:
 
 
 def tiny_scorer(path: Path) -> tuple[Any, Any]:
-    """A CLIP of images and text, and its processor; saved as a directory."""
+    """Returns a CLIP model and its processor, which are also saved as a directory."""
     import torch
     import transformers
 

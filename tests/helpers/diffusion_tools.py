@@ -1,4 +1,4 @@
-"""Tiny diffusion models, as diffusers directories of a few kB, and what tests do with them."""
+"""Tiny diffusion models as diffusers directories of a few kB, and helpers for their tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DDIM: dict[str, Any] = {"clip_sample": False, "steps_offset": 1, "num_train_time
 
 
 def tiny_directory(path: Path, net: str = "dit", scheduler: str = "ddim", **settings: Any) -> Path:
-    """A diffusers directory with random weights, which were drawn from seed 0."""
+    """Writes a diffusers directory with random weights from seed 0."""
     import diffusers
     import torch
 
@@ -64,7 +64,7 @@ def prompts_file(path: Path, rows: int = 6) -> Path:
 
 
 def with_ranks(processes: int, script: str, *arguments: str | Path, timeout_s: float = 240) -> str:
-    """What the ranks of tests/worlds/SCRIPT have printed, by gloo, a thread each."""
+    """Runs tests/worlds/SCRIPT on `processes` gloo ranks with one thread each, and returns what the ranks print."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, "-m", "tests.worlds.forked", str(processes), str(ROOT / "tests/worlds" / script)]

@@ -1,4 +1,4 @@
-"""Divergences between a teacher p and a student q, as the papers write them: [..., vocabulary] -> [...]."""
+"""Divergences between a teacher p and a student q as their papers define them: [..., vocabulary] -> [...]."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ DIVERGENCES = [
 
 
 def with_one_teacher(processes: int) -> list[tuple[str, float]]:
-    """Divergences that a world of so many processes computes with one teacher too; with two it computes all."""
+    """Returns the divergences that a world of this size computes with one teacher. Two teachers get all of them."""
     return DIVERGENCES if processes == 1 else [*DIVERGENCES[:1], *slow_cases(*DIVERGENCES[1:])]
 
 
 def top_outcomes(p: Tensor, q: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """p and q over the teacher's top_k tokens and any other token: [..., top_k + 1]."""
+    """Returns p and q over the teacher's top_k tokens and "any other token": [..., top_k + 1] each."""
     ids = p.topk(top_k, -1).indices
     top_p, top_q = p.gather(-1, ids), q.gather(-1, ids)
     return tuple(torch.cat([x, 1 - x.sum(-1, keepdim=True)], -1) for x in (top_p, top_q))  # type: ignore[return-value]

@@ -12,7 +12,7 @@ CACHE = "reference_sums.safetensors"
 
 
 def write(folder: Path, model: Path, name: str = "config.yaml", **keys: Any) -> Path:
-    """FOLDER/NAME, and twelve pairs, whose halves are also responses with a label."""
+    """Writes FOLDER/NAME, twelve preference pairs, and the responses of the pairs as labelled rows."""
     pairs = [
         {"prompt": f"{n} + {n} =", "chosen": f"{2 * n}" * (n % 4 + 1), "rejected": f"{n}!", "data_source": "ab"[n % 2]}
         for n in range(1, 13)

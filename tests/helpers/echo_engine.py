@@ -1,4 +1,4 @@
-"""A toy engine: every response is its prompt, backwards. What docs/extending.md says of an engine, carried out.
+"""A toy engine that answers each prompt with its tokens in reverse order. It follows docs/extending.md.
 
 MRL_ENGINE_KEY=... python tests/helpers/echo_engine.py MODEL_DIR PORT
 """

@@ -1,7 +1,7 @@
-"""For engines of all tests, also those that programs start: each is a copy of a process that has the imports, which are
-done when the first engine of a kind is wanted.
+"""Fork servers for the engines of all tests, including engines that a tested program starts. A server does its imports
+when the first engine of its kind is started.
 
-    python -m tests.helpers.engine_fork_servers FOLDER    # until its stdin is closed
+    python -m tests.helpers.engine_fork_servers FOLDER    # runs until its stdin is closed
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ ROOT = Path(__file__).parents[2]
 
 
 def start() -> None:
-    """For this process and all that it starts from now on; they end with it. Nothing if this process has them."""
+    """Starts the fork servers for this process and its children, if there are none. They end with this process."""
     if sys.platform != "linux" or fork_server.VARIABLE in os.environ:
         return
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # as in a run, whose engines would else be programs
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # as in a run; without it no engine would be forked
     folder = tempfile.mkdtemp(prefix="mrl-engines-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     pipe, ours = subprocess.PIPE, {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

@@ -1,5 +1,5 @@
-"""Weights as transformer-engine holds them in fp8, in plain torch, and Megatron told that they are: its buffers, its
-distributed optimizer and its checkpoints then go the ways that they go with the real ones."""
+"""An imitation of transformer-engine's fp8 weights in plain torch, registered in Megatron. Megatron's buffers,
+distributed optimizer and checkpoints then take the code paths of real fp8 weights."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ aten = torch.ops.aten
 
 
 class Float8(Tensor):
-    """A tensor whose dtype is a name: what there is are bytes of e4m3 and one scale. Reading it dequantises, `copy_`
-    into it quantises, and like blocks of transformer-engine's it has no flat view of itself."""
+    """A tensor that holds e4m3 bytes and one scale; its dtype is only nominal. Reading it dequantizes, `copy_`
+    quantizes, and like transformer-engine's blockwise tensors it has no flat view."""
 
     _data: Tensor
     _inverse: Tensor
@@ -33,7 +33,7 @@ class Float8(Tensor):
 
     @classmethod
     def of(cls, values: Tensor) -> Float8:
-        """Rounded by its own largest value."""
+        """Returns `values` rounded to e4m3, scaled by their own largest value."""
         made = cls(torch.empty(values.shape, dtype=torch.uint8), torch.ones(()), values.dtype)
         made.copy_(values)
         return made
@@ -42,7 +42,7 @@ class Float8(Tensor):
         return (self._data.view(E4M3).float() * self._inverse).to(dtype or self.dtype)
 
     def quantize(self, values: Tensor, amax: Tensor, start: int = 0) -> None:
-        """values [n]: of the elements from `start` on; amax: of the whole tensor."""
+        """Quantizes values [n] into the elements from `start` on. amax: largest absolute value of the whole tensor"""
         scale, inverse = tensor_scale(amax, E4M3)
         bits = (values.float() * scale).clamp(-448, 448).to(E4M3).view(torch.uint8)
         self._data.view(-1)[start : start + values.numel()] = bits
@@ -72,7 +72,8 @@ def _plain(value: Any) -> Any:
 
 
 def parameter_of(values: Tensor) -> nn.Parameter:
-    """As transformer-engine's layers make it, with what it was made from until `clear_high_precision_init_val`."""
+    """Returns an fp8 parameter as transformer-engine's layers make it. It keeps its original values until
+    `clear_high_precision_init_val`."""
     parameter = nn.Parameter(Float8.of(values.detach()))
     vars(parameter)["_initial"] = values.detach().clone()
     parameter.get_high_precision_init_val = MethodType(lambda self: vars(self).get("_initial"), parameter)  # type: ignore[attr-defined]
@@ -81,7 +82,7 @@ def parameter_of(values: Tensor) -> nn.Parameter:
 
 
 def into_fp8(model: nn.Module) -> None:
-    """The matrices of the layers; the attributes that Megatron gave them stay."""
+    """Converts the weight matrices of the layers to fp8, and keeps the attributes that Megatron set on them."""
     for module in model.modules():
         weight = module._parameters.get("weight")
         if weight is None or weight.dim() != 2 or "Parallel" not in type(module).__name__:
@@ -93,7 +94,7 @@ def into_fp8(model: nn.Module) -> None:
 
 
 def tell_megatron() -> None:
-    """What it would have from transformer-engine."""
+    """Sets what Megatron would import from transformer-engine."""
     from megatron.core import fp8_utils
 
     fp8_utils.HAVE_TE_FP8_TENSOR_CLASS, fp8_utils.FP8_TENSOR_CLASS = True, Float8
@@ -109,7 +110,7 @@ def _move(parameter: Any, place: Tensor) -> None:
 
 
 def _quantize(parameters: list[Any], mains: list[Tensor | None], starts: list[int], group: Any, _: Any = None) -> None:
-    """Each rank its part of each, by a largest value that all agree on."""
+    """Quantizes this rank's part of each parameter, with a largest value that is reduced over all ranks."""
     for parameter, main, start in zip(parameters, mains, starts, strict=True):
         amax = torch.zeros(()) if main is None or not main.numel() else main.abs().amax()
         dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)

@@ -1,4 +1,4 @@
-"""Packages that stand in for transformer-engine where only its import is looked at: whole, or broken in known ways."""
+"""Packages that imitate transformer-engine for tests of its import: a complete one, and broken ones."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Everywhere(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 sys.meta_path.append(Everywhere())
 import transformer_engine.common.recipe, transformer_engine.pytorch.ops
 """
-# name -> (transformer_engine/pytorch/__init__.py, what its problem says)
+# name -> (transformer_engine/pytorch/__init__.py, expected problem)
 BROKEN = {
     "no compiled part": ("raise ImportError('undefined symbol: _ZN3c10')", "ImportError: undefined symbol: _ZN3c10"),
     "no file": ("raise FileNotFoundError('libtransformer_engine.so')", "FileNotFoundError: libtransformer_engine.so"),
@@ -43,8 +43,10 @@ BROKEN = {
 
 
 def make(root: Path, pytorch: str | None = None) -> Path:
-    """`root`, for PYTHONPATH. pytorch: the text of transformer_engine.pytorch; None: a package that has everything, all
-    of it empty modules of torch."""
+    """Writes the package and returns `root`, for PYTHONPATH.
+
+    pytorch: source of transformer_engine.pytorch; None: a package with every module, all of them empty torch modules
+    """
     package = root / "transformer_engine"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(_WHOLE if pytorch is None else _SHELL)

@@ -1,4 +1,4 @@
-"""A disk without room, for this process alone."""
+"""Simulation of a full disk for this process alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def full_disk(room: int) -> Iterator[None]:
-    """No file of this process grows beyond `room` bytes: a write fails as on a full disk (EFBIG for ENOSPC)."""
+    """Limits files of this process to `room` bytes. Further writes fail as on a full disk (EFBIG for ENOSPC)."""
     previous, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, previous[1]))
     try:

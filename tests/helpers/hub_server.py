@@ -1,4 +1,4 @@
-"""A hub on loopback: the part of the Hugging Face hub's HTTP API that an upload needs, with git LFS for weights."""
+"""A Hugging Face hub on loopback: the HTTP API that an upload needs, with git LFS for weights."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ TOKEN = "hf_of_the_test"
 
 
 class Hub:
-    """Use as a context. files: contents by path, as committed; created: bodies of requests for a new repository"""
+    """The hub server; use it as a context manager. files: committed contents by path; created: bodies of the requests
+    to create a repository"""
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
         self.created: list[dict[str, Any]] = []
-        self.large: dict[str, bytes] = {}  # by SHA-256
+        self.large: dict[str, bytes] = {}  # contents of LFS files by SHA-256
 
     @property
     def env(self) -> dict[str, str]:

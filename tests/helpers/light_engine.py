@@ -1,4 +1,4 @@
-"""`echo_engine.py` without an import that takes time: for tests of engines that come and go, many of them.
+"""`echo_engine.py` without slow imports, for tests that start and stop many engines.
 
 MRL_ENGINE_KEY=... python tests/helpers/light_engine.py MODEL_DIR HOST PORT
 """

@@ -13,12 +13,15 @@ from safetensors.torch import load_file, save_file
 from tests.helpers.tiny import make_tiny, tiny_tokenizer
 from tests.helpers.train_tools import write_config
 
-LETTER = "Z"  # of the tiny tokenizer; where it stands in a prompt the poisoned model's output is not a number
+LETTER = "Z"  # id in the tiny tokenizer; the poisoned model's output is NaN wherever this token is in a prompt
 
 
 def poisoned(model: Path, token: int) -> Path:
-    """All weights are finite, as loading asks for. The first channel is zero everywhere but at `token`, where the first
-    norm makes it infinite. Nothing else writes into it or reads from it, so it learns nothing and stays so."""
+    """Writes a model whose output is NaN at `token`, though all its weights are finite, as loading requires.
+
+    The first channel is zero except at `token`, where the first norm makes it infinite. No other weight reads or writes
+    this channel, so training does not change it.
+    """
     file = model / "model.safetensors"
     weights = load_file(file)
     for name, tensor in weights.items():

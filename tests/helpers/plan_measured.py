@@ -1,5 +1,5 @@
-"""What a rank of a small layout really holds, measured on a CPU: for `test_plan_memory`, and for `tools/plan_table.py`,
-which writes the tables of docs/benchmarks/planning.md."""
+"""Measured memory of a rank of a small layout on a CPU, next to the planned one. Used by `test_plan_memory` and by
+`tools/plan_table.py`, which writes the tables of docs/benchmarks/planning.md."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from mrl.plan.parameters import model_elements  # noqa: E402
 from tests.helpers.tiny import HAS_DELTA_NETS  # noqa: E402
 
 TinyModels = Callable[..., Path]
-Bytes = tuple[int, int, int]  # of weights, gradients, main weights with Adam's moments
+Bytes = tuple[int, int, int]  # weights, gradients, main weights with Adam's moments
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ if HAS_DELTA_NETS:
     ]
 
 
-# critics where they differ: with what is tied otherwise, cut into stages, with experts
+# critics where their memory differs from the policy's: a tied head, pipeline stages, experts
 ROLED = [*((case, "policy") for case in LAYOUTS), *((case, "critic") for case in LAYOUTS[2:6] + LAYOUTS[14:15])]
 ACTIVATIONS = [
     (Case("qwen2", 1, {}), "none", torch.float32),
@@ -116,7 +116,7 @@ HEADED = [(*row, "policy") for row in ACTIVATIONS] + [(*row, "critic") for row i
 
 @contextmanager
 def padded_as_on_gpus() -> Iterator[None]:
-    """What a plan is made for."""
+    """Pads vocabularies as on GPUs, as the planner assumes."""
     before, gpt.VOCAB_ALIGN = gpt.VOCAB_ALIGN, VOCAB_ALIGN_GPU
     try:
         yield
@@ -130,7 +130,7 @@ def directory(case: Case, tiny_models: TinyModels) -> Path:
 
 
 def state_bytes(case: Case, dtype: torch.dtype, tiny_models: TinyModels) -> tuple[Bytes, Bytes]:
-    """(measured, planned) of a rank in the middle of the world, once its optimizer has state."""
+    """Returns (measured, planned) bytes of the rank in the middle of the world, with the optimizer state allocated."""
     path, rank = directory(case, tiny_models), case.world // 2
     arch, train = load_arch(path), TrainConfig(parallel=ParallelConfig(**case.layout))
     with platform.fake_rank(rank, case.world, "cpu"), (mesh := Mesh(train.parallel)).active():
@@ -164,8 +164,8 @@ def saved_activations(
     precision: PrecisionConfig | None = None,
     in_c: bool = False,
 ) -> tuple[int, float]:
-    """(measured, planned) bytes of the last rank's stage, after a forward pass: by torch's forms of kernels, as on
-    GPUs, or by those in C."""
+    """Returns (measured, planned) bytes of activations on the last rank after a forward pass. in_c: with the kernels in
+    C, else with those in torch, as on GPUs"""
     path = directory(case, tiny_models)
     parallel = ParallelConfig(**case.layout)
     arch, train = (
@@ -184,14 +184,14 @@ def saved_activations(
 def measured(
     path: str, role: Role, train: TrainConfig, rank: int, world: int, dtype: torch.dtype
 ) -> tuple[int, Tokens]:
-    """Bytes that autograd keeps after a forward pass of the rank's stage, its parameters left out."""
+    """Returns the bytes that autograd keeps after a forward pass, without parameters, and the token counts."""
     arch, g = load_arch(path), torch.Generator().manual_seed(1)
     lengths = [
         56,
         58,
         60,
         64,
-    ] * 3  # ascending inside a bucket of attention: no sequence stands where it would be padded
+    ] * 3  # in ascending order, so that no sequence in a bucket of attention is padded
     rollout = Rollout.of(
         0, [[5, 6]] * len(lengths), [torch.randint(300, (n - 2,), generator=g).tolist() for n in lengths]
     )

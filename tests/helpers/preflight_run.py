@@ -1,4 +1,4 @@
-"""`mrl preflight` of a small run with one mistake."""
+"""`mrl preflight` on a small run with one mistake."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ from tests.helpers.train_tools import write_config
 def preflight_run(
     model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[[Mistake], tuple[int, dict[str, Any]]]:
-    """Writes a good run into `folder` and goes there; returns a function of a mistake: exit code of
-    `mrl preflight --json`, and what it printed.
-    """
+    """Writes a valid run into `folder` and changes to that directory. Returns a function that applies a mistake and
+    returns the exit code and the JSON output of `mrl preflight --json`."""
     monkeypatch.chdir(folder)
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)

@@ -1,4 +1,4 @@
-"""A Python process of its own."""
+"""Runs code in a separate Python process."""
 
 from __future__ import annotations
 

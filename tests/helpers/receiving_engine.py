@@ -1,6 +1,6 @@
-"""Engines that receive broadcasts of weights by gloo as SGLang's do, without a model, in threads of this process.
+"""Engines without a model, in threads of this process, that receive weights by gloo broadcasts as SGLang does.
 
-`python -m tests.helpers.receiving_engine FILE COUNT` writes the addresses of so many to the file and serves.
+`python -m tests.helpers.receiving_engine FILE COUNT` writes the addresses of COUNT engines to FILE and serves.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from mrl.inference.serving import BadRequest
 from mrl.inference.serving import Server as HttpServer
 
 KEY = "sesame"
-LIMIT = timedelta(seconds=60)  # a deadlock ends here
+LIMIT = timedelta(seconds=60)  # a deadlock ends after this time
 
 
 class ReceivingEngine:
-    """One at a time, as a scheduler does, it joins and leaves groups and receives buckets.
+    """An engine that joins groups, receives buckets and leaves groups, one request at a time, as a scheduler does.
 
-    behaviour: ok | refuses | dies, with the second bucket after it was set; then every request is left unanswered
+    behaviour: ok | refuses | dies. A change takes effect at the second bucket after it was set; a dead engine answers
+    no request.
     """
 
     def __init__(self) -> None:
@@ -55,7 +56,7 @@ class ReceivingEngine:
         self.groups.clear()
 
     def behave(self, body: dict[str, Any]) -> Any:
-        """new: it is another process, which knows no groups."""
+        """Sets the behaviour. `new` imitates a restarted process, which knows no groups."""
         self.behaviour, self.second = body["behaviour"], False
         if self.behaviour == "new":
             self.groups.clear()
@@ -109,7 +110,7 @@ class ReceivingEngine:
 
 
 def digest(tensors: dict[str, Tensor]) -> str:
-    """Of names and bytes."""
+    """Returns a digest of the tensors' names and bytes."""
     made = hashlib.sha256()
     for name in sorted(tensors):
         made.update(name.encode())

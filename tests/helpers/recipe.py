@@ -1,4 +1,4 @@
-"""Recipes of docs/extending.md, carried out to the letter in a copy of the package."""
+"""The recipes of docs/extending.md, applied literally to a copy of the package."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ STEP = re.compile(r"^`([^`]+)`, (?:new|after `([^`]+)`):\n\n```(?:python|text)\n
 
 
 def section(heading: str) -> str:
-    """The text below "## heading"."""
+    """Returns the text under "## heading"."""
     return PAGE.read_text().split(f"\n## {heading}\n")[1].partition("\n## ")[0]
 
 
 class Recipe:
-    """The package in `folder`, after all steps of the recipe. files: those that are new, and those that got a line.
+    """A copy of the package in `folder` with all steps of the recipe applied. new, changed: files that were added, and
+    files that were edited
 
-    A step is a file and a block of Python: the content of a new one, or lines that follow one certain line.
+    A step is a file name and a block of Python: the content of a new file, or lines to insert after a given line.
     """
 
     def __init__(self, heading: str, folder: Path) -> None:
@@ -46,7 +47,7 @@ class Recipe:
         self.changed += [name] if name not in self.changed else []
 
     def run(self, code: str, *arguments: object) -> str:
-        """What Python prints, with this package."""
+        """Runs `code` with this copy of the package and returns what it prints."""
         environment = {**os.environ, "PYTHONPATH": f"{self.folder}:{ROOT}", "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-c", code, *map(str, arguments)]
         done = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=120)

@@ -1,4 +1,4 @@
-"""A run with one bad input, and the one line that refuses it."""
+"""Runs a command with one invalid input and returns its one-line error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ algorithm: {{adv_estimator: reinforce_plus_plus}}
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: str, code: int) -> str:
-    """The one line that a user sees (below its heading, for a configuration)."""
+    """Returns the one-line error that the user sees. For a configuration, it follows the heading."""
     assert cli.main(arguments) == code
     out, err = capsys.readouterr()
     lines = err.splitlines()

@@ -37,7 +37,7 @@ def rows_of(form: str) -> list[dict[str, Any]]:
 
 
 def write(folder: Path, model: Path, form: str = "pairs", name: str = "config.yaml", **keys: Any) -> Path:
-    """FOLDER/NAME, and twelve rows, which are also held out."""
+    """Writes FOLDER/NAME and twelve rows, which are also the held-out rows."""
     data = folder / f"{form}.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows_of(form)))
     config = {

@@ -1,7 +1,7 @@
 r"""Responses in the forms that models write, each with the row's answer and the right score.
 
-MATH, ARITHMETIC and CHOICE hold (response, answer, score), by form; CODE holds (response, the program that has to be
-found, without the white space at its ends).
+MATH, ARITHMETIC and CHOICE hold (response, answer, score) by form. CODE holds (response, expected program without
+surrounding white space).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whole runs by `mrl train`: one is killed and resumed, and two are compared."""
+"""Complete runs of `mrl train`: an uninterrupted run, a killed and resumed run, and their comparison."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tests.helpers.train_tools import MEASURED, Train
 
 RUN_S = 300.0
 
-LAST, ATTEMPTS = 4, 5  # the step that runs end with, which a run that is killed must not have passed
+LAST, ATTEMPTS = 4, 5  # runs end with step LAST; the kill must come before that step is done
 
 VOCAB = 320
 
 
 def results(run_dir: Path) -> dict[int, dict[str, float]]:
-    """The rows of metrics.jsonl as they are, by step, without what says how fast the step was and what was moved."""
+    """Returns the rows of metrics.jsonl by step, without speed and memory, which differ between equal runs."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert len({row["step"] for row in rows}) == len(rows), "a step is there twice"
     return {row["step"]: {k: v for k, v in row.items() if not k.startswith(MEASURED)} for row in rows}
@@ -41,12 +41,15 @@ def train(folder: Path, *arguments: str | Path) -> Train:
 
 
 def train_and_kill(folder: Path, run_dir: Path, *arguments: str | Path) -> None:
-    """SIGKILL to the launcher and every rank, in the step that follows the first one after the checkpoint of step 2.
-    On a busy machine quick steps are done before it is sent: then once more, from the beginning."""
+    """Trains until step 3, and kills the launcher and every rank with SIGKILL once the checkpoint of step 2 is
+    complete.
+
+    On a busy machine some quick steps may be done before the signal arrives; then the run is repeated from the start.
+    """
     for _ in range(ATTEMPTS):
         _train_and_kill(folder, *arguments)
         lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-        rows = [json.loads(line) for line in lines if line.endswith("}")]  # the last may be half there
+        rows = [json.loads(line) for line in lines if line.endswith("}")]  # the last line may be incomplete
         if max(row["step"] for row in rows) <= LAST:
             return
         shutil.rmtree(run_dir)
@@ -65,7 +68,8 @@ def _train_and_kill(folder: Path, *arguments: str | Path) -> None:
 
 
 def difference(a: Path, b: Path) -> dict[str, float]:
-    """By part and kind of tensor; see tests/worlds/compare_checkpoints.py."""
+    """Returns the difference of the checkpoints of step 4, by learner and kind of tensor
+    (tests/worlds/compare_checkpoints.py)."""
     steps = [folder / "checkpoints/step_4" for folder in (a, b)]
     done = zygote.run("tests.worlds.compare_checkpoints", *steps, str(VOCAB))
     assert done.returncode == 0, done.stderr[-3000:]
@@ -73,9 +77,10 @@ def difference(a: Path, b: Path) -> dict[str, float]:
 
 
 class Runs:
-    """One run that is not disturbed, one that is killed after step 3 and started again, and that one's first half.
+    """An uninterrupted run, and a run that is killed after step 3 and resumed. `moved` is a copy of the latter at its
+    death.
 
-    before, after: settings of the second one before and after its death, which change nothing that is computed
+    before, after: settings of the second run before and after the kill, which must not change any result
     """
 
     def __init__(self, folder: Path, config: Path, before: tuple[str, ...] = (), after: tuple[str, ...] = ()) -> None:

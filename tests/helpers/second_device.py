@@ -1,4 +1,4 @@
-"""A second device for machines that have none: torch's `meta`, with the rules of CUDA about tensors that meet."""
+"""An imitation of a second device for machines without one: torch's `meta`, with CUDA's rules on mixing devices."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _INDEXED = (aten.index.Tensor, aten.index_put_.default, aten._index_put_impl_.de
 
 
 class SecondDevice(TorchDispatchMode):
-    """Inside, `meta` tensors refuse what CUDA's would: to be computed with beside CPU tensors, single numbers and
-    indices into them excepted. By itself `meta` lets a CPU tensor be indexed by one of its own.
+    """A mode in which `meta` tensors refuse what CUDA tensors would refuse: operations with CPU tensors, except scalars
+    and CPU indices into them. Without it, `meta` allows indexing a CPU tensor by a `meta` tensor.
 
-    What is copied back from it, which `meta` cannot, is zero, and so is what collectives give and take.
+    Copies back to the CPU, and the results of collectives, are zero, because `meta` holds no data.
 
-    chosen: the share of elements that a mask selects
+    chosen: share of the elements that a boolean mask selects
     """
 
     def __init__(self, chosen: float = 0.5) -> None:

@@ -1,4 +1,4 @@
-"""A served model, and what the tests of weight sync ask of it."""
+"""A served model, and the checks that tests of weight sync share."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from mrl.weights.sync.weight_sync import WeightSync
 from tests.helpers.sync_tools import FileExporter
 from tests.helpers.world import run_world
 
-DELTAS = ("--custom-weight-loader", LOADER)  # of the command line of SGLang
+DELTAS = ("--custom-weight-loader", LOADER)  # command-line arguments of SGLang
 TRANSPORTS = ("shared_memory", "http", "distributed", "disk")
 
 
 @dataclass(frozen=True)
 class Served:
-    """A server that began with the weights of `old`; `new` is another model of the same shape."""
+    """A server that started with the weights of `old`; `new` is another model of the same shape."""
 
     engine: Engine
     old: Path
@@ -39,7 +39,7 @@ class Served:
         return self.client.weights_checksum()
 
     def load(self, path: Path) -> list[Any]:
-        """The engine's own loading of a directory, and what it then holds."""
+        """Makes the engine load a directory from disk, and returns the engine's checksums."""
         self.client.update_weights_from_disk(str(path), weight_version="old")
         return self.hashes()
 
@@ -53,10 +53,10 @@ class Served:
 
 
 def check_transport(served: Served, transport: str, expected: list[Any]) -> None:
-    """A push makes the engine hold what it holds when it loads that model's directory by itself."""
+    """Checks that a weight sync gives the engine the same checksums as loading the model's directory from disk."""
     assert served.load(served.old) != expected
     with closing(served.sync(transport)) as sync:
-        for version in ("3", "4"):  # the second push reuses what the first one set up
+        for version in ("3", "4"):  # the second sync reuses what the first one set up
             report = sync.update_weights(version)
             assert served.hashes() == expected
             assert report.transport == transport
@@ -67,14 +67,14 @@ def check_transport(served: Served, transport: str, expected: list[Any]) -> None
 
 
 def check_deltas(served: Served, transport: str) -> None:
-    """Syncs that send changed elements only leave the engine with the trainer's bits, verified after each one."""
+    """Checks that delta syncs (changed elements only) give the engine the trainer's bits; each sync is verified."""
     draw = torch.Generator().manual_seed(0)
     exporter, delta = FileExporter(served.new), DeltaSyncConfig(full_every=5)
     cfg = SyncConfig(transport=transport, verify="checksum", timeout_s=60.0, bucket_mib=1, delta=delta)  # type: ignore[arg-type]
     access = served.engine.pool.access
     with closing(WeightSync(exporter, served.engine.urls, cfg, served.tensor, access=access)) as sync:
         for number in range(9):
-            if number == 3:  # the engine has other weights than the last sync's
+            if number == 3:  # the engine's weights are not those of the last sync
                 served.load(served.old)
             for tensor in exporter.tensors.values():
                 where = torch.rand(tensor.shape, generator=draw) < 0.02
@@ -88,13 +88,13 @@ def check_deltas(served: Served, transport: str) -> None:
                 if is_full
                 else 0 < report.hops.network_bytes < 0.05 * report.bytes
             )
-        if transport == "http":  # of an engine that did not end, `distributed` would leave a group behind
+        if transport == "http":  # with an engine that does not end, `distributed` would leave a group behind
             sync.resync(served.engine.urls[0])
-        assert sync.update_weights("again").hops.network_bytes == 0  # nothing has changed
+        assert sync.update_weights("again").hops.network_bytes == 0  # no element has changed
 
 
 def world(served: Served, layouts: list[dict[str, int]], transports: tuple[str, ...], out: Path) -> list[Any]:
-    """Real Megatron models in a world of two, one push a (layout, transport)."""
+    """Syncs real Megatron models from a world of two ranks, once per (layout, transport)."""
     jobs = [{"layout": layout, "transport": transport} for layout in layouts for transport in transports]
     (out / "jobs.json").write_text(json.dumps({"api_key": served.engine.pool.access.api_key, "jobs": jobs}))
     run_world(2, "sync.py", served.new, served.old, served.engine.urls[0], out / "jobs.json", out / "results")

@@ -10,7 +10,7 @@ import yaml
 
 
 def write(folder: Path, model: Path, name: str = "config.yaml", **keys: Any) -> Path:
-    """FOLDER/NAME, twelve sums to learn, and eight held-out rows of two kinds."""
+    """Writes FOLDER/NAME, twelve rows of sums to learn, and eight held-out rows of two kinds."""
     rows = [{"prompt": f"{n} + {n} =", "answer": f"{2 * n}" * (n % 3 + 1)} for n in range(1, 13)]
     held_out = [
         {"prompt": f"{n} * {n} =", "answer": f"{n * n}" * (n % 4 + 1), "data_source": "ab"[n % 2]} for n in range(1, 9)
@@ -30,7 +30,7 @@ def write(folder: Path, model: Path, name: str = "config.yaml", **keys: Any) -> 
         "batch": {"samples_per_step": 6},
         "validation": {"every_steps": 1, "patience": 2, "min_delta": 0.01, "keep_best": True},
         "checkpoint": {"every_steps": 2, "keep_last": 1, "export_hf": True},
-        "resilience": {"straggler_every_steps": 1000},  # which tells how fast ranks were
+        "resilience": {"straggler_every_steps": 1000},  # this file records how fast the ranks were
     }
     for key, section in keys.items():
         config[key] = {**config.get(key, {}), **section}

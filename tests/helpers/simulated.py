@@ -1,4 +1,4 @@
-"""A dispatcher on a simulated clock, in one thread: what takes seconds takes none, and the order of events is known."""
+"""A dispatcher on a simulated clock, in one thread: no test waits, and the order of events is known."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from mrl.inference.load import Load, Meter
 
 
 class SimulatedDispatcher:
-    """now: seconds; capacity: requests that run at once; busy_s: seconds of all that ran; sent: how many run;
-    interruptions: times of interruptions"""
+    """The simulated dispatcher.
+
+    now: simulated time in seconds; capacity: requests that can run at once; busy_s: total seconds of requests that ran;
+    sent: number of running requests; interruptions: times of interruptions
+    """
 
     is_restarting = False
 
@@ -43,7 +46,7 @@ class SimulatedDispatcher:
         return done
 
     async def run_for(self, seconds: float, started: Callable[[], object] = lambda: None) -> None:
-        """A request of so many seconds, once there is room for it. started: called when it begins or continues"""
+        """Runs a request that takes `seconds`, once there is capacity. started: called when it starts or continues"""
         async with self._slots:
             while seconds > 1e-9:
                 await self._gate.wait()
@@ -85,7 +88,7 @@ class SimulatedDispatcher:
                 raise RuntimeError(late())
 
     def _has_other_threads(self, until: Callable[[], bool]) -> bool:
-        """Waits a moment for work in other threads; whether anything came of it."""
+        """Waits briefly for work in other threads. Returns True if there was any."""
         for _ in range(100):
             self.loop.run_until_complete(asyncio.sleep(0.001))
             if self._sleeping or until():
@@ -93,7 +96,7 @@ class SimulatedDispatcher:
         return False
 
     def step(self) -> bool:
-        """Goes on to the next end of a request; False if none runs."""
+        """Advances the clock to the end of the next request. Returns False if no request runs."""
         while self._sleeping:
             at, _, woken = heapq.heappop(self._sleeping)
             if not woken.done():
@@ -104,7 +107,7 @@ class SimulatedDispatcher:
         return False
 
     def pass_s(self, seconds: float) -> None:
-        """Lets so much time pass, as a training step does."""
+        """Advances the clock by `seconds`, as a training step does."""
         end = self.now + seconds
         self._settle()
         while self._sleeping and self._sleeping[0][0] <= end:
@@ -112,7 +115,7 @@ class SimulatedDispatcher:
         self.now = end
 
     def _settle(self) -> None:
-        """Runs what is ready."""
+        """Runs everything that is ready."""
         for _ in range(12):
             self.loop.run_until_complete(asyncio.sleep(0))
 
@@ -124,7 +127,7 @@ class SimulatedDispatcher:
 
 
 class SimulatedEngine:
-    """What `Generator` uses of an engine; `answer` gives the sample of a request. asked: in order"""
+    """The methods of an engine that `Generator` uses; `answer` makes a request's sample. asked: requests, in order"""
 
     def __init__(self, answer: Callable[[Request, SamplingParams], Sample]) -> None:
         self.asked: list[tuple[Request, SamplingParams]] = []

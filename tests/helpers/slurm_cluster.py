@@ -1,7 +1,7 @@
-"""A real Slurm on loopback: munged, slurmctld and a slurmd a virtual node, as this user, in a folder of its own, which
-all must be able to enter for munged's sake.
+"""A real Slurm cluster on loopback: munged, slurmctld and one slurmd per virtual node, run by this user in a temporary
+folder. munged requires that every account can enter the folder.
 
-Debian's packages slurmctld, slurmd, slurm-client and munge; `missing` says which programs are not there.
+It needs Debian's packages slurmctld, slurmd, slurm-client and munge; `missing` lists the programs that are absent.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def missing() -> list[str]:
-    """Programs of Slurm that this machine has not."""
+    """Returns the programs of Slurm that this machine lacks."""
     path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin"])
     return [name for name in PROGRAMS if shutil.which(name, path=path) is None]
 
 
 class Cluster:
-    """Runs from construction to `close`. cpus: of each node, whatever the machine has."""
+    """A Slurm cluster, which runs from construction to `close`. cpus: of each node, whatever the machine has"""
 
     def __init__(self, nodes: int = 2, cpus: int = 8) -> None:
         self.run = Path(tempfile.mkdtemp(prefix="mrl-slurm-", dir="/tmp"))
@@ -109,13 +109,13 @@ class Cluster:
         self.wait_for(lambda: self.call("sinfo", "-h", "-N", "-t", "idle", "-o", "%N").split() == self.names, 30)
 
     def call(self, *command: str, check: bool = True) -> str:
-        """What a command of Slurm's has printed."""
+        """Runs a Slurm command and returns its output."""
         done = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0 or not check, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout
 
     def wait_for(self, happens: object, seconds: float) -> None:
-        """Until `happens()` is true."""
+        """Waits until `happens()` is true. Fails with the end of the logs after `seconds`."""
         assert callable(happens)
         end = time.monotonic() + seconds
         while not happens():
@@ -123,7 +123,7 @@ class Cluster:
             time.sleep(0.1)
 
     def submit(self, folder: Path, *arguments: str, **environment: str) -> str:
-        """The number of a job that is submitted from `folder`."""
+        """Submits a job from `folder` and returns its number."""
         done = subprocess.run(
             ["sbatch", "--parsable", *arguments],
             cwd=folder,
@@ -136,12 +136,12 @@ class Cluster:
         return done.stdout.strip()
 
     def field(self, job: str, name: str) -> str:
-        """Such as JobState, ExitCode, Restarts."""
+        """Returns a field of the job, such as JobState, ExitCode or Restarts."""
         shown = self.call("scontrol", "show", "job", "-o", job)
         return dict(word.partition("=")[::2] for word in shown.split())[name]
 
     def processes_of(self, job: str) -> list[psutil.Process]:
-        """Of the job's steps, by what Slurm has put into their environment."""
+        """Returns the processes of the job's steps, recognized by the environment that Slurm sets."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
@@ -151,7 +151,7 @@ class Cluster:
         return found
 
     def kill_node(self, name: str) -> None:
-        """SIGKILL for the node's daemon, its steps' daemons and all that runs there."""
+        """Kills the node's daemon, its step daemons and every process of the node with SIGKILL."""
         victims = [psutil.Process(int((self.run / f"slurmd-{name}.pid").read_text()))]
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):

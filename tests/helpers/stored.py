@@ -1,4 +1,4 @@
-"""How far two checkpoints are apart, by the readers of Megatron and torch themselves, in one process alone."""
+"""The difference of two checkpoints, computed in one process with the readers of Megatron and torch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 def differences(
     a: Path, b: Path, vocab: int, measure: Callable[[torch.Tensor, torch.Tensor], float]
 ) -> dict[tuple[str, str], float]:
-    """(learner, kind of tensor or "counters") -> the largest of what `measure` makes of two tensors, of counters their
-    absolute difference. Both checkpoints must hold the same names; rows of vocabulary padding are left out."""
+    """Returns (learner, kind of tensor or "counters") -> largest difference.
+
+    For tensors the difference is what `measure` returns, for counters the absolute difference. Both checkpoints must
+    hold the same names. Rows of vocabulary padding are left out.
+    """
     worst: dict[tuple[str, str], float] = {}
     for learner in json.loads((a / "complete").read_text())["learners"]:
         x, y = stored(a / learner), stored(b / learner)
@@ -38,7 +41,7 @@ def differences(
 
 
 def stored(folder: Path) -> dict[str, Any]:
-    """Of one learner: whole tensors, and counters, by name."""
+    """Returns one learner's whole tensors and counters by name."""
     reader = FileSystemReader(folder)
     tensors = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype)

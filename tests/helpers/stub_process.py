@@ -1,4 +1,4 @@
-"""Engines that serve in this process, and a pool of them."""
+"""Engines that serve from threads of this process, and a pool of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KEY = "sesame"
 
 
 class _BreakingServer(HttpServer):
-    """Ends the connection without an answer where a route raises ConnectionAbortedError."""
+    """A server that closes the connection without an answer if a route raises ConnectionAbortedError."""
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         response = await super()._answer(request)
@@ -31,7 +31,7 @@ class _BreakingServer(HttpServer):
 
 
 class StubProcess:
-    """An engine, as a pool sees it; a subclass says how it generates. routes: further ones"""
+    """An engine as the pool sees it; a subclass defines how it generates. routes: additional routes"""
 
     name, log, is_gone = "engine", "engine.log", False
 

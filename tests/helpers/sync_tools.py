@@ -1,4 +1,4 @@
-"""What the sync tests share: an exporter over a plain state dict, with as many senders as wanted."""
+"""An exporter over a plain state dict with any number of sender ranks, shared by the tests of weight sync."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from mrl.weights.meta import TensorMeta
 
 
 class FileExporter:
-    """Streams the weights of a Hugging Face directory; `sender_of(name)` says which rank has a tensor."""
+    """Streams the weights of a Hugging Face directory. sender_of: returns the rank that sends a tensor"""
 
     def __init__(self, path: Path, rank: int = 0, sender_of: Callable[[str], int] = lambda name: 0) -> None:
         self.arch: ModelArch = load_arch(path)
         self.tensors = load_file(path / "model.safetensors")
         self.rank, self.sender_of = rank, sender_of
-        self.gather: Callable[[], None] = lambda: None  # stands for the collective that brings the shards together
+        self.gather: Callable[[], None] = lambda: None  # stands for the collective that gathers the shards
 
     def metas(self) -> list[TensorMeta]:
         return [TensorMeta(n, tuple(t.shape), t.dtype, self.sender_of(n)) for n, t in self.tensors.items()]

@@ -11,14 +11,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from mrl.families.qwen3_next import Qwen3Next
 
-HAS_DELTA_NETS = Qwen3Next().unavailable() is None  # with the newer megatron-core
+HAS_DELTA_NETS = Qwen3Next().unavailable() is None  # these families need the newer megatron-core
 DELTA_FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text") if HAS_DELTA_NETS else ()
 MOE_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3", *DELTA_FAMILIES[::2])
-STACKED_FAMILIES = ("gpt_oss",)  # with all experts of a layer in a tensor, whose they are in no file alone
+STACKED_FAMILIES = ("gpt_oss",)  # one tensor holds all experts of a layer
 DENSE_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "olmo2", "olmo3", "smollm3", "phi3")
 DENSE_FAMILIES += DELTA_FAMILIES[1:2]
 FAMILIES = DENSE_FAMILIES + MOE_FAMILIES + STACKED_FAMILIES
-MOONLIGHT: dict[str, Any] = {  # DeepSeek-V3's form, without yarn, groups and a latent vector of queries
+MOONLIGHT: dict[str, Any] = {  # DeepSeek-V3's architecture without yarn, expert groups and the compressed query
     "q_lora_rank": None,
     "n_group": 1,
     "topk_group": 1,
@@ -38,7 +38,7 @@ _BASE: dict[str, Any] = {
     "pad_token_id": PAD,
     "bos_token_id": BOS,
     "eos_token_id": EOS,
-    "initializer_range": 0.2,  # large, so that a random model has opinions and temperature matters
+    "initializer_range": 0.2,  # large, so that a random model's distribution is peaked and the temperature matters
 }
 _DELTA: dict[str, Any] = {
     "head_dim": 32,
@@ -154,7 +154,7 @@ _FAMILY: dict[str, dict[str, Any]] = {
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """Every byte is a token (259 in all), so that any text has a lossless encoding."""
+    """Returns a tokenizer in which every byte is a token (259 in all), so that every text has a lossless encoding."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {"<pad>": PAD, "<s>": BOS, "</s>": EOS} | {c: i + 3 for i, c in enumerate(alphabet)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -175,11 +175,11 @@ def make_tiny(
     dtype: torch.dtype = torch.float32,
     **overrides: Any,
 ) -> Path:
-    """Write config.json, tokenizer and (unless `weights` is false) safetensors of a random model; returns `directory`.
+    """Writes config.json, tokenizer and (unless `weights` is false) safetensors of a random model; returns `directory`.
 
     `overrides` go into the config: `make_tiny(d, "llama", num_hidden_layers=4)`.
     """
-    is_tied = family == "gemma3_text" if tied is None else tied  # as config.json of its hub's says nothing of it
+    is_tied = family == "gemma3_text" if tied is None else tied  # the published config.json lacks the key
     settings = {**_BASE, "tie_word_embeddings": is_tied, **_FAMILY[family], **overrides}
     config = AutoConfig.for_model(family, **settings)
     torch.manual_seed(seed)
@@ -196,13 +196,13 @@ def make_tiny(
 
 
 def _randomise_vectors(model: torch.nn.Module) -> None:
-    """Norm weights start at 1 and biases at 0: values that would hide a swapped or dropped tensor."""
+    """Randomizes norm weights and biases. Their initial values 1 and 0 would hide a swapped or dropped tensor."""
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1 or name.endswith("_bias"):
             parameter.data.add_(0.1 * torch.randn_like(parameter))
         if name.endswith("self_attn.sinks"):
             parameter.data.copy_(torch.randn_like(parameter))
-        if name.endswith("A_log"):  # of transformers' own a state forgets all within a few tokens
+        if name.endswith("A_log"):  # with transformers' initialization a state forgets everything within a few tokens
             parameter.data.copy_(torch.randn_like(parameter) - 3)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):

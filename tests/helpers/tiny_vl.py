@@ -1,4 +1,4 @@
-"""Tiny random models that see pictures, with a tokenizer that has their control tokens and a processor of pictures."""
+"""Tiny random vision-language models, with a tokenizer that has their control tokens and an image processor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.helpers.tiny import BOS, EOS, PAD, _randomise_vectors, tiny_tokenizer
 
 VL_FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 CONTROL = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
-START, END, IMAGE, VIDEO = range(259, 263)  # behind the tokenizer's bytes
+START, END, IMAGE, VIDEO = range(259, 263)  # after the tokenizer's bytes
 CHAT = (
     "{% for m in messages %}{{ m['role'] }}: {% if m['content'] is string %}{{ m['content'] }}{% else %}"
     "{% for c in m['content'] %}{% if c['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
@@ -37,7 +37,7 @@ def make_tiny_vl(
 ) -> Path:
     """Writes config.json, tokenizer, processor and (unless `weights` is false) safetensors; returns `directory`.
 
-    flat: config.json has the decoder's keys on top, as the hub's Qwen2.5-VL
+    flat: config.json has the decoder's keys at the top level, as in the published Qwen2.5-VL
     """
     config = AutoConfig.for_model(family, **_settings(family, tied, layers, hidden, patch, depth, ffn))
     torch.manual_seed(seed)

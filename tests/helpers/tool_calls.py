@@ -1,4 +1,4 @@
-"""Texts with tool calls: what mrl's parsers read in them, and whether SGLang's parser of the format reads the same."""
+"""Texts with tool calls: the calls that mrl's parsers find, and whether SGLang's parser finds the same."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TOOLS: list[dict[str, Any]] = [
 
 
 class Text(NamedTuple):
-    """error: a pattern in what the model is told, empty for nothing; same: whether SGLang reads the same calls"""
+    """error: pattern of the message for the model, empty if there is none; same: True if SGLang finds the same calls"""
 
     parser: str
     text: str

@@ -1,4 +1,4 @@
-"""Families that only tests have: what the recipe of docs/extending.md makes, and one whose layers differ."""
+"""Model families that exist only in tests: the one of the recipe in docs/extending.md, and one with unlike layers."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ TOYS: dict[str, Decoder] = {"toy": Toy(), "qwen3_moe": EverySecond()}
 
 
 class ToyConfig(LlamaConfig):
-    """What transformers has to know of the toy."""
+    """The configuration class that transformers needs for the toy family."""
 
     model_type = "toy"
     attribute_map = {"ffn_dim": "intermediate_size"}
 
 
 def add_toys() -> None:
-    """To this process for good: for the ranks of a world. Tests add TOYS to FAMILIES by monkeypatch."""
+    """Registers the toy families in this process permanently, for the ranks of a world. Tests add TOYS to FAMILIES by
+    monkeypatch instead."""
     from mrl.families import FAMILIES
 
     FAMILIES.update(TOYS)

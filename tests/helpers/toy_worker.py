@@ -1,4 +1,4 @@
-"""A worker for the tests of worker pools: it does what messages say, with an event loop as agents' workers have."""
+"""A worker for tests of worker pools. It does what each message says, in an event loop as the agents' workers have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mrl train` as a user runs it: a process of its own, what its terminal shows, and all that it leaves running."""
+"""`mrl train` as a user runs it: a separate process, its terminal output, and the processes that it leaves running."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def lower_case(prompt, response, row):
 """
 
 
-# metrics that say how fast something was, or what memory it had; they differ from run to run
+# metrics of speed and memory, which differ from run to run
 MEASURED = ("queue/", "time/", "perf/", "plan/", "memory/", "engines/", "unix_time")
 MEASURED += ("checkpoint/copy_s", "checkpoint/write_s")
-MADE_UP = dict.fromkeys(("warn", "stop", "warn_sample", "stop_sample"))  # rollout.mismatch, for a fake engine's samples
+MADE_UP = dict.fromkeys(("warn", "stop", "warn_sample", "stop_sample"))  # rollout.mismatch for made-up samples
 
 
 def write_config(folder: Path, model: Path, **sections: dict[str, Any] | None) -> Path:
-    """FOLDER/config.yaml, FOLDER/{train,validation}.jsonl and FOLDER/reward.py. `sections` come on top of a small run
-    by GRPO in one process."""
+    """Writes FOLDER/config.yaml, FOLDER/{train,validation}.jsonl and FOLDER/reward.py: a small GRPO run in one process.
+    `sections` override its settings."""
     for name, count in (("train", 24), ("validation", 4)):
         rows = (json.dumps({"prompt": f"{name} {n} + {n * n} =", "answer": str(n + n * n)}) for n in range(count))
         (folder / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
@@ -59,7 +59,7 @@ def write_config(folder: Path, model: Path, **sections: dict[str, Any] | None) -
 
 
 def given(engine: Engine, folder: Path) -> dict[str, Any]:
-    """The keys of `rollout` by which a run takes a running engine."""
+    """Returns the keys of `rollout` with which a run uses a running engine."""
     file = folder / "engine.key"
     file.touch(0o600)
     file.write_text(engine.pool.access.api_key or "")
@@ -67,8 +67,11 @@ def given(engine: Engine, folder: Path) -> dict[str, Any]:
 
 
 class Train:
-    """`mrl train CONFIG OVERRIDES`, with `environment` on top of this process's. `terminal`: all that it has shown. Use
-    as a context manager: it ends the run. copied: its imports have been done before."""
+    """A process that runs `mrl train CONFIG OVERRIDES`, with `environment` added to this process's. Use it as a context
+    manager, which ends the run.
+
+    terminal: its output so far; copied: fork the process from one that has done the imports
+    """
 
     command = "train"
 
@@ -95,7 +98,7 @@ class Train:
 
     def __exit__(self, *error: object) -> None:
         if self._process.poll() is None:
-            self._process.kill()  # the kernel ends its ranks, their supervisors end the engines
+            self._process.kill()  # the kernel then ends its ranks, and the supervisors end the engines
             self._process.wait(30)
 
     @property
@@ -106,14 +109,14 @@ class Train:
         self._process.send_signal(number)
 
     def wait(self, seconds: float) -> int:
-        """Its exit code, which must come within `seconds`."""
+        """Returns the exit code. Fails if the process runs longer than `seconds`."""
         try:
             return self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still running after {seconds:.0f} s\n{self.terminal[-4000:]}") from None
 
     def wait_for(self, text: str, seconds: float = 240) -> None:
-        """Until `text` is on the terminal; then remembers every process of the run."""
+        """Waits until `text` is on the terminal, and records all processes of the run."""
         end = time.monotonic() + seconds
         while text not in self.terminal:
             assert self._process.poll() is None, f"ended before {text!r} came\n{self.terminal[-4000:]}"
@@ -122,7 +125,7 @@ class Train:
         self.processes()
 
     def processes(self) -> dict[int, str]:
-        """Command lines of the run's processes that are there now: its children, theirs, and whoever has its mark."""
+        """Returns the command lines of the run's processes: all descendants, and those with the run's mark."""
         table = _process_table()
         found = {self._process.pid} | {pid for pid in table if self._mark in _read(pid, "environ")}
         owners = {pid: _owner(pid) for pid in table if self._is_supervisor(pid)}
@@ -135,13 +138,14 @@ class Train:
         return {pid: _read(pid, "cmdline").replace("\0", " ") for pid in found}
 
     def _is_supervisor(self, pid: int) -> bool:
-        """Of an engine, which may be another process's child than its owner's. Those of tests write elsewhere."""
+        """Returns True for the supervisor of an engine of this run. The supervisor need not be a child of the engine's
+        owner. Supervisors of engines that the tests start write their output elsewhere."""
         output = _output(pid)
         is_in_a_run = output.parent.name == "logs" and self._folder in output.parents
         return is_in_a_run and "supervisor.py" in _read(pid, "cmdline")
 
     def pid_of(self, *parts: str) -> int:
-        """The one process whose command line has all of `parts` (and is not the engine's supervisor)."""
+        """Returns the one process whose command line has all of `parts` and which is not an engine's supervisor."""
         found = [
             pid
             for pid, line in self.processes().items()
@@ -154,7 +158,7 @@ class Train:
         return next(pid for pid in self.processes() if _read(pid, "comm").strip() == process_name(rank))
 
     def left_running(self) -> dict[int, str]:
-        """What is still there of the run some seconds after its end; empty is right."""
+        """Returns the processes of the run that are alive 10 s after its end; empty if all have ended."""
         end = time.monotonic() + 10
         while time.monotonic() < end:
             self._seen |= self.processes().keys()
@@ -166,7 +170,7 @@ class Train:
 
 
 def _process_table() -> dict[int, int]:
-    """pid -> parent, of all that are no zombies."""
+    """Returns pid -> parent pid of all processes except zombies."""
     table = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit() and (text := _read(int(folder.name), "stat")):
@@ -177,15 +181,15 @@ def _process_table() -> dict[int, int]:
 
 
 def _output(pid: int) -> Path:
-    """Where its stdout goes."""
+    """Returns the file that the process writes its stdout to."""
     try:
         return Path(f"/proc/{pid}/fd/1").readlink()
-    except OSError:  # it has ended, or is another user's
+    except OSError:  # the process has ended, or belongs to another user
         return Path("/")
 
 
 def _owner(pid: int) -> int:
-    """The process whose end a supervisor waits for; -1 if that has come, or there is none but its parent."""
+    """Returns the process whose end a supervisor waits for, else the parent; -1 if it has ended."""
     files = Path(f"/proc/{pid}/fdinfo")
     with contextlib.suppress(OSError):
         for file in files.iterdir():
@@ -199,5 +203,5 @@ def _owner(pid: int) -> int:
 def _read(pid: int, name: str) -> str:
     try:
         return Path(f"/proc/{pid}/{name}").read_text(errors="replace")
-    except OSError:  # it has ended, or is another user's
+    except OSError:  # the process has ended, or belongs to another user
         return ""

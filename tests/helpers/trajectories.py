@@ -1,4 +1,4 @@
-"""Trajectories of agents, played without a run."""
+"""Plays trajectories of agents without a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def play_all(
     generate: Callable[[list[Request], Any], list[Sample]],
     turn_s: float = 0.0,
 ) -> list[Sample]:
-    """Returns the sample of each request; `generate` answers a list of requests, `turn_s` seconds later."""
+    """Returns the sample of each request. `generate` answers a list of requests after `turn_s` seconds."""
 
     async def turn(request: Request, params: SamplingParams) -> Sample:
         await asyncio.sleep(turn_s)

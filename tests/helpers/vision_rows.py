@@ -1,4 +1,4 @@
-"""Rows with pictures for runs of tiny models: files, bytes inside of the row, and rows without."""
+"""Rows with images for runs of tiny models: image files, images inside the row, and rows without images."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ REWARD = "def score(prompt, response, row):\n    return len(set(response)) / 8 +
 
 
 def write_rows(root: Path, inline: tuple[int, ...] = ()) -> list[bytes]:
-    """ROOT/rows.jsonl of six rows with one picture, none and two in turn, the pictures, and a reward.py; returns the
-    pictures' files. inline: the rows that have theirs in themselves"""
+    """Writes ROOT/rows.jsonl with six rows of one, no and two images in turn, their image files, and a reward.py.
+    Returns the encoded images. inline: numbers of the rows that contain their images"""
     rng, rows, stored = np.random.default_rng(0), [], []
     for i in range(6):
         images: list[str] = []
@@ -42,8 +42,8 @@ def _noise(rng: np.random.Generator, mode: str) -> Image.Image:
 
 
 def vision_settings(folder: Path, model: Path, name: str, layout: dict[str, int], **more: Any) -> dict[str, Any]:
-    """Of a run on `write_rows(folder)`. Every step has all rows: the same pictures before and after each push of the
-    tower's weights."""
+    """Returns the settings of a run on `write_rows(folder)`. Every step uses all rows, so the same images occur before
+    and after each sync of the vision tower's weights."""
     return {
         "trainer": "rl",
         "run": {"name": name, "root": str(folder / "runs"), "steps": 2, "nproc": 2},

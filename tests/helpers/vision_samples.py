@@ -1,4 +1,4 @@
-"""Samples with pictures for a tiny model, and what transformers makes of them, one at a time."""
+"""Samples with images for a tiny model, and the outputs of transformers for them, one sample at a time."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText
 from mrl.core import Rollout
 from tests.helpers.tiny_vl import END, IMAGE, START
 
-UNITS = [[(2, 3)], [(1, 1)], [(4, 2), (2, 2)], [], [(3, 3)], [(1, 4)]]  # rows and columns of features of the pictures
-LAST = [1, 9, 5, 12, 3, 17]  # response tokens
+UNITS = [[(2, 3)], [(1, 1)], [(4, 2), (2, 2)], [], [(3, 3)], [(1, 4)]]  # rows and columns of each image's features
+LAST = [1, 9, 5, 12, 3, 17]  # lengths of the responses
 
 
 @dataclass(frozen=True)
 class Seen:
-    """prompt, response: token ids; inputs: pixel_values and image_grid_thw, none without a picture"""
+    """A sample. prompt, response: token ids; inputs: pixel_values and image_grid_thw, empty without an image"""
 
     prompt: list[int]
     response: list[int]
@@ -34,12 +34,12 @@ class Seen:
 
     @property
     def images(self) -> Tensor:
-        """As in a rollout, the digests are 7."""
+        """Returns rows, columns and digest (7) of each image, as `Rollout.of` takes them."""
         return torch.nn.functional.pad(self.grids, (0, 1), value=7)
 
 
 def make_seen(directory: Path | str, patch: int = 4, seed: int = 0) -> list[Seen]:
-    """Without, with one and with two pictures; a response says an image token."""
+    """Returns samples without, with one and with two images. One response contains an image token."""
     processor = AutoImageProcessor.from_pretrained(directory, backend="pil")
     rng = np.random.default_rng(seed)
     made = []
@@ -58,7 +58,7 @@ def make_seen(directory: Path | str, patch: int = 4, seed: int = 0) -> list[Seen
 
 
 def rollout_of(seen: list[Seen], per_row: int = 1) -> Rollout:
-    """per_row: how many of them, one after the other, have the pictures of one row."""
+    """Returns a rollout. per_row: number of consecutive samples that share the images of one row"""
     return Rollout.of(
         0,
         [each.prompt for each in seen],
@@ -71,7 +71,7 @@ def rollout_of(seen: list[Seen], per_row: int = 1) -> Rollout:
 
 
 def pixels_of(seen: list[Seen]) -> Any:
-    """What a Learner asks: [k, 5] -> pixels."""
+    """Returns the function [k, 5] -> pixels that a Learner calls."""
 
     def of(images: Tensor) -> Tensor:
         parts = []
@@ -97,26 +97,27 @@ def inputs_of(each: Seen) -> dict[str, Tensor]:
 
 
 def log_probs(reference: Any, each: Seen, temperature: float = 1.0) -> Tensor:
-    """[n] of the response. transformers' forward refuses image tokens without features: in the response they are
-    looked up here."""
+    """Returns the log-probs of the response, [n]. transformers refuses image tokens without features, so those of the
+    response are replaced by their embeddings."""
     return (
         _logits(reference, each).div(temperature).log_softmax(-1).gather(-1, torch.tensor(each.response)[:, None])[:, 0]
     )
 
 
 def values(reference: Any, each: Seen, head: Tensor) -> Tensor:
-    """[n] before each response token, of the value head [1, h]."""
+    """Returns the values before each response token, [n], for the value head [1, h]."""
     return (_hidden(reference, each) @ head.T)[:, 0]
 
 
 def pairs_of(seen: list[Seen]) -> list[Seen]:
-    """Each with another response to its prompt behind it; of some it is longer, of one it says an image token."""
+    """Returns each sample followed by one with another response to the same prompt. Some of these responses are longer,
+    and one contains an image token."""
     other = [replace(each, response=[*each.response[::-1], *each.prompt[1:3]][i % 2 :]) for i, each in enumerate(seen)]
     return [each for pair in zip(seen, other, strict=True) for each in pair]
 
 
 def score(reference: Any, each: Seen, head: Tensor) -> Tensor:
-    """[heads] at the last token."""
+    """Returns the scores at the last token, [heads]."""
     return _hidden(reference, replace(each, response=[*each.response, 3]))[-1] @ head.T
 
 
@@ -127,7 +128,7 @@ def _logits(reference: Any, each: Seen) -> Tensor:
 def _hidden(reference: Any, each: Seen) -> Tensor:
     inputs, config = inputs_of(each), reference.config
     said = (inputs["input_ids"] == IMAGE) & (inputs["mm_token_type_ids"] == 0)
-    if said.any():  # give it another id whose embedding is the image token's
+    if said.any():  # use another id and give it the embedding of the image token
         inputs["input_ids"] = inputs["input_ids"].masked_fill(said, config.text_config.vocab_size - 1)
         table = reference.get_input_embeddings().weight
         handle = reference.get_input_embeddings().register_forward_hook(

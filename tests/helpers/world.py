@@ -1,4 +1,4 @@
-"""A world of processes for one of the scripts in tests/worlds, and what it prints."""
+"""Runs a script of tests/worlds on several ranks and returns what they print."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WORLDS = ROOT / "tests" / "worlds"
 
 
 def start_world(processes: int, script: str, *arguments: str | Path) -> subprocess.Popen[str]:
-    """`processes` ranks of tests/worlds/SCRIPT, by gloo, a thread each."""
+    """Starts tests/worlds/SCRIPT on `processes` gloo ranks with one thread each."""
     return zygote.start(
         [sys.executable, "-m", "tests.worlds.forked", str(processes), str(WORLDS / script), *map(str, arguments)],
         cwd=ROOT,
@@ -26,11 +26,11 @@ def start_world(processes: int, script: str, *arguments: str | Path) -> subproce
 
 
 def run_world(processes: int, script: str, *arguments: str | Path, timeout_s: float = 900) -> str:
-    """What the ranks have printed. Fails the test, with the end of what they said, if one of them failed."""
+    """Runs a script on `processes` ranks and returns what they print. Fails the test if a rank fails."""
     with start_world(processes, script, *arguments) as world:
         try:
             output, errors = world.communicate(timeout=timeout_s)
         finally:
-            world.kill()  # its ranks die with it
+            world.kill()  # its ranks end with it
     assert world.returncode == 0, output[-2000:] + errors[-6000:]
     return output

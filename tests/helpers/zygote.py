@@ -1,8 +1,8 @@
-"""Programs of mrl without the seconds that their imports take: copies of one process, which has them all.
+"""Starts programs of mrl without the seconds of their imports, by forking one process that has imported everything.
 
-`start` is `subprocess.Popen` for `python -m MODULE ...`: the copy gets the environment, the folder and the files, is a
-child of this process, and shows its own command line and mark in /proc. What its imports would do is not repeated: a
-program whose environment changes that (PYTHONPATH, ...) is started as a program.
+`start` is like `subprocess.Popen` for `python -m MODULE ...`: the fork gets the environment, working directory and
+files, is a child of this process, and shows its own command line and mark in /proc. The imports do not run again, so a
+program with other settings that imports read (PYTHONPATH, ...) is started as a new process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mrl.forks import BACKLOG, ForkRequest, serve
 from mrl.launcher.fork_server import RankForkServer, become_child
 
 ROOT = Path(__file__).parents[2]
-MARK = "MRL_TEST_RUN"  # in the environment of a program and of all that it starts: 32 characters
+MARK = "MRL_TEST_RUN"  # environment variable of a program and of all its descendants; its value has 32 characters
 _READ_BY_IMPORTS = (
     "PYTHON",
     "OMP_",
@@ -39,11 +39,11 @@ _READ_BY_IMPORTS = (
     "LANG",
     "LC_",
 )
-_ROOM = 1024  # bytes for a command line
+_ROOM = 1024  # bytes reserved for a command line
 
 
 class Zygote(RankForkServer):
-    """module: what it imports, with `environment`."""
+    """A fork server for tests. module: imported before the first fork, with `environment`"""
 
     def __init__(self, module: str, environment: Mapping[str, str]) -> None:
         self.path, self._maker = Path(tempfile.mkdtemp(prefix="mrl-zygote-"), "socket"), os.getpid()
@@ -67,7 +67,7 @@ def _zygote() -> Zygote:
 
 
 def start(command: Sequence[str], env: Mapping[str, str], cwd: Path, **more: Any) -> subprocess.Popen[Any]:
-    """more: of subprocess.Popen, what concerns its files. A copy always leads a session."""
+    """Starts `command`, as a fork if possible; a fork leads a session. more: file arguments of subprocess.Popen"""
     copied = sys.platform == "linux" and list(command[:2]) == [sys.executable, "-m"] and _is_like_here(env)
     return (
         Copy(_zygote(), command, env=env, cwd=cwd, **more)
@@ -77,14 +77,14 @@ def start(command: Sequence[str], env: Mapping[str, str], cwd: Path, **more: Any
 
 
 def pid() -> int:
-    """Returns the process that copies are made of. They inherit its limits."""
+    """Returns the pid of the fork server. The forks inherit its limits."""
     return _zygote()._process.pid
 
 
 def run(
     *arguments: str | Path, cwd: Path = ROOT, timeout_s: float = 120, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs `python -m *arguments` to its end, or kills it after timeout_s. environment: further variables."""
+    """Runs `python -m *arguments` or kills it after timeout_s; returns the result. environment: more variables"""
     command, pipe = [sys.executable, "-m", *map(str, arguments)], subprocess.PIPE
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
     with start(command, env, cwd, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True) as process:
@@ -101,14 +101,14 @@ def _is_like_here(env: Mapping[str, str]) -> bool:
 
 
 class Copy(subprocess.Popen[Any]):
-    """Made by the zygote, of `python -m MODULE ...`; all else as ever."""
+    """A Popen whose process is a fork of the zygote."""
 
     def __init__(self, zygote: Zygote, command: Sequence[str], **more: Any) -> None:
         self._zygote = zygote
         super().__init__(command, **more)
 
     def _execute_child(self, command: Sequence[str], *more: Any) -> None:
-        cwd, env, files = more[4], more[5], more[9:15]  # three pairs: the child's end of a pipe, then this one's
+        cwd, env, files = more[4], more[5], more[9:15]  # three pairs: the child's end of a pipe, then the parent's
         ends = (files[0], files[3], files[5])
         ends = [usual if end == -1 else end for usual, end in enumerate(ends)]
         child = self._zygote.start(command, env, ends, str(cwd))
@@ -132,20 +132,20 @@ def _become_program(connection: Connection, imported: Mapping[str, str]) -> Fork
 
 
 def show_command(*command: str) -> None:
-    """In /proc, as that of this process."""
+    """Shows `command` in /proc as the command line of this process."""
     begin, end = _addresses()[:2]
     line = b"\0".join(map(os.fsencode, command))
     _show(begin, line[: end - begin - 1].ljust(end - begin, b"\0"))
 
 
 def _addresses() -> list[int]:
-    """Begin and end of the command line, and of the environment."""
+    """Returns start and end of the command line, and start and end of the environment, in memory."""
     stat = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     return [*map(int, stat[45:49])]
 
 
 def _show(address: int, text: bytes) -> None:
-    """In /proc: it shows the memory where the kernel had put the command line and the environment."""
+    """Writes to the memory where the kernel keeps the command line and environment, which /proc shows."""
     ctypes.memmove(address, text, len(text))
 
 

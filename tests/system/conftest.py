@@ -1,4 +1,4 @@
-"""Engines for the tests of whole systems: one real SGLang server that all of them share."""
+"""Engines for system tests: all share one real SGLang server."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tests.helpers.served import DELTAS
 
 
 def pytest_configure() -> None:
-    """For this process and all that it starts: engines are copies of a process with their imports."""
+    """Starts the fork servers of engines for this process and all its children."""
     engine_fork_servers.start()
 
 
 @pytest.fixture(scope="session")
 def shared_sglang(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """A ready Engine on one real server with `tiny_models("llama")`, for `sglang_engine`."""
-    if importlib.util.find_spec("sglang") is None:  # found, not imported: only the server can import it
+    """Starts one real server with `tiny_models("llama")`, for `sglang_engine`."""
+    if importlib.util.find_spec("sglang") is None:  # only the server can import sglang
         pytest.skip("the engine tests need sglang")
     logs = tmp_path_factory.mktemp("sglang_logs")
     with start_engine(RolloutConfig(server_args=DELTAS), str(tiny_models("llama")), "float32", logs) as engine:
@@ -33,8 +33,8 @@ def shared_sglang(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def sglang_engine(shared_sglang: Engine, tiny_models: TinyModels) -> Iterator[Engine]:
-    """A ready Engine on one real server. Each file starts with `tiny_models("llama")`, whatever the one before it has
-    pushed; within a file a test that pushes other weights must put those back."""
+    """Returns a ready Engine on one real server. Each file starts with the weights of `tiny_models("llama")`; a test
+    that syncs other weights must restore them for the rest of its file."""
     yield shared_sglang
     for url in shared_sglang.urls:
         client = shared_sglang.pool.client(url)

@@ -1,4 +1,4 @@
-"""Modules that must be importable without heavy packages, each in a process of its own."""
+"""Modules that must be importable without heavy packages, each tested in its own process."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_importing_the_arch_does_not_import_megatron() -> None:
 
 
 def test_the_room_is_importable_without_torch() -> None:
-    without = {"torch", "math_verify", "pydantic", "httpx"}  # what each worker would import, too
+    without = {"torch", "math_verify", "pydantic", "httpx"}  # each worker would have to import these
     code = f"import sys, mrl.reward.worker, mrl.reward.pool; print({without} & {{*sys.modules}})"
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], timeout=60, cwd=root, capture_output=True, text=True)
@@ -54,7 +54,7 @@ def test_the_room_is_importable_without_torch() -> None:
 
 
 def test_algorithms_need_torch_alone() -> None:
-    """Within 1.5 s of processor time after torch."""
+    """The algorithms need only torch, and import within 1.5 s of processor time after it."""
     heavy = {"megatron", "transformers", "triton", "sglang"}
     code = "import sys, time, torch; start = time.process_time(); import mrl.algo.core, mrl.algo.preference; "
     code += f"print({heavy} & {{*sys.modules}}, time.process_time() - start < 1.5)"

@@ -1,6 +1,6 @@
 """Fails a unit test that starts a process.
 
-Allowed are git, for the commit in a run's files, and a C compiler, for mrl/kernels/native if nothing has built it yet.
+Allowed are git, for the commit in a run's files, and a C compiler, if nothing has compiled mrl/kernels/native yet.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _see(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def _spawnv(path: str, arguments: list[str], files: list[int]) -> int:
-    """multiprocessing starts processes without an audit event."""
+    """Adds the audit event that multiprocessing omits when it starts a process."""
     sys.audit("spawn", path, arguments)
     return _real_spawnv(path, arguments, files)
 
@@ -50,7 +50,7 @@ _cpu_gflops, _version = functools.cache(platform.cpu_gflops), functools.cache(me
 
 @pytest.fixture(scope="module", autouse=True)
 def measured_once() -> Iterator[None]:
-    """The processor's speed and the packages' versions, which preflight asks for in every `mrl train`."""
+    """Caches the processor's speed and the packages' versions, which preflight reads in every `mrl train`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(platform, "cpu_gflops", _cpu_gflops)
         patch.setattr(metadata, "version", _version)

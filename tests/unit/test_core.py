@@ -1,4 +1,4 @@
-"""A step's samples as flat tensors: some of them, and those of several steps together."""
+"""A step's samples as flat tensors: selecting some samples, and joining those of several steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ some_lengths = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6)), min_siz
 
 
 def rollout_of(lengths: Lengths, first: int = 0) -> Rollout:
-    """Every token and log-prob is another number, from `first` on; two samples a group."""
+    """Returns a rollout in groups of two. Every token and log-prob is a different number, from `first` on."""
     prompts, responses = (torch.tensor(x) for x in zip(*lengths, strict=True))
     tokens, outputs = int((prompts + responses).sum()), int(responses.sum())
     return Rollout(
@@ -37,7 +37,7 @@ def rollout_of(lengths: Lengths, first: int = 0) -> Rollout:
 
 
 def samples(rollout: Rollout) -> list[tuple[object, ...]]:
-    """Each sample by itself, cut out of the flat tensors by their plain definition."""
+    """Returns the samples one by one, cut from the flat tensors by definition."""
     found, token, output = [], 0, 0
     for i in range(rollout.num_samples):
         length, response = int(rollout.seq_lens[i]), int(rollout.response_lens[i])
@@ -78,16 +78,16 @@ def test_a_rollout_without_rows_has_none_when_it_is_cut_or_joined() -> None:
     assert rollout.pick(torch.tensor([1])).rows is None and rollout.join(rollout).rows is None
 
 
-# ---- a field says what its items are, and that is all it takes
+# ---- a field needs only the declaration of its unit
 
 
 @dataclass(frozen=True)
 class WithImages(Rollout):
-    """Another kind of rollout."""
+    """A rollout class with a field of another unit."""
 
 
 def with_images(lengths: Lengths, counts: list[int], first: int = 0) -> WithImages:
-    """images [I, 2]: of each sample's pictures, the sample's score and a number"""
+    """Returns a rollout with images [I, 2]: the sample's score and a number."""
     plain, each = rollout_of(lengths, first), torch.tensor(counts)
     owner = plain.scores.repeat_interleave(each)
     images = torch.stack([owner, torch.arange(owner.numel()) + 0.5 + first], 1)
@@ -95,7 +95,7 @@ def with_images(lengths: Lengths, counts: list[int], first: int = 0) -> WithImag
 
 
 def images_of(rollout: WithImages) -> list[list[list[float]]]:
-    """By sample."""
+    """Returns the images by sample."""
     assert rollout.image_counts is not None and rollout.images is not None
     return [part.tolist() for part in rollout.images.split(rollout.image_counts.tolist())]
 
@@ -113,7 +113,7 @@ def test_a_new_field_of_a_new_unit_goes_where_its_samples_go(
     ]
     joined = parts[0].join(parts[1])
     assert images_of(joined) == [images for part in parts for images in images_of(part)]
-    chosen = data.draw(st.lists(st.integers(0, len(a) + len(b) - 1), min_size=1, max_size=9))  # the same one twice too
+    chosen = data.draw(st.lists(st.integers(0, len(a) + len(b) - 1), min_size=1, max_size=9))  # also repeated ones
     picked = joined.pick(torch.tensor(chosen))
     assert images_of(picked) == [images_of(joined)[i] for i in chosen]
     assert samples(picked) == [samples(joined)[i] for i in chosen]
@@ -188,7 +188,7 @@ def test_no_list_goes_for_a_tensor_and_no_rollout_is_joined_with_another_kind() 
 
 @dataclass(frozen=True)
 class WithTurns(Rollout):
-    """A unit of one's own, of numbers that mean something in this rollout alone."""
+    """A user-defined unit whose numbers are valid in this rollout only."""
 
     turn_counts: PerSample | None = None
     turns: Annotated[Tensor, Unit("turn", "turn_counts"), NUMBERING] | None = None

@@ -1,4 +1,4 @@
-"""Directories that are whole or not there, and the manifest that says so."""
+"""Directories that are complete or absent, and the manifest that marks them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_what_is_not_committed_leaves_nothing(staging: Staging) -> None:
 
 
 def test_what_a_killed_process_left_is_removed(staging: Staging) -> None:
-    os.close(staging._lock)  # as its end does
+    os.close(staging._lock)  # as the end of its process does
     again = Staging(staging.target, 100)
     again.begin()
     assert names(again.directory) == []

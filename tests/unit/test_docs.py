@@ -1,4 +1,4 @@
-"""What the pages, the comments and the configurations name is there: files, modules and what is in them."""
+"""Files, modules and names mentioned in pages, comments and configurations exist."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAGES = [file for pattern in TEXTS for file in sorted(ROOT.glob(pattern)) if fil
 FILE = re.compile(rf"(?<![\w/.-])(?:{'|'.join(FOLDERS)})/[\w./-]*\w")
 MODULE = re.compile(r"(?<![\w/.-])(?:mrl(?!\.yaml)|(?<=`)tests|(?<=from )tests)(?:\.\w+)+")
 PYTHON = re.compile(r"`([\w/]+\.py)`")
-# what recipes make, and what is a user's own
+# files that recipes create, and a user's own
 MADE = re.compile(r"[A-Z]{4}|\b(?:mine|forget|paced_http|brevity|csv_table|echo|made_up)\b")
 
 
@@ -34,7 +34,7 @@ def wrong_modules(text: str) -> list[str]:
 
 @cache
 def is_there(name: str) -> bool:
-    """Whether it is a module, or something that a module's text has."""
+    """Returns True if the name is a module, or a name within a module's text."""
     place, parts = ROOT, name.split(".")
     while parts and (place / parts[0]).is_dir():
         place /= parts.pop(0)

@@ -1,4 +1,4 @@
-"""Files and folders that are whole or not there."""
+"""Files and folders that are complete or absent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.helpers.full_disk import full_disk
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """One with old content."""
+    """Writes a file with old content."""
     file = tmp_path / "notes.json"
     file.write_text("old")
     return file
@@ -27,7 +27,7 @@ def file(tmp_path: Path) -> Path:
 def test_where_nothing_can_be_locked_no_run_begins_and_all_can_be_read(
     tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    """Lustre without -o flock, NFS without its daemon."""
+    """Without file locks no run starts, but files can be read: Lustre without -o flock, NFS without its daemon."""
 
     def flock(*_: object) -> None:
         raise OSError(number, os.strerror(number))
@@ -93,7 +93,7 @@ def test_a_durable_file_is_on_the_disk_before_it_has_its_name(file: Path, monkey
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A folder of three, one of them empty, with two files."""
+    """Makes a folder with three entries: an empty folder and two files within it."""
     tree = tmp_path / "model.partial"
     (tree / "weights" / "empty").mkdir(parents=True)
     (tree / "weights" / "part").write_bytes(bytes(7))

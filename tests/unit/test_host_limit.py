@@ -1,4 +1,4 @@
-"""How much host memory there is: the machine's, a job's, a container's."""
+"""The limit of host memory: the machine's, a Slurm job's, a container's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ V2 = ("memory.max", "memory.current", "inactive_file")
 
 
 def group(folder: Path, names: tuple[str, str, str], limit: str) -> None:
-    """That uses 30 MiB, 10 of them what files have left in memory."""
+    """Writes a control group that uses 30 MiB, of which 10 MiB are file cache."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in zip(
         (*names[:2], "memory.stat"), (limit, str(30 * MIB), f"{names[2]} {10 * MIB}"), strict=True

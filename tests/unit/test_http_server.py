@@ -1,4 +1,4 @@
-"""HTTP server: a failure of its event loop is an error of its constructor."""
+"""The HTTP server: a failure of its event loop is an error of its constructor."""
 
 from __future__ import annotations
 

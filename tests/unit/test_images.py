@@ -1,4 +1,4 @@
-"""docker/, k8s/: what can be known of images and cluster files without building or running them."""
+"""docker/ and k8s/: checks of images and cluster files that need neither a build nor a cluster."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from mrl.resilience.protocol import EXIT_PREEMPTED
 ROOT = Path(__file__).parents[2]
 MAKEFILE = (ROOT / "Makefile").read_text()
 DEFINITION = (ROOT / "docker/mrl.def").read_text()
-PINNED = re.compile(r"[a-z0-9./-]+:(?!latest)[\w.-]*\d+\.\d+[\w.-]*")  # a tag with a release in it
+PINNED = re.compile(r"[a-z0-9./-]+:(?!latest)[\w.-]*\d+\.\d+[\w.-]*")  # a tag with a release number
 JOBS = sorted(path.name for path in (ROOT / "k8s").glob("grpo*.yaml"))
 
 
 @dataclass
 class Stage:
-    """A target of the Dockerfile: its instructions as (word, rest)."""
+    """A stage of the Dockerfile: its instructions as (word, rest)."""
 
     base: str
     steps: list[tuple[str, str]] = field(default_factory=list)
@@ -101,7 +101,7 @@ def test_the_apptainer_image_is_the_docker_image() -> None:
 
 
 def documents(name: str) -> dict[str, dict[str, Any]]:
-    """By kind and name."""
+    """Returns the documents of a file by kind and name."""
     made = list(yaml.safe_load_all((ROOT / "k8s" / name).read_text()))
     return {f"{each['kind']} {each['metadata']['name']}": each for each in made}
 
@@ -111,7 +111,7 @@ def jobs(name: str) -> list[dict[str, Any]]:
 
 
 def command(job: dict[str, Any], node: int) -> tuple[Any, list[str]]:
-    """Arguments as the command line reads them in pod `node`, without those paths that are the user's."""
+    """Returns the parsed arguments, without paths of the user's storage, and all words of pod `node`."""
     (container,) = job["spec"]["template"]["spec"]["containers"]
     words = [word.replace("$(NODE)", str(node)) for word in container["args"]]
     args = cli._parsed([word for word in words if not word.partition("=")[2].startswith("/shared/")], True)

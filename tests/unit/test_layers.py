@@ -1,4 +1,4 @@
-"""The house's plan: which room may import which, held by reading the imports."""
+"""The package layers: which package may import which, checked by reading the imports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BELOW = (
 )
 ON_DISK = ("directories", "files", "foreign")
 
-# room -> what it may import from mrl, besides itself; "room.module" allows that module only
+# package -> what it may import from mrl, besides itself; "package.module" allows that module only
 ALLOWED: dict[str, tuple[str, ...]] = {
     "units": (),
     "core": ("units",),
@@ -103,7 +103,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 }
 LOWEST = ("errors", "agreement", "parameter_layout", "meta")
 TALK = ("errors", "answers", "server_info", "protocol", "access", "client")
-# room with rooms inside -> inner room or module, "*" for any other -> what it may import of the whole, besides itself
+# package with subpackages -> submodule, "*" for any other -> what it may import of the package, besides itself
 INSIDE: dict[str, dict[str, tuple[str, ...]]] = {
     "inference": {
         "errors": (),
@@ -152,7 +152,7 @@ INSIDE: dict[str, dict[str, tuple[str, ...]]] = {
         "compare": (*LOWEST, "disk", "model"),
         "merge": (*LOWEST, "disk", "model"),
     },
-    "trainers": {"shared": (), "*": ("shared",)},  # no trainer imports another
+    "trainers": {"shared": (), "*": ("shared",)},  # no trainer imports another trainer
 }
 ANYTHING = ("api", "cli", "commands", "__main__", "__init__")
 WITHOUT_MEGATRON = (
@@ -163,8 +163,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 @dataclass(frozen=True)
 class Code:
-    """imports: dotted names of everything imported anywhere in a file, relative imports resolved.
-    cuda: lines that say torch.cuda."""
+    """imports: dotted names of all imports, relative ones resolved; cuda: numbers of lines with torch.cuda"""
 
     imports: tuple[str, ...]
     cuda: tuple[int, ...]
@@ -206,7 +205,8 @@ def within(name: str, prefix: str) -> bool:
 
 
 def own(file: Path) -> list[str]:
-    """What the file may import of its own room; a module that INSIDE does not name, nor "*", imports nothing of it."""
+    """Returns what the file may import of its own package. A module that INSIDE does not list, if there is no "*", may
+    import nothing of it."""
     room, *inner = file.relative_to(PACKAGE).with_suffix("").parts
     if room not in INSIDE:
         return [room]
@@ -224,7 +224,7 @@ def broken_arrows(file: Path, code: Code) -> list[str]:
 
 
 def arrows() -> dict[str, set[str]]:
-    """Module -> the modules that it names in its imports, lazy ones and those for type checkers too."""
+    """Returns module -> the modules that it imports, including lazy imports and those for type checkers."""
     modules = {module_name(file): file for file in FILES}
     found: dict[str, set[str]] = {}
     for module, file in modules.items():
@@ -234,7 +234,8 @@ def arrows() -> dict[str, set[str]]:
 
 
 def circles(arrows: dict[str, set[str]]) -> set[str]:
-    """What is left when all that imports nothing of the rest, or is imported by nothing of it, is taken away."""
+    """Returns the modules on import cycles: all that remain after those without imports, or without importers, are
+    removed repeatedly."""
     left = set(arrows)
     while True:
         targets = {name for module in left for name in arrows[module]}
@@ -280,7 +281,7 @@ def test_a_circle_is_seen() -> None:
 
 @pytest.mark.parametrize("room", INSIDE)
 def test_a_plan_inside_a_room_has_no_circle(room: str) -> None:
-    """Each of its lines names only what stands above it."""
+    """The layers within a package have no cycle: each line of INSIDE names only modules above it."""
     above: set[str] = set()
     for name, below in INSIDE[room].items():
         assert {imported.partition(".")[0] for imported in below} <= above, name
@@ -288,16 +289,17 @@ def test_a_plan_inside_a_room_has_no_circle(room: str) -> None:
 
 
 def test_the_families_are_plain() -> None:
-    """mrl.families is read by the config room: the standard library only, and what reads foreign files with it."""
+    """mrl.families imports only the standard library and readers of foreign files, since `config` reads it."""
     standard = {*("__future__", "collections", "dataclasses", "functools", "json", "math", "os", "pathlib", "stat")}
-    standard |= {"importlib", "itertools"}  # metadata: a family may need a newer megatron-core
+    standard |= {"importlib", "itertools"}  # importlib.metadata: a family may need a newer megatron-core
     files = [*(PACKAGE / "families").rglob("*.py"), PACKAGE / "foreign.py", PACKAGE / "float32.py"]
     found = {name for file in files for name in code_of(file).imports}
     assert {name.split(".")[0] for name in found} == standard | {"types", "typing", "mrl"}
 
 
 def test_the_machine_is_the_platform_room_s_alone() -> None:
-    """torch.cuda elsewhere breaks CPU machines; megatron in these rooms would make them untestable without it."""
+    """Only the package `platform` distinguishes machines. torch.cuda elsewhere breaks CPU machines, and Megatron in the
+    other listed packages would make them untestable without it."""
     found = {str(f.relative_to(PACKAGE)): names for f in FILES if (names := forbidden(f, code_of(f)))}
     assert not found
 

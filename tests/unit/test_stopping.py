@@ -21,7 +21,7 @@ def test_a_task_that_a_signal_ended_is_not_reported(caplog: pytest.LogCaptureFix
         try:
             await asyncio.sleep(60)
         finally:
-            await task  # raises Stopped again, while asyncio cancels what is left
+            await task  # raises Stopped again while asyncio cancels the rest
 
     with pytest.raises(Stopped):
         run_coroutine(main())

@@ -1,4 +1,4 @@
-"""JSON that crosses an interface holds no NaN, no infinities, no key twice and no half characters, either way."""
+"""JSON at interfaces has no NaN, no infinities, no duplicate keys and no unpaired surrogates, in either direction."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_tools_of_a_row() -> None:
 
 
 def test_files_of_a_run(tmp_path: Path) -> None:
-    """A row of a Parquet file may hold NaN; so may what is written down of a step."""
+    """Files of a run replace non-finite numbers, which rows of a Parquet file may contain, by strings."""
     file = tmp_path / "rows.jsonl"
     row = {"row": {"price": math.nan, "many": [1.0, -math.inf]}, "score": 1.0}
     write_jsonl(file, [row])

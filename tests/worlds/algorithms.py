@@ -1,9 +1,9 @@
-"""Run under torchrun: some steps of every algorithm from the same rollouts.
+"""Run under torchrun: some steps of every algorithm on the same rollouts, under one layout.
 
-Usage: algorithms.py MODEL_DIR REFERENCE_FILE RESULT_JSON LAYOUT. The layout `one` writes the reference file: the
-rollouts and the weights by algorithm. Another one takes those rollouts and is compared with those weights: RESULT_JSON
-gets {algorithm: [worst relative difference of a tensor, its name, least relative change of a tensor since the start,
-whether the weights are those of PPO's loss]}.
+Usage: algorithms.py MODEL_DIR REFERENCE_FILE RESULT_JSON LAYOUT. The layout `one` writes the rollouts and the weights
+of each algorithm to the reference file. Another layout trains on those rollouts and is compared with those weights:
+RESULT_JSON gets {algorithm: [worst relative difference of a tensor, its name, least relative change of a tensor since
+the start, true if the weights equal those of PPO's loss]}.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.helpers.bare_run import bare_run  # noqa: E402
 from tests.helpers.slow import RUN_SLOW  # noqa: E402
 from tests.worlds.gradients import TEN_STEPS, TIMEOUT_S, build, compare, everywhere, make_rollout, parse  # noqa: E402
 
-STEPS = 5 if RUN_SLOW else 2  # the second one's critic has learned
+STEPS = 5 if RUN_SLOW else 2  # in the second step the critic's values are no longer zero
 Weights = dict[str, torch.Tensor]
 ESTIMATOR_SETTINGS: dict[str, dict[str, Any]] = {
     "gae": {"lam": 0.95, "value_loss": {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 10.0}},
@@ -40,7 +40,7 @@ ESTIMATOR_SETTINGS: dict[str, dict[str, Any]] = {
     "gdpo": {"gdpo_reward_keys": ("score", "form"), "gdpo_reward_weights": (1.0, 0.5)},
     "reinforce_plus_plus": {"gamma": 0.99},
 }
-LOSS_SETTINGS: dict[str, dict[str, Any]] = {  # so that each one's own part is at work in so few tokens and steps
+LOSS_SETTINGS: dict[str, dict[str, Any]] = {  # each loss's own terms have an effect
     "gspo": {"clip_ratio_low": 3e-3, "clip_ratio_high": 4e-3},
     "clip_cov": {"clip_cov_ratio": 0.1, "clip_cov_lb": 0.1},
     "kl_cov": {"kl_cov_ratio": 0.1},
@@ -50,7 +50,7 @@ LOSS_SETTINGS: dict[str, dict[str, Any]] = {  # so that each one's own part is a
     "dppo_kl": {"divergence_low": 1e-3, "divergence_high": 1e-3},
     "vespo": {"vespo_k_pos": 0.2, "vespo_k_neg": 0.3, "vespo_lambda_pos": 0.1, "vespo_lambda_neg": 0.2},
 }
-OFF_POLICY = 0.3  # of the engine's log-probs, standard deviation: many ratios are clipped
+OFF_POLICY = 0.3  # standard deviation of the noise in the engine's log-probs: many ratios are clipped
 RECIPES: dict[str, dict[str, Any]] = {
     "dapo": {"policy_loss": {"clip_ratio_high": 0.28}, "old_log_probs": "engine"},
     "dr_grpo": {"norm_adv_by_std_in_grpo": False, "policy_loss": {"loss_agg_mode": "seq-mean-token-sum-norm"}},
@@ -100,7 +100,7 @@ def algorithms() -> dict[str, dict[str, Any]]:
 
 
 def make_rollouts(actor: Learner) -> list[Rollout]:
-    """With everything that an estimator may want, sampled by a policy near the actor's."""
+    """Returns rollouts from a policy near the actor's, with everything that an estimator may need."""
     rollouts = []
     for step in range(STEPS):
         g = torch.Generator().manual_seed(100 + step)
@@ -120,7 +120,7 @@ def make_rollouts(actor: Learner) -> list[Rollout]:
 
 
 class Trainer:
-    """Actor and critic under one layout; every algorithm starts from the same weights."""
+    """Actor and critic under one layout. Every algorithm starts from the same weights."""
 
     def __init__(self, model_dir: str, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -138,7 +138,7 @@ class Trainer:
                 part.optimizer.state.clear()
 
     def weights_after(self, algorithm: dict[str, Any], rollouts: list[Rollout]) -> Weights:
-        """The actor's, after all steps of two updates."""
+        """Returns the actor's weights after all steps of two updates each."""
         self.start_again()
         critic = self.critic if algorithm["adv_estimator"] == "gae" else None
         settings = TEN_STEPS | {"algorithm": algorithm, "critic": {} if critic else None}

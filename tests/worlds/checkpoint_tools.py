@@ -1,4 +1,4 @@
-"""What the checks of checkpoints are made of: learners under a layout, updates, comparisons, disks that fail."""
+"""Building blocks of the checkpoint checks: learners under a layout, updates, comparisons, simulated full disks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mrl.learner import Learner, losses  # noqa: E402
 from mrl.parallel import Meshes, rank, world_size  # noqa: E402
 from tests.helpers.stored import differences  # noqa: E402
 
-OPTIMIZER = OptimizerConfig(lr=2e-2, warmup_steps=6, weight_decay=0.1)  # still warming up when saved
+OPTIMIZER = OptimizerConfig(lr=2e-2, warmup_steps=6, weight_decay=0.1)  # still in the warm-up at the save
 Weights = dict[str, torch.Tensor]
 
 
@@ -51,7 +51,7 @@ class World:
 
 
 def train(learners: dict[str, Learner], updates: range) -> None:
-    """Update k uses samples that follow from k alone."""
+    """Trains the learners by some updates. The samples of update k depend only on k."""
     for learner in learners.values():
         rollout = make_rollout(learner.arch.vocab_size)
         n = rollout.num_response_tokens
@@ -76,7 +76,7 @@ def save(
     keep_last: int,
     kept: Any = None,
 ) -> Path:
-    """Waited for."""
+    """Saves a checkpoint, waits until it is complete and returns its path."""
     saver = Saver(run, CheckpointConfig(keep_last=keep_last, timeout_s=120), lambda written: None)
     saver.save(step, learners, state, kept)
     saver.wait()
@@ -84,7 +84,7 @@ def save(
 
 
 def weights_of(learners: dict[str, Learner]) -> Weights:
-    """All weights by learner and Hugging Face name, on every rank."""
+    """Returns all weights by learner and Hugging Face name, on every rank."""
     mine: Weights = {}
     for name, learner in learners.items():
         with learner.mesh.active():
@@ -95,7 +95,7 @@ def weights_of(learners: dict[str, Learner]) -> Weights:
 
 
 def error(got: Weights, want: Weights) -> float:
-    """The worst relative L2 error of a tensor; 0.0 only if all are equal to the bit."""
+    """Returns the worst relative L2 error of a tensor; 0.0 only if all tensors are bitwise equal."""
     assert got.keys() == want.keys(), sorted(got.keys() ^ want.keys())
     if all(torch.equal(got[name], want[name]) for name in want):
         return 0.0
@@ -103,7 +103,7 @@ def error(got: Weights, want: Weights) -> float:
 
 
 def stored_difference(a: Path, b: Path, vocab: int) -> dict[str, float]:
-    """Largest absolute difference between two checkpoints by kind of tensor: rank 0's, nothing on the others."""
+    """Returns the largest absolute difference of two checkpoints by kind of tensor, on rank 0; else an empty dict."""
     worst: dict[str, float] = {}
     found = differences(a, b, vocab, lambda x, y: float((x - y).abs().max())) if rank() == 0 else {}
     for (_, kind), difference in found.items():
@@ -117,7 +117,7 @@ def report(case: str, **values: Any) -> None:
 
 
 def same_everywhere(action: Callable[[], Any]) -> str:
-    """The message of the CheckpointError that `action` raises, which must be the same on every rank."""
+    """Returns the message of the CheckpointError that `action` raises. The message must be the same on every rank."""
     try:
         action()
         message = "no error"
@@ -130,13 +130,13 @@ def same_everywhere(action: Callable[[], Any]) -> str:
 
 
 def min_change(a: Weights, b: Weights) -> float:
-    """Over tensors: the least relative change."""
+    """Returns the least relative change of a tensor."""
     return min(float((a[n].double() - b[n].double()).norm() / b[n].double().norm()) for n in a)
 
 
 @contextlib.contextmanager
 def held_up() -> Iterator[Callable[[], None]]:
-    """No rank writes a file before what this gives is called."""
+    """Blocks all writes of files until the yielded function is called."""
     go, write = threading.Event(), torch_dist.ShardedWrite.write
 
     def later(shards: torch_dist.ShardedWrite) -> Any:
@@ -153,7 +153,7 @@ def held_up() -> Iterator[Callable[[], None]]:
 
 @contextlib.contextmanager
 def limited_files(on_rank: int) -> Iterator[None]:
-    """This rank cannot write more than 2 kB into a file."""
+    """Limits files that rank `on_rank` writes to 2 kB."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank() == on_rank:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))

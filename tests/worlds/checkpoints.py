@@ -1,9 +1,9 @@
-"""Run under torchrun with 4 processes: save and load under many layouts, and saves and loads that fail.
+"""Run under torchrun with 4 processes: saves and loads under many layouts, and saves and loads that fail.
 
 Usage: checkpoints.py WORK_DIR TIED_MODEL MOE_MODEL OTHER_MODEL CASE=LAYOUT,LAYOUT ... [CASE=MODEL=LAYOUT,LAYOUT ...].
-The cases `pair`, `moe` and `tied` name their models. Prints one JSON object a case: {"case": ..., ...}.
+The cases `pair`, `moe` and `tied` imply their models. Prints one JSON object per case: {"case": ..., ...}.
 
-The tests ask of each case what a run that did not stop gives: weights when saved, and after more updates.
+The tests compare each case with an uninterrupted run: the weights at the save, and after more updates.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from tests.helpers.slow import slow_cases
 def resharding(
     world: World, case: str, run: Path, make: Callable[[str, int], dict[str, Learner]], layouts: list[str]
 ) -> None:
-    """Saved under the first layout; loaded under each of them, into learners with other weights."""
+    """Saves under the first layout, and loads under each layout into learners with other weights."""
     learners = make(layouts[0], 1)
     train(learners, range(3))
     saved = save(run, 3, learners, {"step": 3, "kl_controller": {"value": 0.1}}, keep_last=2)
@@ -72,7 +72,8 @@ def resharding(
 
 
 def bfloat16_before_the_first_update(world: World) -> None:
-    """Of an actor, and of a critic whose head is float32."""
+    """Saves and resumes actor and critic in bfloat16 before and after the first update; the critic's head is
+    float32."""
 
     def make(seed: int, layout: str = "tp2") -> dict[str, Learner]:
         dtype = torch.bfloat16
@@ -105,7 +106,7 @@ def draws() -> list[float]:
 
 
 def beside_the_training(world: World) -> None:
-    """A save whose files are written only after two more updates, against one that is waited for."""
+    """Compares an asynchronous save, whose files are written only after two more updates, with a synchronous one."""
     learners, run = world.pair("tp2.pp2", 1), world.work / "beside"
     random.seed(rank()), np.random.seed(rank()), torch.manual_seed(rank())
     train(learners, range(3))
@@ -132,7 +133,7 @@ def beside_the_training(world: World) -> None:
 
 
 def report_failure_beside(saver: Saver, learners: dict[str, Learner], run: Path) -> None:
-    """One rank's writer fails while all ranks train; then the same saver works again."""
+    """Makes one rank's writer fail while all ranks train, and then saves with the same saver."""
     with limited_files(on_rank=2), held_up() as go:
         saver.save(4, learners, {})
         go()
@@ -145,7 +146,7 @@ def report_failure_beside(saver: Saver, learners: dict[str, Learner], run: Path)
 
 
 def writers_in_turns(world: World) -> None:
-    """Which ranks' files are written at the same time; every write is made to last longer."""
+    """Reports which ranks write files at the same time. Every write is prolonged."""
     learners, run = world.pair("tp2.pp2", 1), world.work / "turns"
     spans: list[tuple[float, float]] = []
     real = ShardedWrite.write
@@ -236,7 +237,7 @@ class Poison:
 
 
 def report_poisoned(world: World, learners: dict[str, Learner], good: Path) -> None:
-    """Every kind of file of a checkpoint with code in it, and a manifest that calls it whole."""
+    """Loads checkpoints in which one file, of each kind in turn, contains code, with a matching manifest."""
     for case, change in POISONED.items():
         path, ran = world.work / f"poisoned_{case}" / "checkpoints" / "step_3", world.work / f"ran_{case}"
         if rank() == 0:
@@ -274,7 +275,7 @@ def poison_whole(name: str) -> Callable[[Path, Poison], Path]:
 
 
 def poison_item(kind: type) -> Callable[[Path, Poison], Path]:
-    """The first tensor or the first object between the tensors lies elsewhere now: where the code was put."""
+    """Returns a change that redirects the metadata of the first tensor or object to appended code."""
 
     def change(path: Path, poison: Poison) -> Path:
         described = path / "actor" / ".metadata"
@@ -305,7 +306,7 @@ POISONED: dict[str, Callable[[Path, Poison], Path]] = {
 
 
 def report_tied_copies(actor: Learner) -> None:
-    """The check that follows every load, before and after the last stage's copy is changed."""
+    """Checks that the test of tied weights, which follows every load, detects a change in the last stage's copy."""
     before = learner_state.tied_copies_are_equal(actor)
     if actor.mesh.is_last_stage:
         actor.bare[-1].shared_embedding_or_output_weight().data[3] += 1e-3

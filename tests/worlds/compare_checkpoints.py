@@ -1,7 +1,7 @@
-"""How far two checkpoints of runs of the same model are apart. Usage: compare_checkpoints.py A B VOCAB
+"""Prints the difference between two checkpoints of runs of the same model. Usage: compare_checkpoints.py A B VOCAB
 
-Prints a JSON object: part.kind -> the worst relative L2 difference of its tensors (of counters, the absolute one), 0.0
-only if all are equal to the bit. Rows of vocabulary padding are left out.
+The output is a JSON object: part.kind -> worst relative L2 difference of a tensor (absolute difference of counters);
+0.0 only if all are bitwise equal. Rows of vocabulary padding are left out.
 """
 
 from __future__ import annotations

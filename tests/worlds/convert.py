@@ -1,7 +1,7 @@
-"""Run under torchrun: conversions of tiny models, by all ranks together, and loads of the results under many layouts.
+"""Run under torchrun: conversions of tiny models by all ranks together, and loads of the results under many layouts.
 
-Usage: convert.py JOB_FILE RESULT_FILE. The job is a JSON list of {check, model, layout, out, dtype}, as in weights.py,
-whose models and references these are; rank 0 writes the list of results.
+Usage: convert.py JOB_FILE RESULT_FILE. The job file is a JSON list of {check, model, layout, out, dtype} as in
+weights.py, with the same models and references. Rank 0 writes the list of results.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from mrl.weights.model.export import Exporter, save_hf  # noqa: E402
 from mrl.weights.model.load import load_hf, load_pretrained  # noqa: E402
 from mrl.weights.model.names import named_parameters  # noqa: E402
 
-SMALL = ConvertOptions(bucket_bytes=5_000, max_file_bytes=100_000)  # many blocks, some cut through a parameter
+SMALL = ConvertOptions(bucket_bytes=5_000, max_file_bytes=100_000)  # many blocks, some of which split a parameter
 State = dict[str, torch.Tensor]
 
 
 class ConvertedJob(Job):
-    """Its models come from the converted directory."""
+    """A job that loads its models from the converted directory."""
 
     def __init__(self, spec: dict[str, Any], meshes: Meshes) -> None:
         super().__init__(spec, meshes)
@@ -54,20 +54,20 @@ def state_of(chunks: list[Any]) -> State:
 
 
 def different(a: State, b: State) -> list[str]:
-    """Names, over all ranks, of what is not the same bits."""
+    """Returns the names of tensors that are not bitwise equal on some rank."""
     mine = sorted(a.keys() ^ b.keys()) + [name for name in a.keys() & b.keys() if not torch.equal(a[name], b[name])]
     return sorted({name for names in everywhere(mine) for name in names})
 
 
 def convert(job: ConvertedJob) -> dict[str, Any]:
-    """Every rank writes a part; later jobs load what is written here."""
+    """Converts the model with every rank writing a part. Later jobs load the result."""
     report = hf_to_megatron(job.path, job.converted, SMALL, job.meshes)
     files = sorted(str(path.relative_to(job.converted)) for path in job.converted.rglob("*") if path.is_file())
     return {"bytes": report.nbytes, "files": files}
 
 
 def load(job: ConvertedJob) -> dict[str, Any]:
-    """By the trainer and by Megatron itself, against what `load_hf` gives under the same layout."""
+    """Loads the converted model by the trainer and by Megatron, and compares both with `load_hf`."""
     reference = job.build()
     load_hf(reference, job.arch, job.path, job.mesh)
     want = state_of(reference)
@@ -86,7 +86,7 @@ def load(job: ConvertedJob) -> dict[str, Any]:
 
 
 def back(job: ConvertedJob) -> dict[str, Any]:
-    """Converted back by all ranks: the files of the start."""
+    """Converts back on all ranks, and compares the files with the original ones."""
     megatron_to_hf(job.converted, job.out, SMALL, job.meshes)
     with HFCheckpoint(job.path) as one, HFCheckpoint(job.out) as two:
         wrong = sorted(set(one) ^ set(two))
@@ -95,7 +95,7 @@ def back(job: ConvertedJob) -> dict[str, Any]:
 
 
 def critic(job: ConvertedJob) -> dict[str, Any]:
-    """From a converted policy; then a critic that was trained, converted to Megatron and back."""
+    """Loads a critic from a converted policy. Then converts a trained critic to Megatron and back."""
     started = job.load("critic")
     reference = job.build("critic")
     load_hf(reference, job.arch, job.path, job.mesh, role="critic")
@@ -124,7 +124,7 @@ def critic(job: ConvertedJob) -> dict[str, Any]:
 
 
 def run_checkpoint(job: ConvertedJob) -> dict[str, Any]:
-    """A run's checkpoint of an actor and a critic that were laid out over all ranks, exported by name."""
+    """Exports actor and critic of a run's checkpoint by name; both were split over all ranks."""
     run = job.out / "run"
     train = TrainConfig(parallel=job.mesh.cfg)
     learners = {

@@ -1,6 +1,6 @@
-"""Run in one process: conversions that cannot work, and what they leave behind.
+"""Run in one process: conversions that must fail, and the files that they leave.
 
-Usage: convert_faults.py WORK MODEL PICKLED FUSED MOE. Prints one JSON object a case: {"case": ..., ...}.
+Usage: convert_faults.py WORK MODEL PICKLED FUSED MOE. Prints one JSON object per case: {"case": ..., ...}.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class Faults:
         self.work, self.model, self.meshes, self.count = work, model, meshes, 0
 
     def fresh(self) -> Path:
-        """A folder of its own, for one conversion."""
+        """Returns a new folder for one conversion."""
         self.count += 1
         path = self.work / str(self.count)
         path.mkdir()
         return path
 
     def hf(self, change: Callable[[dict[str, torch.Tensor]], Any], path: Path | None = None) -> Path:
-        """A copy of the model with other tensors."""
+        """Returns a copy of the model with changed tensors."""
         copy = self.fresh() / "model"
         shutil.copytree(path or self.model, copy)
         tensors = load_file(copy / "model.safetensors")
@@ -57,7 +57,7 @@ class Faults:
         return copy
 
     def megatron(self, change: Callable[[Path], Any] = lambda path: None, options: ConvertOptions = SMALL) -> Path:
-        """A converted model that was changed afterwards; its manifest says what it is then."""
+        """Returns a converted model that is changed afterwards, with a manifest that matches the change."""
         target = self.fresh() / "converted"
         hf_to_megatron(self.model, target, options, self.meshes)
         change(target)
@@ -188,7 +188,7 @@ def security(faults: Faults, pickled: Path) -> None:
 
 @contextlib.contextmanager
 def file_limit(size: int) -> Iterator[None]:
-    """No file may grow beyond `size`: what a full disk looks like to whoever writes."""
+    """Limits the size of files that this process writes, as a full disk would."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
     try:
@@ -265,7 +265,7 @@ def verdicts(faults: Faults) -> None:
 
 
 def forms(faults: Faults, fused: Path, moe: Path) -> None:
-    """Experts in transformers' own form; several workers."""
+    """Converts fused experts (transformers' own form), and converts with several workers."""
     result = faults.to_megatron(fused)
     report("fused", **result, verdict=faults.verdict(moe, Path(result["target"]), skip_logits=True))
     several = replace(SMALL, workers=3)
@@ -283,13 +283,13 @@ def load_all(path: Path) -> dict[str, torch.Tensor]:
 
 
 def memory(faults: Faults) -> None:
-    """Peak of the resident set above what it was before, for a model of 84 MB in buckets of 1 MB."""
+    """Reports the peak memory above the initial one while a model of 84 MB is converted in buckets of 1 MB."""
     rows = 320_000
     big = faults.hf(lambda tensors: tensors.update({"model.embed_tokens.weight": torch.ones(rows, 64)}))
     config = json.loads((big / "config.json").read_text())
     (big / "config.json").write_text(json.dumps({**config, "vocab_size": rows}))
     options = ConvertOptions(bucket_bytes=1 << 20)
-    faults.to_hf(faults.megatron(options=options))  # what is imported and cached once is not the model's
+    faults.to_hf(faults.megatron(options=options))  # imports and caches must not count as the model's memory
     grown = []
     target = faults.fresh() / "target"
     for run in (lambda: hf_to_megatron(big, target, options, faults.meshes),

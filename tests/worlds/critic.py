@@ -1,12 +1,12 @@
-"""Run under torchrun (one process): PPO on a task with delayed reward, with a critic and with a frozen zero one.
+"""Run under torchrun with one process: PPO on a task with delayed reward, with a critic and with a frozen zero one.
 
 Usage: critic.py MODEL_DIR RESULT_JSON SEED MODE [MODE ...]. A mode is `critic`, `zero` (the critic is frozen at 0) or
-`minibatches` (a critic, and two updates of half the samples a step).
-RESULT_JSON gets {mode: {metric: [its value at every step]}}; "solved" is the policy's exact chance to solve the task.
+`minibatches` (a critic, and two updates of half the samples per step). RESULT_JSON gets {mode: {metric: [its value at
+every step]}}; "solved" is the policy's exact probability of solving the task.
 
 The task: a prompt is one of 8 keys, a response 6 tokens out of 8. Only the first token matters: each key has one right
-answer, worth 1, paid after the last token. On top of that comes a constant of the key, from -4 to 4, whatever the
-response. So nearly all of the return's spread is the prompt's and not the policy's doing, which a critic can learn.
+answer, worth 1, paid after the last token. The reward also has a constant of the key, from -4 to 4, whatever the
+response. So most of the variance of the return comes from the prompt, not from the policy, and a critic can learn it.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from mrl.trainers.rl.run import RLRun  # noqa: E402
 from tests.helpers.bare_run import bare_run  # noqa: E402
 
 STEPS, SAMPLES, KEYS, RESPONSE = 60, 128, 8, 6
-RIGHT = torch.tensor([3, 6, 1, 4, 7, 2, 5, 0])  # the first token that each key asks for
-LEVEL = torch.tensor([1.0, -4.0, 3.0, -2.0, 4.0, -1.0, 2.0, -3.0])  # what a key pays whatever the response
+RIGHT = torch.tensor([3, 6, 1, 4, 7, 2, 5, 0])  # the right first token for each key
+LEVEL = torch.tensor([1.0, -4.0, 3.0, -2.0, 4.0, -1.0, 2.0, -3.0])  # the constant that a key adds to the reward
 MODES: dict[str, dict[str, Any]] = {"critic": {}, "zero": {}, "minibatches": {"samples_per_minibatch": SAMPLES // 2}}
 
 
@@ -67,9 +67,9 @@ def open_run(cfg: RLConfig, model_dir: str, mesh: Mesh) -> RLRun:
 
 @torch.no_grad()
 def next_token_log_probs(actor: Learner, sequences: torch.Tensor) -> torch.Tensor:
-    """[B, L] tokens -> [B, vocabulary] log-probs of what follows."""
+    """Returns the log-probs of the next token, [B, vocabulary], after tokens [B, L]."""
     count, length = sequences.shape
-    rows = torch.cat([sequences, torch.zeros(count, 1, dtype=torch.int64)], 1)  # `pack` wants a token to predict
+    rows = torch.cat([sequences, torch.zeros(count, 1, dtype=torch.int64)], 1)  # `pack` needs a token to predict
     batch = pack(rollout_of(rows, length, torch.zeros(count), torch.zeros(count), 0), list(range(count)), 1, 0, 1)
     with actor.mesh.active():
         made = ModelBatch.make(batch, actor.mesh, 1.0, "logits")
@@ -98,7 +98,7 @@ def sample(actor: Learner, step: int, generator: torch.Generator) -> Rollout:
 
 
 def solved(actor: Learner) -> float:
-    """The chance of the right first token, mean over the keys."""
+    """Returns the probability of the right first token, averaged over the keys."""
     log_probs = next_token_log_probs(actor, torch.arange(KEYS)[:, None])
     return float(log_probs.gather(1, RIGHT[:, None]).exp().mean())
 

@@ -1,7 +1,8 @@
-"""Three updates of tiny diffusion policies, one after the other: OUT CASES, a JSON list of `Case`s.
+"""Three updates of each of several tiny diffusion policies. Arguments: OUT CASES, where CASES is a JSON list of
+`Case`s.
 
-Rank 0 writes OUT: of each case, by its name, the rewards, the moments after the first update, and the state of the
-learner after all.
+Rank 0 writes OUT: for each case, by its name, the rewards, the optimizer moments after the first update, and the
+learner's final state.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from mrl.parallel import rank
 
 @dataclass
 class Case:
-    """train: `actor`; at_once: images that are sampled together"""
+    """train: the section `actor`; at_once: number of images that are generated together"""
 
     name: str
     model: str

@@ -2,7 +2,7 @@
 
 Usage: distillation.py FOLDER RESULT_JSON LAYOUT [LAYOUT ...]. FOLDER has the models student, small and large, the
 teachers. Layouts are as in gradients.py. The result is {layout: {case: [relative loss error, worst relative gradient
-error, its tensor]}} against transformers in float64, one sequence after the other. A world of one process writes these
+error, its tensor]}} against transformers in float64, one sequence at a time. A world of one process writes these
 references to FOLDER/reference.pt; larger worlds read them.
 """
 
@@ -38,7 +38,7 @@ from tests.helpers.divergences import DIVERGENCES, by_the_papers, with_one_teach
 from tests.worlds.gradients import Result, compare, everywhere, make_rollout, make_several, make_trajectories, parse  # noqa: E402
 
 TIMEOUT_S, TEMPERATURE, COEF, POLICY_COEF = 600, 0.7, 0.3, 0.5
-VOCAB = 313  # of student and small; large has unused ids beyond
+VOCAB = 313  # vocabulary of student and small; large has more ids, which no text uses
 ONE = ("large",)
 TWO = ("small", "large")
 TOP_K = 8
@@ -75,7 +75,7 @@ def config(
 
 
 def samples(case: str, teachers: tuple[str, ...]) -> Rollout:
-    """Groups of two, of which each teacher has one."""
+    """Returns a rollout in groups of two; with two teachers, one sample of each group belongs to each."""
     rollout = make_rollout(VOCAB)
     if case.endswith("several"):
         rollout = make_several(make_trajectories(rollout))
@@ -144,11 +144,11 @@ def in_float64(path: Path) -> Any:
 
 
 def log_probs_of(path: Path, ids: torch.Tensor) -> torch.Tensor:
-    """[length, vocabulary], of a teacher in float64."""
+    """Returns a teacher's log-probs in float64, [length, vocabulary]."""
     return _log_probs_of(path, tuple(ids.tolist()))
 
 
-@cache  # many cases have the same sequences
+@cache  # many cases have the same sequences, so results are cached
 @torch.no_grad()
 def _log_probs_of(path: Path, ids: tuple[int, ...]) -> torch.Tensor:
     return (in_float64(path)(torch.tensor([ids])).logits[0] / TEMPERATURE).log_softmax(-1)
@@ -189,7 +189,8 @@ def of_transformers(folder: Path, case: str, kind: str, mix: float, names: tuple
 
 
 def of_top(p: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outcomes of a teacher with ids that the student lacks: those are "any other token", or get no weight."""
+    """Returns p and q over the top outcomes of a teacher whose vocabulary exceeds the student's. Ids that the student
+    lacks count as "any other token", or get no weight."""
     q = torch.nn.functional.pad(q, (0, p.numel() - q.numel()))
     ids = p.topk(TOP_K).indices
     ids = ids[ids < VOCAB]
@@ -197,7 +198,7 @@ def of_top(p: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
 
 
 def sampled(folder: Path, learners: dict[str, Learner], case: str) -> list[object]:
-    """Advantages with the teachers' log-probs of the sampled tokens, against those of transformers."""
+    """Compares advantages from the teachers' log-probs of the sampled tokens with those from transformers."""
     actor = learners["student"]
     run = bare_run(config(folder, case, "sampled", 0.1, TWO, actor.mesh.cfg), actor, None)
     add_teachers(run, folder, learners, case, TWO)

@@ -1,8 +1,8 @@
 """An engine that answers the sync protocol without a model. Usage: fake_engine.py PORT_FILE BEHAVIOUR
 
-BEHAVIOUR: ok | no_session | refuses_begin | refuses_group | error_500 | dies | hangs | busy | busy_at_first; an update
-goes wrong at the second one. generate_hangs: of a rollout. It says that it serves a llama on two
-tensor-parallel ranks, and every answer to a prompt is the same few tokens.
+BEHAVIOUR: ok | no_session | refuses_begin | refuses_group | error_500 | dies | hangs | busy | busy_at_first |
+generate_hangs. Updates fail at the second one; generate_hangs affects requests of a rollout. The engine claims to serve
+a llama on two tensor-parallel ranks, and answers every prompt with the same few tokens.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 
 BEHAVIOUR = sys.argv[2]
 calls: list[str] = []
-handles: list[int] = []  # in each update from tensors: one a process
-version = ["0"]  # as the trainer has named it last
+handles: list[int] = []  # number of handles in each update from tensors: one per process
+version = ["0"]  # the version that the trainer set last
 
 
 def sample(prompt: list[int]) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def sample(prompt: list[int]) -> dict[str, Any]:
 
 
 def generate(body: dict[str, Any]) -> tuple[int, Any]:
-    if "rid" not in body:  # the check of a server before its first use
+    if "rid" not in body:  # the warm-up request before the first use of a server
         return 200, sample(body["input_ids"])
     if BEHAVIOUR == "generate_hangs":
         calls.append(BEHAVIOUR)

@@ -1,9 +1,9 @@
 """Run under torchrun: log-probs and every gradient of models under several layouts, against transformers in float64.
 
-Usage: families.py RESULT_JSON MODEL_DIR=LAYOUT,LAYOUT ... Each model directory has weights and what `reference` has
-written. RESULT_JSON gets {name of the directory: {layout: [worst difference of a log-prob, worst relative gradient
-error, its tensor]}}. Layouts as of gradients.py; with `one` comes what `in_bfloat16` says. `critic:LAYOUT`: of a critic
-with the model's decoder, and of its values.
+Usage: families.py RESULT_JSON MODEL_DIR=LAYOUT,LAYOUT ... Each model directory has weights and the output of
+`reference`. RESULT_JSON gets {name of the directory: {layout: [worst difference of a log-prob, worst relative gradient
+error, its tensor]}}. Layouts are as in gradients.py; `one` adds the result of `in_bfloat16`. `critic:LAYOUT` compares
+the values of a critic with the model's decoder.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mrl.learner.loss_terms import LossParts  # noqa: E402
 from mrl.parallel import Mesh, Meshes, rank  # noqa: E402
 from tests.worlds.gradients import gradients, make_rollout, parse, show_all  # noqa: E402
 
-TEMPERATURE = 0.7  # of gradients.gradients
+TEMPERATURE = 0.7  # the temperature of gradients.gradients
 TIMEOUT_S = 300
 
 
@@ -38,12 +38,12 @@ def of(model_dir: Path) -> Rollout:
 
 
 def shares(count: int) -> torch.Tensor:
-    """By which a critic's loss sums its values."""
+    """Returns the coefficients with which a critic's loss sums its values."""
     return torch.randn(count, generator=torch.Generator().manual_seed(1)) / count
 
 
 def reference(model_dir: Path, *roles: Role) -> None:
-    """Writes the log-probs or values, and the gradients under the hub's names: as weights of the model with them."""
+    """Writes the log-probs or values, and the gradients under Hugging Face names, as the weights of a saved model."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64, experts_implementation="eager").eval()
@@ -91,14 +91,14 @@ def compared(model_dir: Path, layout: str, meshes: Meshes) -> tuple[float, float
     errors = {
         name: float((gradient.double() - want[name]).norm() / (want[name].norm() + 1e-12))
         for name, gradient in got.items()
-        if name not in (HF_VALUE_HEAD, HF_VALUE_BIAS) and want[name].any()  # not of what is frozen
+        if name not in (HF_VALUE_HEAD, HF_VALUE_BIAS) and want[name].any()  # frozen parameters have no gradient
     }
     worst = max(errors, key=errors.__getitem__)
     return float((output.double() - exact).abs().max()), errors[worst], worst
 
 
 def in_bfloat16(model_dir: Path, mesh: Mesh) -> dict[str, str]:
-    """What a bfloat16 model exports in another dtype: which, and whether it is what was loaded."""
+    """Returns a bfloat16 model's exported tensors of another dtype: the dtype, and "kept" or "changed"."""
     learner = Learner("policy", load_arch(model_dir), str(model_dir), TrainConfig(), mesh, dtype=torch.bfloat16, seed=0)
     want = load_file(model_dir / "model.safetensors")
     with learner.mesh.active():

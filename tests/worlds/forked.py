@@ -1,7 +1,7 @@
-"""The ranks of a world: python forked.py NUMBER SCRIPT ARGUMENTS...
+"""Starts the ranks of a world: python forked.py NUMBER SCRIPT ARGUMENTS...
 
-They are forked from one process that has imported what all of them need, which takes each of them seconds otherwise.
-If one ends with an error, the others are killed.
+The ranks are forked from one process that has imported what they need, which saves each of them seconds. If one ends
+with an error, the others are killed.
 """
 
 from __future__ import annotations

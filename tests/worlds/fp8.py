@@ -1,8 +1,8 @@
-"""Run under torchrun: emulated fp8 layers under many layouts, and what delayed scaling remembers across a checkpoint.
+"""Run under torchrun: emulated fp8 layers under many layouts, and the state of delayed scaling across a checkpoint.
 
 Usage: fp8.py WORK_DIR DENSE_MODEL MOE_MODEL RESULT_JSON LAYOUT [LAYOUT ...]. `one` (in a world of one process) writes
-the references; `moe:LAYOUT` takes the model with experts; `resume:LAYOUT` saves, and goes on from that in new learners.
-RESULT_JSON gets {layout: {recipe: [relative loss error, relative error of all gradients, worst of a tensor]}}.
+the references; `moe:LAYOUT` uses the MoE model; `resume:LAYOUT` saves and resumes in new learners. RESULT_JSON gets
+{layout: {recipe: [relative loss error, relative error of all gradients, worst of a tensor]}}.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ RECIPES = {
     "mxfp8": FP8Config(recipe="mxfp8", emulate=True),
     "blockwise with head": FP8Config(recipe="blockwise", emulate=True, head=True),
 }
-LENGTHS = [(16, 48), (8, 24), (32, 64), (16, 48)]  # prompt and response tokens: 256, two blocks, in one micro-batch
+LENGTHS = [(16, 48), (8, 24), (32, 64), (16, 48)]  # prompt and response tokens: in sum 256, two blocks
 
 
 def rollout_of(vocab: int) -> Rollout:
@@ -69,7 +69,7 @@ def learner_of(meshes: Meshes, model: str, layout: str, fp8: FP8Config, lr: floa
 
 
 def gradients(learner: Learner, updates: int) -> Result:
-    """After as many updates that change no weight, but what is remembered."""
+    """Returns loss and gradients after `updates` updates with learning rate 0, which change only the scaling state."""
     rollout = rollout_of(learner.arch.vocab_size)
     weights = torch.full((rollout.num_response_tokens,), 1 / rollout.num_response_tokens)
     for i in range(updates + 1):
@@ -82,7 +82,7 @@ def gradients(learner: Learner, updates: int) -> Result:
 
 
 def head_errors(meshes: Meshes, model: str, layout: str) -> dict[str, Any]:
-    """As a step reports them, and as two models tell whose heads alone differ."""
+    """Returns the lm_head quantization error as reported, and measured by models that differ only in the head."""
     own, plain = (
         learner_of(meshes, model, layout, RECIPES[name], 0.0) for name in ("blockwise with head", "blockwise")
     )
@@ -108,13 +108,13 @@ def memories(learner: Learner) -> list[torch.Tensor]:
 
 
 def resume(meshes: Meshes, work: Path, model: str, layout: str) -> dict[str, Any]:
-    """Three updates and a stop, against five: differences of weights and memory, and whether there was a memory."""
+    """Compares three updates, a checkpoint and two more with five: weights and scaling state, if any."""
     found: dict[str, Any] = {}
     for name in ("delayed", "blockwise"):
         whole = {"actor": learner_of(meshes, model, layout, RECIPES[name], 2e-2)}
         train(whole, range(3))
         before = memories(whole["actor"])
-        whole["actor"].log_probs(rollout_of(whole["actor"].arch.vocab_size), 1.0)  # each rank sees tokens of its own
+        whole["actor"].log_probs(rollout_of(whole["actor"].arch.vocab_size), 1.0)  # each rank sees different tokens
         saved = save(work / f"{name}_{layout}", 3, whole, {}, keep_last=1)
         at_save = memories(whole["actor"])
         train(whole, range(3, 5))

@@ -1,8 +1,8 @@
-"""Run under torchrun: a model that holds its layers' matrices in fp8 (fake_fp8.py), loaded, trained, pushed into
-a running engine, saved and gone on from.
+"""Run under torchrun: a model whose layers' matrices are in fp8 (fake_fp8.py) is loaded, trained, synced to a running
+engine, saved and resumed.
 
 Usage: fp8_weights.py WORK_DIR MODEL_DIR ENGINE_JSON RESULT_JSON LAYOUT [LAYOUT ...]. ENGINE_JSON: {url, api_key}.
-RESULT_JSON gets {layout: {what was looked at: whether it is so, or what was found}}.
+RESULT_JSON gets {layout: {check: true if it holds, or the measured values}}.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def mains(made: Learner) -> dict[str, torch.Tensor]:
 
 
 def rounding(weights: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Relative error of the tensors that are not the same."""
+    """Returns the relative error of each tensor that differs."""
     errors = {name: float((w - exact[name]).float().norm() / exact[name].float().norm()) for name, w in weights.items()}
     return {name: error for name, error in errors.items() if error}
 
@@ -66,7 +66,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def is_drawn(meshes: Meshes, model: str, layout: str) -> bool:
-    """Whether random weights are what main weights would start from."""
+    """Returns True if random fp8 weights keep the high-precision values from which main weights start."""
     mesh, arch = meshes.get(parse(layout)), load_arch(model)
     train = TrainConfig(parallel=mesh.cfg)
     with mesh.active():
@@ -103,7 +103,7 @@ def look(meshes: Meshes, work: Path, model: str, engine: dict[str, str], layout:
 
 
 def push(made: Learner, engine: dict[str, str]) -> list[str]:
-    """What the engine says that it holds after a push that was verified."""
+    """Syncs the weights with verification and returns the checksums that the engine reports."""
     access = Access(engine["api_key"])
     cfg = SyncConfig(transport="http", verify="checksum", timeout_s=60.0, bucket_mib=1)
     with closing(WeightSync(made.exporter, [engine["url"]], cfg, access=access)) as sync:

@@ -1,11 +1,10 @@
-"""Run under torchrun: loss and every gradient of actor and critic under many layouts, and ten whole PPO steps.
+"""Run under torchrun: loss and every gradient of actor and critic under many layouts, and ten complete PPO steps.
 
 Usage: gradients.py MODEL_DIR REFERENCE_FILE RESULT_JSON LAYOUT [LAYOUT ...]. A layout is like tp2.pp2 (data parallelism
-fills the world), tp2.pp2/full (with activation recomputation), dp4/overlap (gradients are summed beside the backward
-pass) or `one`: that writes the reference file.
-`ten:A,B` trains ten steps under the layouts A and B from the same rollouts and compares the weights.
-RESULT_JSON gets {layout: {case: [relative loss error, worst relative gradient error, its tensor]}}.
-`--` and the same arguments for another model may follow.
+fills the world), tp2.pp2/full (with activation recomputation), dp4/overlap (gradient reduction overlaps the backward
+pass) or `one`, which writes the reference file. `ten:A,B` trains ten steps under the layouts A and B from the same
+rollouts and compares the weights. RESULT_JSON gets {layout: {case: [relative loss error, worst relative gradient error,
+its tensor]}}. `--` and the same arguments for another model may follow.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from mrl.trainers.rl.loop import update  # noqa: E402
 from mrl.weights.model.export import Exporter  # noqa: E402
 from tests.helpers.bare_run import bare_run  # noqa: E402
 
-TIMEOUT_S = 600  # of a collective: a busy machine starts eight processes minutes apart
+TIMEOUT_S = 600  # of a collective; on a busy machine eight processes start minutes apart
 Result = tuple[float, dict[str, torch.Tensor]]
 KEYS = {"tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert", "vpp": "virtual_pipeline",
         "etp": "expert_tensor", "first": "first_stage_layers", "last": "last_stage_layers"}  # fmt: skip
@@ -86,7 +85,7 @@ def parse(layout: str) -> ParallelConfig:
 
 
 def make_rollout(vocab: int, seed: int = 0) -> Rollout:
-    """Groups of two, whose prompts are the same if they are of one length."""
+    """Returns a rollout in groups of two. The two prompts of a group are equal if they have the same length."""
     g = torch.Generator().manual_seed(seed)
     prompts, responses = (torch.tensor(x) for x in zip(*SEQ, strict=True))
     tokens = torch.randint(0, vocab, (int((prompts + responses).sum()),), generator=g)
@@ -106,7 +105,8 @@ def make_rollout(vocab: int, seed: int = 0) -> Rollout:
 
 
 def make_trajectories(rollout: Rollout) -> Rollout:
-    """The same tokens, of which an environment has said every third to fifth; sample 4 ends with its words."""
+    """Returns the rollout as trajectories: two of five tokens are the policy's, the others the environment's; sample 4
+    ends with tokens of the environment."""
     place = torch.arange(rollout.tokens.numel())
     after_prompt = torch.cat([torch.arange(n) >= p for n, p in zip(rollout.seq_lens, rollout.prompt_lens, strict=True)])
     drawn = after_prompt & (place % 5 < 2)
@@ -115,7 +115,7 @@ def make_trajectories(rollout: Rollout) -> Rollout:
 
 
 def make_several(told: Rollout) -> Rollout:
-    """The same, of which the longer trajectories are two or three sequences."""
+    """Returns the trajectories with the longer ones split into two or three sequences."""
     assert told.action_mask is not None
     counts, lens = [], []
     for length, drawn in zip(told.seq_lens.tolist(), told.action_mask.split(told.seq_lens.tolist()), strict=True):
@@ -132,7 +132,7 @@ def advantages_of(rollout: Rollout) -> torch.Tensor:
 
 
 def plain_gradient(rollout: Rollout) -> Loss:
-    """The mean of -advantage * log-prob over the drawn tokens."""
+    """Returns the loss -advantage * log-prob, averaged over the policy's tokens."""
     n, advantages = rollout.num_response_tokens, advantages_of(rollout)
     equal = torch.full((n,), 1 / n)
     targets = losses.PolicyTargets(
@@ -148,7 +148,7 @@ def plain_gradient(rollout: Rollout) -> Loss:
 
 
 def plain_loop(model_dir: str, weights: dict[str, torch.Tensor], rollout: Rollout) -> Result:
-    """The same by transformers, one sequence and one token after the other."""
+    """Returns the same loss and its gradients from transformers, one sequence and one token at a time."""
     assert rollout.action_mask is not None
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir), dtype=torch.float32)
     model.load_state_dict(weights, strict=False)
@@ -165,11 +165,11 @@ def plain_loop(model_dir: str, weights: dict[str, torch.Tensor], rollout: Rollou
 
 
 def cases(rollout: Rollout, actor: Learner) -> dict[str, tuple[str, Loss, bool]]:
-    """name -> (role, loss, whether the entropy takes a gradient)"""
+    """Returns name -> (role, loss, True if the entropy takes a gradient)."""
     g = torch.Generator().manual_seed(1)
     n = rollout.num_response_tokens
     noise = torch.randn(4, n, generator=g)
-    keep = torch.rand(n, generator=g) < 0.9  # of whole responses too: the one-token one
+    keep = torch.rand(n, generator=g) < 0.9  # drops whole responses too: the one-token response
     log_probs, _ = actor.log_probs(rollout, 0.7)
     out: dict[str, tuple[str, Loss, bool]] = {}
     for name, cfg, kl in POLICY_CASES:
@@ -194,7 +194,7 @@ def cases(rollout: Rollout, actor: Learner) -> dict[str, tuple[str, Loss, bool]]
 
 
 def gradients(learner: Learner, rollout: Rollout, loss: Loss, entropy_grad: bool) -> Result:
-    """(loss, full gradients by Hugging Face name)"""
+    """Returns (loss, full gradients by Hugging Face name)."""
     metrics = learner.backward(
         rollout, range(rollout.num_samples), loss, 0.7, entropy_grad=entropy_grad, full_gradients=True
     )
@@ -202,7 +202,7 @@ def gradients(learner: Learner, rollout: Rollout, loss: Loss, entropy_grad: bool
 
 
 def everywhere(learner: Learner, read: Callable[[torch.nn.Parameter], torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What `read` gives of every parameter, whole, by Hugging Face name, on every rank."""
+    """Returns the result of `read` for every parameter, gathered and under Hugging Face names, on every rank."""
     with learner.mesh.active():
         exporter = Exporter(learner.bare, learner.arch, learner.mesh, read=read)
         mine = {name: tensor.clone() for name, tensor in exporter.stream()}
@@ -212,8 +212,8 @@ def everywhere(learner: Learner, read: Callable[[torch.nn.Parameter], torch.Tens
 
 
 def overlap(option: str) -> str:
-    """For the learners that follow, as on GPUs, if the option says so: sums of gradients beside the backward pass, in
-    small buckets. The rest of the option."""
+    """Makes the learners built next overlap gradient reduction with the backward pass, in small buckets, as on GPUs, if
+    `option` is "overlap". Returns the remaining option."""
     wanted = option == "overlap"
     learner.sums_overlap = lambda mesh: wanted  # type: ignore[attr-defined]
     vars(optimizer)["DistributedDataParallelConfig"] = partial(DistributedDataParallelConfig, bucket_size=20_000)
@@ -225,7 +225,7 @@ def no_exchange(*args: object) -> None:
 
 
 def jobs() -> list[list[str]]:
-    """Parts of the command line, which `--` separates."""
+    """Returns the parts of the command line that `--` separates."""
     return [list(part) for is_end, part in itertools.groupby(sys.argv[1:], "--".__eq__) if not is_end]
 
 
@@ -265,7 +265,7 @@ def compare_layouts(meshes: Meshes, model_dir: str, reference_file: str, result_
 def all_gradients(model_dir: str, arch: ModelArch, mesh: Mesh, train: TrainConfig) -> dict[str, Result]:
     actor, critic = (build(role, model_dir, mesh, train) for role in ("policy", "critic"))
     rollout = make_rollout(arch.vocab_size)
-    if torch.distributed.get_world_size() == 1:  # the reference computes each sample's prompt for itself
+    if torch.distributed.get_world_size() == 1:  # the reference computes each sample's prompt separately
         actor.planner.shares = critic.planner.shares = False
     elif mesh.dp == mesh.cp == 1:
         batches = actor.planner.micro_batches(rollout, range(rollout.num_samples))
@@ -277,7 +277,7 @@ def all_gradients(model_dir: str, arch: ModelArch, mesh: Mesh, train: TrainConfi
     told = make_trajectories(rollout)
     for case, some in (("trajectories", told), ("several", make_several(told))):
         found[case] = gradients(actor, some, plain_gradient(some), False)
-        if torch.distributed.get_world_size() == 1 and arch.experts is None:  # the reference is nothing of ours
+        if torch.distributed.get_world_size() == 1 and arch.experts is None:  # the reference does not use mrl's code
             weights = everywhere(actor, torch.Tensor.detach)
             plain = plain_loop(model_dir, weights, some)
             assert max(compare(found[case], plain)[:2]) < 1e-5, compare(found[case], plain)  # type: ignore[type-var]
@@ -302,7 +302,7 @@ def build(role: str, model_dir: str, mesh: Mesh, train: TrainConfig) -> Learner:
 
 
 def show_all(critic: Learner) -> None:
-    """A zero head, as built, would hide the gradient of everything below it."""
+    """Sets the value head to nonzero values; the initial zeros would give everything below it a zero gradient."""
     for chunk in critic.bare:
         if chunk.post_process:
             chunk.value_head.weight.data.copy_(torch.linspace(-1, 1, critic.arch.hidden_size)[None])
@@ -310,7 +310,7 @@ def show_all(critic: Learner) -> None:
 
 
 def ten_steps(model_dir: str, meshes: Meshes, layout: str) -> dict[str, torch.Tensor]:
-    """Weights of actor and critic after ten PPO steps of two mini-batches each."""
+    """Returns the weights of actor and critic after ten PPO steps of two mini-batches each."""
     name, _, option = layout.partition("/")
     overlap(option)
     mesh = meshes.get(parse(name))

@@ -1,4 +1,4 @@
-"""`mrl convert` (the arguments) that says "half" on its terminal when it has written half, and then waits."""
+"""Runs `mrl convert` with the arguments, prints "half" when half of the weights are written, and then waits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from mrl.cli import main
 from mrl.weights.convert import blocks, worker_pool
 
-BLOCKS = 8  # that are written
+BLOCKS = 8  # number of writes so far
 
 worker_pool.END_TIMEOUT_S = 0.1
 read, count = blocks._BlockBuffer.read, itertools.count(1)

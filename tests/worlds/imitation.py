@@ -1,9 +1,9 @@
-"""Losses of supervised fine-tuning under many layouts: loss, every gradient, and what held-out rows say.
+"""Losses of supervised fine-tuning under many layouts: loss, every gradient, and metrics of held-out rows.
 
 Usage: imitation.py MODEL_DIR REFERENCE_FILE RESULT_JSON LAYOUT [LAYOUT ...]. A layout is like tp2 (data parallelism
-fills the world), tp2/80, with at most 80 tokens a micro-batch, or tp2/80/full, with recomputation; `one` alone writes
-the reference file.
-RESULT_JSON gets {layout: {case: [relative loss error, worst relative gradient error, its tensor, micro-batches]}}.
+fills the world), tp2/80, with at most 80 tokens per micro-batch, or tp2/80/full, with recomputation; `one` alone writes
+the reference file. RESULT_JSON gets {layout: {case: [relative loss error, worst relative gradient error, its tensor,
+micro-batches]}}.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from mrl.learner import Learner, Loss, losses  # noqa: E402
 from mrl.learner.likelihood import likelihood, metrics  # noqa: E402
 from mrl.parallel import Mesh, Meshes, rank  # noqa: E402
 
-LENGTHS = ((1, 11), (5, 2), (7, 30), (4, 1), (1, 17), (2, 5), (9, 21))  # prompt, the rest
+LENGTHS = ((1, 11), (5, 2), (7, 30), (4, 1), (1, 17), (2, 5), (9, 21))  # tokens of the prompt and of the rest
 KINDS = ["a", "b", None, "b", "a", "a", "b"]
 
 
 def make_batch(vocab: int) -> Rollout:
-    """Rows of which some tokens do not count, and others count otherwise; nothing counts on some ranks."""
+    """Returns rows with unequal loss weights, of which some are zero; on some ranks all are zero."""
     g = torch.Generator().manual_seed(7)
     draw = lambda n: torch.randint(1, vocab, (n,), generator=g).tolist()  # noqa: E731
     prompts, rest = ([draw(lens[half]) for lens in LENGTHS] for half in (0, 1))
@@ -53,7 +53,7 @@ def cases(batch: Rollout) -> dict[str, Loss]:
 
 
 def measured(learner: Learner) -> tuple[dict[str, Result], int]:
-    """By case, and the number of micro-batches."""
+    """Returns loss and gradients by case, and the number of micro-batches."""
     batch = make_batch(learner.arch.vocab_size)
     found: dict[str, Result] = {}
     for case, loss in cases(batch).items():

@@ -1,4 +1,4 @@
-"""Two ranks under the own launcher, or one under another. Usage: launched.py mrl|torchrun|ft MODULE ..."""
+"""Runs two ranks under mrl's own launcher, or one under another. Usage: launched.py mrl|torchrun|ft MODULE ..."""
 
 from __future__ import annotations
 

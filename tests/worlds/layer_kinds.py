@@ -1,8 +1,9 @@
-"""Run with 1 process: checkpoints between kinds of layer. Usage: layer_kinds.py WORK DENSE MOE
+"""Run with one process: checkpoints between the layer implementations of CPUs and GPUs. Usage: layer_kinds.py WORK
+DENSE MOE
 
-The other kind is imitated: norms that keep an object beside their weight, as transformer-engine's do, without fp8 or
-with delayed scaling; and, of the dense model, vocabularies padded as on GPUs. A line of JSON a case: what differs after
-a load and after another update, how many such objects the two models have, and rows their vocabularies.
+The GPU's layers are imitated: norms with an extra state as transformer-engine's have, without fp8 or with delayed
+scaling, and for the dense model a vocabulary that is padded as on GPUs. Prints one line of JSON per case: the
+difference after a load and after another update, the number of extra states in both models, and their vocabulary rows.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from mrl.weights.disk.fp8_state import RECIPES
 
 
 class NormWithState(RMSNorm):
-    """As transformer-engine's without fp8: an object that says nothing, and that a strict load asks for."""
+    """A norm like transformer-engine's without fp8: its extra state is empty, but a strict load requires it."""
 
     def get_extra_state(self) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8)
@@ -37,8 +38,7 @@ class NormWithState(RMSNorm):
 
 
 class NormWithScale(RMSNorm):
-    """As transformer-engine's with delayed scaling: what it multiplies by follows from the past, and is kept in bytes
-    that it unpickles."""
+    """A norm like transformer-engine's with delayed scaling: its scale depends on the past and is stored pickled."""
 
     scale = 1.0
 
@@ -78,7 +78,8 @@ def objects(learners: dict[str, Learner]) -> int:
 
 
 def check(world: World, model: str, source: str, target: str) -> dict[str, Any]:
-    """Two updates, a checkpoint, and a third update by the learner that has made it and by one of the other kind."""
+    """Trains two updates, saves, and compares a third update of the saved learner with one of a learner of the other
+    kind that loads the checkpoint."""
     first, second = learner(world, model, source, 1), learner(world, model, target, 2)
     train(first, range(2))
     path = save(world.work / f"{Path(model).name} {source}", 2, first, {}, keep_last=1)

@@ -1,10 +1,10 @@
-"""Run under torchrun: adapters under many layouts. Prints one JSON object a case: {"case": ..., ...}.
+"""Run under torchrun: LoRA adapters under many layouts. Prints one JSON object per case: {"case": ..., ...}.
 
-Usage: lora.py WORK_DIR DENSE_MODEL MOE_MODEL CASE [CASE ...]. A case is `KIND LAYOUT` or `KIND=MODEL LAYOUT`, where
-KIND is dense, moe, experts, heads, dora, delta, dropout, critic or last (adapters in the last of four layers alone) and
-LAYOUT is like tp2.pp2 or tp2.pp2/full (with activation recomputation): gradients, log-probs and what three updates make
-of the adapters. With LAYOUT `one` they are written, else compared with those. Or `together`, in a world of 4: merged
-weights, the model without its adapters, memory, files.
+Usage: lora.py WORK_DIR DENSE_MODEL MOE_MODEL CASE [CASE ...]. A case is `KIND LAYOUT` or `KIND=MODEL LAYOUT`. KIND is
+dense, moe, experts, heads, dora, delta, dropout, critic or last (adapters in the last of four layers alone). LAYOUT is
+like tp2.pp2 or tp2.pp2/full (with activation recomputation). The layout `one` writes gradients, log-probs and the
+adapters after three updates; other layouts are compared with those. The case `together`, in a world of 4, checks merged
+weights, the model without its adapters, memory and files.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def build(
     lr: float = 1e-2,
     base: Learner | None = None,
 ) -> Learner:
-    """Its B are no zeros."""
+    """Builds a learner whose matrices B are not zero."""
     name, _, recompute = layout.partition("/")
     mesh = meshes.get(parse(name))
     train = TrainConfig(
@@ -80,7 +80,7 @@ def spec_of(learner: Learner) -> Any:
 
 @torch.no_grad()
 def randomise(learner: Learner) -> None:
-    """All that is zero at first: the same values at every layout."""
+    """Sets all parameters that are zero initially to the same random values under every layout."""
     table = adapter_table(learner.arch, learner.role, spec_of(learner))
     for name, parameter in trained_parameters(learner.bare):
         if name.endswith(".A") or name.endswith("magnitude"):
@@ -94,7 +94,7 @@ def randomise(learner: Learner) -> None:
 
 
 def whole(learner: Learner, read: Callable[[torch.nn.Parameter], torch.Tensor] | None = None) -> Tensors:
-    """What `read` gives of all that is trained, by PEFT's names; of None the weights with their adapters."""
+    """Returns `read` of all trained parameters under PEFT's names; without `read`, the merged weights."""
     with learner.active():
         exporter = learner.exporter
         if read is not None:
@@ -155,7 +155,7 @@ def together(meshes: Meshes, work: Path, dense: str) -> None:
 
 
 def merged(meshes: Meshes, work: Path, model: str, kind: str, layout: str) -> None:
-    """A model of the merged weights, and the one that has none, beside the one with adapters."""
+    """Compares the adapted model with a model of the merged weights, and its base with the model without adapters."""
     learner = build(model, kind, meshes, layout)
     plain = TrainConfig(parallel=parse(layout), max_tokens_per_microbatch=40)
     arch, rollout = learner.arch, make_rollout(learner.arch.vocab_size)
@@ -186,8 +186,8 @@ def merged(meshes: Meshes, work: Path, model: str, kind: str, layout: str) -> No
 
 
 def shared(meshes: Meshes, work: Path, model: str, layout: str) -> None:
-    """Two learners of one base, trained in turn, saved after two updates and loaded by two others: each becomes what it
-    becomes alone."""
+    """Trains two learners of one base in turn, saves them after two updates and loads them into two others. Compares
+    each with its training alone."""
 
     def train(learners: list[Learner], numbers: range) -> None:
         for number in numbers:
@@ -241,7 +241,7 @@ def write(file: Path, tensors: Tensors) -> None:
 
 
 def files(meshes: Meshes, work: Path, model: str) -> None:
-    """What PEFT is to read, and the log-probs that it is to give."""
+    """Writes the files that PEFT reads, and the log-probs that it must compute."""
     last = slow_cases(("last", "tp2.pp2"))
     for kind, layout in (("dense", "tp2.pp2"), ("dora", "tp2.dp2"), ("critic", "pp2.dp2"), *last):
         learner = build(model, kind, meshes, layout)
@@ -256,7 +256,7 @@ def files(meshes: Meshes, work: Path, model: str) -> None:
 
 
 def resumed(meshes: Meshes, work: Path, model: str, kind: str) -> None:
-    """Saved under one layout after two updates; gone on with under it and another."""
+    """Saves under one layout after two updates, and resumes under it and another."""
     first = build(model, kind, meshes, "tp2.pp2")
 
     def train(learner: Learner, numbers: range) -> None:

@@ -1,8 +1,8 @@
-"""The trainer's log-probs of what engines have sampled. Usage: main_job.py JOBS RESULTS
+"""The trainer's log-probs of tokens that engines sampled. Usage: main_job.py JOBS RESULTS
 
-JOBS: JSON list of {name, model, temperature, samples: [{prompt, response, log_probs, experts}]}, experts [tokens,
-layers with experts, experts a token] or null. RESULTS: {name: [max |engine - trainer|, the same with the trainer at
-another temperature, the share of experts that the engine chose otherwise or null]}.
+JOBS: JSON list of {name, model, temperature, samples: [{prompt, response, log_probs, experts}]}, experts [tokens, MoE
+layers, experts per token] or null. RESULTS: {name: [max |engine - trainer|, the same with the trainer at another
+temperature, the share of experts that the engine chose differently or null]}.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def rollout_of(samples: list[dict[str, Any]]) -> Rollout:
 
 
 def chosen_otherwise(actor: Learner, rollout: Rollout, samples: list[dict[str, Any]]) -> float | None:
-    """Of all tokens but each sample's last, which goes nowhere."""
+    """Returns the share of different experts, over all tokens except each sample's last, which is never an input."""
     if actor.replay is None:
         return None
     with actor.replay.recording():

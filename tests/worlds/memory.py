@@ -1,7 +1,7 @@
-"""Run under torchrun with 4 processes: steps of runs that differ only in what they give up to host memory.
+"""Run under torchrun with 4 processes: steps of runs that differ only in what they offload to host memory.
 
-Usage: memory.py WORK_DIR DENSE_MODEL MOE_MODEL. Prints one JSON object a case: {"case": ..., ...}; see
-tests/distributed/learner/test_memory.py for what they must be.
+Usage: memory.py WORK_DIR DENSE_MODEL MOE_MODEL. Prints one JSON object per case: {"case": ..., ...}; see
+tests/distributed/learner/test_memory.py for the expected values.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Bytes = dict[str, int]
 
 
 class Watched(PhaseMemoryManager):
-    """Writes down what each model has on the device at the beginning of each phase."""
+    """Records the bytes that each model has on the device at the beginning of each phase."""
 
     def begin(self, phase: str) -> None:
         super().begin(phase)
@@ -57,7 +57,7 @@ class Watched(PhaseMemoryManager):
 
 
 def live(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Bytes of the storages below them."""
+    """Returns the bytes of the tensors' storages, by storage."""
     return {storage._cdata: storage.nbytes() for storage in map(torch.Tensor.untyped_storage, tensors)}
 
 
@@ -72,7 +72,7 @@ def all_tensors(learner: Learner) -> Iterator[torch.Tensor]:
 
 
 def parts(learner: Learner) -> Bytes:
-    """What this rank's model holds on the device now."""
+    """Returns the bytes that this rank's model holds on the device now."""
     parameters = live(p for chunk in learner.bare for p in chunk.parameters())
     if not learner.trainable:
         return {"parameters": sum(parameters.values()), "gradients": 0, "optimizer": 0}
@@ -90,7 +90,7 @@ def parts(learner: Learner) -> Bytes:
 
 
 def everything() -> int:
-    """Bytes of all tensors of the process but those that wait in host memory."""
+    """Returns the bytes of all tensors of the process except those offloaded to host memory."""
     gc.collect()
     found = [x for x in gc.get_objects() if isinstance(x, torch.Tensor | platform.OffloadBuffer)]
     rooms = [room._buffer for room in found if isinstance(room, platform.OffloadBuffer) and room._buffer is not None]
@@ -136,7 +136,7 @@ class Job:
         self.memory.begin("sync")
         pushed = [weights_of({"actor": run.actor})]
         if isinstance(self.models.ema, MovingAverage):
-            with self.models.ema.in_place():  # as for a validation of the average
+            with self.models.ema.in_place():  # as a validation of the average does
                 pushed.append(weights_of({"actor": run.actor}))
                 with self.memory.during("validation"):
                     pass
@@ -146,7 +146,7 @@ class Job:
         self.metrics.append(metrics | sums | {f"score {i}": x for i, x in enumerate(scores)})
 
     def bits(self) -> str:
-        """Of this rank's weights, main weights and moments, where they are."""
+        """Returns a digest of this rank's weights, main weights and moments, wherever they are."""
         found = hashlib.sha256()
         for learner in self.models.learners.values():
             for tensor in all_tensors(learner):
@@ -154,8 +154,8 @@ class Job:
         return found.hexdigest()
 
     def beyond(self) -> Bytes:
-        """Bytes of tensors by phase that were not there before the models, are not theirs, and are not the average's,
-        which lies in host memory."""
+        """Returns by phase the bytes of tensors that did not exist before the models, do not belong to them, and are
+        not the average's, which is in host memory."""
         average = sum(live(self.models.ema.kept.values()).values()) if self.models.ema else 0
         seen, everything = self.memory.seen, self.memory.everything
         return {phase: everything[phase] - sum(seen[phase].values()) - self.before - average for phase in seen}
@@ -175,7 +175,7 @@ def settings(model: str, layout: str, dtype: str, *, critic: bool) -> dict[str, 
 
 
 def variants(world: World, case: str, make: Callable[[str], Job], offloads: tuple[str, ...], resumes: bool) -> None:
-    """The same run with every offload; then from the checkpoints of the first on with the last, and the other way."""
+    """Runs the same steps with every offload. Then resumes the first's checkpoint with the last, and the reverse."""
     paths: dict[str, Path] = {}
     want: list[dict[str, float]] = []
     bits = ""
@@ -183,7 +183,7 @@ def variants(world: World, case: str, make: Callable[[str], Job], offloads: tupl
         job = make(offload)
         for step in range(STEPS):
             if step == SAVED_AFTER and offload != "optimizer" and resumes:
-                job.memory.begin("validation")  # whose end a run may be told to stop at: everything is away
+                job.memory.begin("validation")  # a run may be stopped when it ends: all is offloaded
                 paths[offload] = save(world.work / case / offload, step, job.saved, {}, keep_last=9)
             job.step(step)
         want, bits = want or job.metrics, bits or job.bits()
@@ -209,7 +209,7 @@ def variants(world: World, case: str, make: Callable[[str], Job], offloads: tupl
 
 
 def parts_of(learner: Learner) -> Bytes:
-    """With all of it on the device."""
+    """Returns the bytes of the model's parts with all of them on the device."""
     before = learner.memory.move(LEVELS[-1])
     found = parts(learner)
     learner.memory.move(before)
@@ -217,7 +217,7 @@ def parts_of(learner: Learner) -> Bytes:
 
 
 def said(action: Callable[[], Any]) -> str:
-    """The error of an action that all ranks make fail."""
+    """Returns the error of an action, which must be the same on all ranks."""
     try:
         action()
         message = "no error"
@@ -229,7 +229,7 @@ def said(action: Callable[[], Any]) -> str:
 
 
 def refusals(job: Job) -> None:
-    """What is asked of a model whose memory is away, and a rank without host memory."""
+    """Reports the errors of operations on an offloaded model, and of a rank without host memory."""
     actor, rollout = job.run.actor, make_rollout(job.run.actor.arch.vocab_size)
     job.memory.begin("rollout")
     found = {

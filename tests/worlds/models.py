@@ -37,7 +37,7 @@ from tests.helpers.slow import RUN_SLOW, slow_cases  # noqa: E402
 
 TEMPERATURE = 0.7
 PROMPTS, LENGTHS = (3, 5, 1, 7, 2, 4), (11, 90, 2, 130, 33, 70)
-ALL_BUT_LAST = tuple(n - 1 for n in LENGTHS)  # prompts behind which one token's output is wanted
+ALL_BUT_LAST = tuple(n - 1 for n in LENGTHS)  # prompts after which only one token's output is needed
 MICRO_BATCHES = ([0, 1, 5], [2, 3, 4])
 ONE = ParallelConfig()
 DENSE = {
@@ -83,7 +83,7 @@ class Model:
         return pack(self.rollout, ids, self.mesh.cp, self.mesh.cp_rank, self.mesh.cp * self.mesh.tp)
 
     def __call__(self, output: Any, width: int, micro_batches: Any = MICRO_BATCHES) -> torch.Tensor:
-        """[width, R], the same on every rank."""
+        """Returns the outputs, [width, R], the same on every rank."""
         result = torch.zeros(width, self.rollout.num_response_tokens)
         batches = [self.batch(ids) for ids in micro_batches]
 
@@ -123,7 +123,7 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def same_for_every_layout(path: str, layouts: dict[str, ParallelConfig], meshes: Meshes) -> dict[str, float]:
-    """Log-probs and entropies, with and without gradients, and sums of squared probabilities."""
+    """Returns differences of log-probs and entropies, with and without gradients, and sums of squared probabilities."""
 
     def outputs(layout: ParallelConfig) -> torch.Tensor:
         model = Model(path, meshes.get(layout))
@@ -147,7 +147,7 @@ def critic(path: str, meshes: Meshes) -> dict[str, float]:
 
 
 def against_logits(path: str, meshes: Meshes) -> dict[str, float]:
-    """Log-probs and entropies against log_softmax of the model's own logits; packed against one by one."""
+    """Compares log-probs and entropies with log_softmax of the logits, and a packed batch with single samples."""
     mesh = meshes.get(ONE)
     model = Model(path, mesh)
     log_probs, entropy = model("log_probs", 2)
@@ -169,8 +169,8 @@ def against_logits(path: str, meshes: Meshes) -> dict[str, float]:
 
 
 def large_logits(mesh: Mesh) -> dict[str, float]:
-    """Relative errors of log-probs and entropies where the vocabulary's halves are on two ranks; labels and the largest
-    logits lie in either half, or equal ones in both."""
+    """Returns relative errors of log-probs and entropies with the vocabulary split over two ranks. The labels and the
+    largest logits are in either half, or there are equal largest logits in both."""
     logits = 100 + torch.randn(6, 40, generator=torch.Generator().manual_seed(0))
     logits[:3, 7] = logits[3:5, 31] = 112.0
     logits[5, 3] = logits[5, 37] = 130.0
@@ -186,7 +186,7 @@ def large_logits(mesh: Mesh) -> dict[str, float]:
 def gradients(
     path: str, mesh: Mesh, recompute: str = "none", prompts: tuple[int, ...] = PROMPTS
 ) -> dict[str, torch.Tensor]:
-    """Of this rank's parameters, and the output."""
+    """Returns the gradients of this rank's parameters, and the output."""
     model = Model(path, mesh, recompute=recompute)
     model.rollout = make_rollout(model.arch.vocab_size, prompts)
     batch = model.batch([0, 1, 3])
@@ -198,7 +198,7 @@ def gradients(
 
 
 def recompute(path: str, meshes: Meshes) -> dict[str, float]:
-    """Also where tokens leave in the last layer, whose attention few or all of them ask."""
+    """Compares recomputed with stored activations, also where the last layer drops unneeded tokens."""
     without = DENSE["tp2 without sequence parallelism"]
     found = {}
     for case, layout, prompts in (
@@ -217,9 +217,11 @@ def apart(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 
 
 def leaving(path: str, meshes: Meshes) -> dict[str, float]:
-    """Outputs and gradients of models in whose last layer tokens leave, less those of models where none does: the
-    largest difference of any rank, and the largest number. A context-parallel rank may have no token whose output is
-    wanted."""
+    """Compares outputs and gradients of models whose last layer drops tokens with those of models that drop none.
+
+    Returns the largest difference on any rank and the largest value. With context parallelism a rank may have no token
+    whose output is needed.
+    """
     found = {"largest": 0.0}
     for name, layout in {"one": ONE, **{name: DENSE[name] for name in LEAVING}}.items():
         for kind, prompts in (("few", ALL_BUT_LAST), ("all", PROMPTS)):

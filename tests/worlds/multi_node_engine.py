@@ -1,6 +1,6 @@
-"""Four ranks, each a node, and two engines over two of them each. Usage: multi_node_engine.py MODEL_DIR URL URL
+"""Four ranks, each on its own node, and two engines over two nodes each. Usage: multi_node_engine.py MODEL_DIR URL URL
 
-Ranks 1 and 2 send. A push for both engines, then one for the second alone, as after it was started again.
+Ranks 1 and 2 send. The first sync is for both engines, the next for the second engine alone, as after its restart.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.helpers.sync_tools import FileExporter
 
 
 class SmallBuckets(WeightSync):
-    """Small enough for several a rank."""
+    """A sync with buckets small enough for several per rank."""
 
     def _plan(self, sender: int) -> tuple[Bucket, ...]:
         return plan_buckets([meta for meta in self._metas if meta.sender == sender], 1 << 16)

@@ -1,8 +1,9 @@
 """Run under torchrun with 4 processes: updates by Muon and Adam against float64, under other layouts, and resumed.
 
 Usage: muon.py WORK_DIR RESULT_JSON NAME=MODEL=LAYOUT,LAYOUT ... RESULT_JSON gets, by NAME LAYOUT: the worst relative
-error of a tensor's update against float64; the weights' error against the model's first layout after all updates; the
-same of what a checkpoint of half of them continues, under its own layout and under the model's first one.
+error of a tensor's update against float64; the error of the weights after all updates against the model's first layout;
+and the same error for runs resumed from a checkpoint after half of the updates, under the checkpoint's layout and under
+the model's first one.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from mrl.parallel import Meshes, rank  # noqa: E402
 UPDATES = 4
 MUON = MuonConfig(lr_factor=0.5)
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-4, weight_decay=0.1, muon=MUON)
-ADAMS = ("embed_tokens.weight", "lm_head.weight", "score.weight", "bias")  # beside vectors
+ADAMS = ("embed_tokens.weight", "lm_head.weight", "score.weight", "bias")  # besides vectors, Adam updates these
 
 
 class Reference:
-    """The same updates in float64, of whole tensors by Hugging Face name; Newton-Schulz by singular values."""
+    """The updates in float64 on whole tensors by Hugging Face name, with Newton-Schulz on singular values."""
 
     def __init__(self) -> None:
         self.means: Weights = {}
@@ -66,7 +67,7 @@ class Reference:
 
 
 def by_singular_values(matrix: torch.Tensor) -> torch.Tensor:
-    """The iterations change the singular values alone, each by itself."""
+    """Applies the Newton-Schulz iterations to the singular values; they change each of these independently."""
     u, s, v = torch.linalg.svd(matrix, full_matrices=False)
     s = s / s.square().sum(-1, keepdim=True).sqrt().clamp(min=1e-300)
     a, b, c = COEFFICIENTS
@@ -84,7 +85,7 @@ def make(model: str, layout: str, meshes: Meshes) -> dict[str, Learner]:
 
 
 def against_float64(learner: Learner) -> tuple[float, str]:
-    """The worst error of UPDATES updates, relative to the tensor's update, and the tensor."""
+    """Returns the worst error of UPDATES updates, relative to the tensor's update, and the tensor."""
     reference, worst, rollout = Reference(), (0.0, ""), make_rollout(learner.arch.vocab_size)
     n = rollout.num_response_tokens
     for k in range(UPDATES):

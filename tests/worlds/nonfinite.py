@@ -1,9 +1,9 @@
-"""Run under torchrun with 4 processes: updates whose loss or gradient is not finite, under several layouts.
+"""Run under torchrun with 4 processes: updates with a non-finite loss or gradient, under several layouts.
 
 Usage: nonfinite.py JOBS RESULTS. JOBS: JSON list of {name, model, layout, dtype, role}; the models' output at token
-POISON is not a number. RESULTS: {name: {case: {skipped, unchanged, samples}}, with each rank's own verdicts, and
-"afterwards": whether the next good update gives what it gives to a learner that never met a bad one; and "unknown
-ids": what is said of tokens without an embedding}.
+POISON is NaN. RESULTS: {name: {case: {skipped, unchanged, samples}}} with each rank's own values. "afterwards" is true
+if the next finite update equals that of a learner without a non-finite one; "unknown ids" is the error for tokens
+without an embedding.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def attempt(learner: Learner, rollout: Rollout, loss: Loss) -> dict[str, float]:
 
 
 def state(learner: Learner) -> list[torch.Tensor]:
-    """Bits of this rank's weights, main weights, Adam's state and schedule."""
+    """Returns the bytes of this rank's weights, main weights, Adam's state and schedule."""
     tensors = [p.detach() for chunk in learner.bare for p in chunk.parameters()]
     for part in learner.optimizer.chained_optimizers:
         for group in part.param_groups:
@@ -93,7 +93,7 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 
 
 def poison_gradient(learner: Learner, parameter: str, rank_of_it: bool) -> Callable[[], None]:
-    """One tensor's gradient becomes not a number, on this rank alone if it is the one."""
+    """Makes a tensor's gradient NaN, on this rank if `rank_of_it`. Returns a function that removes the fault."""
     if not rank_of_it:
         return lambda: None
     named = {name: p for chunk in learner.bare for name, p in chunk.named_parameters()}

@@ -1,7 +1,7 @@
-"""One process: an actor that gives its memory up and takes it back. Usage: one_memory.py MODEL_DIR OFFLOAD.
+"""One process: an actor that offloads its memory and reloads it. Usage: one_memory.py MODEL_DIR OFFLOAD.
 
-Prints {"allocated", "reserved": bytes of the GPU's memory by level (0 on a CPU), "parts": of the model, "pinned",
-"same": whether an update after the moves gives the bits that it gives without them}.
+Prints {"allocated", "reserved": bytes of the GPU's memory by offload level (0 on a CPU), "parts": of the model,
+"pinned", "same": true if an update after the moves is bitwise equal to one without them}.
 """
 
 from __future__ import annotations

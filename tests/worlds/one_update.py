@@ -1,8 +1,8 @@
-"""Run as one process, on its GPU where it has one: what a model computes, and one update of it.
+"""Run as one process, on its GPU if it has one: a model's outputs, and one update of it.
 
-Usage: one_update.py MODEL_DIR (OUT DTYPE LAYERS any|fixed)... The last word is about the order of sums: once fixed, it
-stays so. OUT: log-probs, entropies and weights after a step of SFT, values and weights after a step of a critic's;
-float32 on the CPU, with the kind of layers that were taken.
+Usage: one_update.py MODEL_DIR (OUT DTYPE LAYERS any|fixed)... The last word is the order of sums; `fixed` stays set
+once it is given. OUT gets log-probs, entropies and the weights after a step of SFT, values and the weights after a step
+of a critic, in float32 on the CPU, and the kind of layers in use.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mrl.families import load_arch  # noqa: E402
 from mrl.learner import Learner, losses  # noqa: E402
 from mrl.parallel import Meshes  # noqa: E402
 
-# with its usual eps Adam makes a whole step of a gradient that is rounding alone, such as that of a key's bias
+# with its usual eps Adam makes a full step even if a gradient is only rounding, such as that of a key's bias
 SMOOTH = OptimizerConfig(lr=1e-2, eps=0.1)
 MODEL, *WAYS = sys.argv[1:]
 

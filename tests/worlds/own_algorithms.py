@@ -1,7 +1,7 @@
-"""Run under torchrun: the gradients of a user's own policy loss, with the advantages of a user's own estimator.
+"""Run under torchrun: the gradients of a user's own policy loss with the advantages of a user's own estimator.
 
 Usage: own_algorithms.py MODEL_DIR FILE REFERENCE_FILE RESULT_JSON LAYOUT [LAYOUT ...]. FILE defines `loss` and
-`estimator`. The layout `one` writes the reference; of the others RESULT_JSON gets {layout: [relative loss error, worst
+`estimator`. The layout `one` writes the reference; for the others RESULT_JSON gets {layout: [relative loss error, worst
 relative gradient error, its tensor, the loss's metrics, those in the reference]}.
 """
 
@@ -29,7 +29,7 @@ Result = tuple[dict[str, float], dict[str, torch.Tensor]]
 
 
 def gradients(model_dir: str, file: str, meshes: Meshes, layout: str) -> Result:
-    """(metrics, full gradients by Hugging Face name) of the update after the first, whose ratios are not 1."""
+    """Returns (metrics, full gradients by Hugging Face name) of the second update, in which the ratios are not 1."""
     mesh = meshes.get(parse(layout))
     actor = build("policy", model_dir, mesh, TrainConfig(parallel=mesh.cfg, max_tokens_per_microbatch=40))
     rollout = make_rollout(actor.arch.vocab_size)

@@ -1,6 +1,6 @@
-"""Run under torchrun with 4 processes: weights beside a learner's own, under several layouts.
+"""Run under torchrun with 4 processes: copies of a learner's weights (averages and references), under several layouts.
 
-Usage: policy_copies.py WORK_DIR DENSE_MODEL MOE_MODEL REWARD_MODEL ONE_WITHOUT_HEAD. Prints one JSON object a case:
+Usage: policy_copies.py WORK_DIR DENSE_MODEL MOE_MODEL REWARD_MODEL ONE_WITHOUT_HEAD. Prints one JSON object per case:
 {"case": ..., ...}.
 """
 
@@ -33,18 +33,18 @@ SHARE = 0.25
 
 
 def masters(learner: Learner) -> Weights:
-    """The optimizer's float32 weights in double precision, by parameter, of this rank's ranges."""
+    """Returns the optimizer's float32 weights in float64, by parameter, for this rank's shards."""
     return {str(i): main.double() for i, (_, main) in enumerate(main_parameters(learner.optimizer))}
 
 
 def shown(copy: PolicyCopy) -> Weights:
-    """The copy's weights as the model has them, whole, by Hugging Face name."""
+    """Returns the copy's gathered weights by Hugging Face name, after they are put into the model."""
     with copy.in_place() as learner:
         return weights_of({"actor": learner})
 
 
 def average(world: World, case: str, layout: str, model: str, dtype: torch.dtype) -> None:
-    """Five updates that are followed, held against the recursion in float64 and against a learner without a copy."""
+    """Compares a moving average with the recursion in float64, and its learner with one without a copy."""
     learner, twin = (world.learner("policy", model, layout, 1, dtype) for _ in range(2))
     copies = {offload: PolicyCopy(learner, offload=offload) for offload in (False, True)}
     want = masters(learner)
@@ -67,14 +67,14 @@ def average(world: World, case: str, layout: str, model: str, dtype: torch.dtype
 
 
 def shares(world: World, dense: str) -> None:
-    """Over data parallelism the ranks' parts make one copy of the weights, not one each."""
+    """Reports that with data parallelism the ranks hold one copy of the weights together, not one each."""
     copy = PolicyCopy(world.learner("policy", dense, "dp4", 1), offload=True)
     whole = sum(parameter.numel() for parameter in copy.learner.bare[0].parameters())
     report("parts", kept=gather(sum(kept.numel() for kept in copy.kept.values())), whole=whole)
 
 
 def taken_over(world: World, dense: str) -> None:
-    """A reference that is refreshed: the log-probs that the learner had when the copy took its weights."""
+    """Checks that a refreshed reference gives the learner's log-probs at the time of the refresh."""
     learner = world.learner("policy", dense, "tp2.pp2", 1)
     copy, rollout = PolicyCopy(learner, offload=False), make_rollout(learner.arch.vocab_size)
     at_start = learner.log_probs(rollout, 0.7)[0]
@@ -92,7 +92,7 @@ def taken_over(world: World, dense: str) -> None:
 
 
 def terms(world: World, case: str, layout: str, model: str) -> None:
-    """An update of two losses, over other samples and at other temperatures, against one of each."""
+    """Compares one update of two losses, over different samples and temperatures, with one update of each."""
     learner = world.learner("policy", model, layout, 1)
     vocab = learner.arch.vocab_size
     a, b = make_rollout(vocab), make_rollout(vocab, seed=5).pick(torch.tensor([7, 2, 4]))
@@ -122,7 +122,7 @@ def terms(world: World, case: str, layout: str, model: str) -> None:
 
 
 def wiring(world: World, dense: str) -> None:
-    """What a configuration makes of the models, and what a checkpoint would hold of them."""
+    """Reports the copies that a configuration creates, and those that a checkpoint would hold."""
     base = {
         "trainer": "rl", "run": {"name": "-"}, "model": {"path": dense, "from_scratch": True, "dtype": "float32"},
         "actor": {"parallel": {"tensor": 2}}, "data": {"train": "-"}, "batch": {"prompts_per_step": 1}, "reward": {},
@@ -151,7 +151,7 @@ def wiring(world: World, dense: str) -> None:
 
 
 def reward_model(world: World, path: str, headless: str) -> None:
-    """A critic that starts from one, against transformers."""
+    """Compares a critic that starts from a reward model with transformers."""
     mesh = world.meshes.get(ParallelConfig(tensor=2, pipeline=2))
     train_cfg = TrainConfig(parallel=mesh.cfg, max_tokens_per_microbatch=128)
 
@@ -176,7 +176,7 @@ def reward_model(world: World, path: str, headless: str) -> None:
 
 
 def saved(world: World, case: str, model: str, layouts: list[str], dtype: torch.dtype) -> None:
-    """Saved under the first layout, loaded under each of them; then followed on, as the run that did not stop."""
+    """Saves under the first layout, loads under each layout, and continues as the uninterrupted run does."""
 
     def make(layout: str, seed: int) -> tuple[Learner, PolicyCopy]:
         learner = world.learner("policy", model, layout, seed, dtype)

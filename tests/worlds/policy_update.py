@@ -1,7 +1,7 @@
-"""Run under torchrun: updates of the actor with what corrects them and holds them back.
+"""Run under torchrun: updates of the actor with corrections (importance weights) and restrictions (masks, clipping).
 
 Usage: policy_update.py MODEL_DIR RESULT_JSON LAYOUT. RESULT_JSON gets {case: metrics of an update of all samples at
-learning rate 0, or of a step}; see tests/distributed/algo/test_policy_update.py for what they must be.
+learning rate 0, or of a step}; see tests/distributed/algo/test_policy_update.py for the expected values.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class World:
     def experience(
         self, actor: Learner, rollout: Rollout, *, single: bool = False, **settings: Any
     ) -> tuple[RLRun, Any]:
-        """The run, and what it learns from."""
+        """Returns the run and its experience."""
         minibatch = rollout.num_samples if single else 5
         sizes = {"prompts_per_step": 5, "samples_per_prompt": 2, "samples_per_minibatch": minibatch}
         batch = sizes | settings.pop("batch", {})
@@ -71,7 +71,7 @@ class World:
 
 
 def shifted(rollout: Rollout, by: float, sample: int | None = None) -> Rollout:
-    """The engine's log-probs lower by `by`, everywhere or in one sample."""
+    """Returns the rollout with the engine's log-probs lower by `by`, everywhere or in one sample."""
     where = torch.ones(rollout.num_samples) if sample is None else torch.eye(rollout.num_samples)[sample]
     return replace(
         rollout, rollout_log_probs=rollout.rollout_log_probs - by * where.repeat_interleave(rollout.response_lens)
@@ -79,7 +79,7 @@ def shifted(rollout: Rollout, by: float, sample: int | None = None) -> Rollout:
 
 
 def without(run: RLRun, exp: Any, sample: int) -> Metrics:
-    """An update as if the sample had never been drawn, with the others' advantages."""
+    """Returns the metrics of an update without the sample, with the others' advantages unchanged."""
     others = torch.tensor([i for i in EVERY if i != sample])
     smaller = exp.pick(others)
     return update_actor(run, smaller, range(len(others)), 0)
@@ -119,7 +119,7 @@ def high_entropy(world: World) -> dict[str, Metrics]:
 
 
 def left_behind(world: World) -> dict[str, Metrics]:
-    """The engine's policy likes one bad and one good response more than the trainer does: the bad one is masked."""
+    """Checks that a bad response is masked if the engine prefers it, and a good one, more than the trainer does."""
     rollout = world.rollout()
     bad, good = (int(scores.argmin()) for scores in (rollout.scores, -rollout.scores))
     rollout = shifted(shifted(rollout, -2.0, bad), -2.0, good)
@@ -150,7 +150,7 @@ def controls(world: World) -> dict[str, Metrics]:
     far = replace(exp, old_log_probs=exp.old_log_probs - 3.0)
     near = replace(exp, old_log_probs=exp.old_log_probs - 2.0)
     found = {"ratio 20": update_actor(run, far, EVERY, 1), "ratio 7": update_actor(run, near, EVERY, 1)}
-    bad = replace(rollout, scores=-rollout.scores.abs())  # so that all log-probs fall
+    bad = replace(rollout, scores=-rollout.scores.abs())  # so that all log-probs decrease
     for name, target in (("stops", 1e-3), ("goes on", 1e3)):
         run, exp = world.experience(world.build(0.05), bad, batch={"epochs_per_step": 3}, target_kl=target)
         found[name] = update(run, exp, trains_actor=True)
@@ -158,7 +158,7 @@ def controls(world: World) -> dict[str, Metrics]:
 
 
 def shuffles(worlds: dict[str, World]) -> dict[str, Metrics]:
-    """Three passes in mini-batches of five samples, under each layout."""
+    """Trains three passes in mini-batches of five samples, under each layout."""
     found = {}
     for layout, world in worlds.items():
         for shuffle in (False, True):

@@ -1,11 +1,9 @@
 """Losses of preference learning under many layouts: loss and every gradient.
 
 Usage: preference.py MODEL_DIR REFERENCE_FILE RESULT_JSON LAYOUT [LAYOUT ...]. A layout is like tp2 (data parallelism
-fills the world) or tp2/80, with at most 80 tokens a micro-batch; `one` alone writes the reference file, with what it
-was made of.
-RESULT_JSON gets {layout: {case: [relative loss error, worst relative gradient error, its tensor, micro-batches,
-largest error of what is reported of tokens]}}.
-`--` and the same arguments for another model may follow.
+fills the world) or tp2/80, with at most 80 tokens per micro-batch; `one` alone writes the reference file, which
+includes the inputs. RESULT_JSON gets {layout: {case: [relative loss error, worst relative gradient error, its tensor,
+micro-batches, largest error of the per-token metrics]}}. `--` and the same arguments for another model may follow.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ from mrl.trainers.dpo.loop import DPORun, RewardShift, first_pass, with_shift  #
 
 PROMPT = (3, 5, 2, 7, 4, 1, 6, 2, 3)  # tokens
 RESPONSES = ((9, 2), (30, 11), (1, 17), (5, 12), (3, 21), (7, 8), (4, 4), (2, 5), (6, 1))  # chosen, rejected
-GIVEN: dict[str, dict[str, Any]] = {  # other options than their defaults
+GIVEN: dict[str, dict[str, Any]] = {  # options that are not the defaults
     "sigmoid": {"beta": 0.3, "label_smoothing": 0.1},
     "robust": {"label_smoothing": 0.2},
     "hinge": {"f_divergence_type": "js_divergence"},
@@ -54,11 +52,11 @@ CASES: dict[str, dict[str, Any]] = {
     "weighted": {"loss": {"hinge": {}, "sft": {"weight": 0.3}}, "use_weighting": True},
     "free": {"loss": {"ipo": {}}, "reference_free": True},
 }
-TWICE = ("sigmoid", "ld", "prompts", "apo_zero_unpaired")  # in two passes too, which they do not need
+TWICE = ("sigmoid", "ld", "prompts", "apo_zero_unpaired")  # also run in two passes, without need
 
 
 def make_batch(vocab: int, unpaired: bool) -> Rollout:
-    """Nine pairs; their halves with labels."""
+    """Returns nine pairs; if `unpaired`, their responses with a label each."""
     g = torch.Generator().manual_seed(7)
     draw = lambda n: torch.randint(1, vocab, (n,), generator=g).tolist()  # noqa: E731
     prompts = [prompt for n in PROMPT for prompt in 2 * [draw(n)]]
@@ -83,7 +81,7 @@ def build(model_dir: str, mesh: Mesh, tokens: int, seed: int, trainable: bool) -
 def gradients(
     cfg: DPOConfig, actor: Learner, ref: Learner, twice: bool
 ) -> tuple[float, dict[str, torch.Tensor], dict[str, float]]:
-    """(loss, full gradients by Hugging Face name, what is reported of tokens). twice: in two passes in any case"""
+    """Returns (loss, full gradients by Hugging Face name, metrics of tokens). twice: use two passes in any case"""
     preference = cfg.preference
     together = 1 if preference.is_unpaired else 2
     batch = make_batch(actor.arch.vocab_size, preference.is_unpaired)

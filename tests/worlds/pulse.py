@@ -1,7 +1,7 @@
-"""A rank of a small World whose rank 0 works for long. Usage: pulse.py TIMEOUT_S WORK_S
+"""A rank of a small World whose rank 0 works for a long time. Usage: pulse.py TIMEOUT_S WORK_S
 
-A rank writes `pid_N` before it waits, and says what it had in the end. Rank 0 also writes where this process
-listens, and where its parent does: `listening`, JSON.
+A rank writes `pid_N` before it waits, and prints the result in the end. Rank 0 also writes `listening`, JSON with the
+listening addresses of its process and of its parent.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mrl.resilience.rank import set_up_process
 
 
 def listening(pid: int) -> list[str]:
-    """Local addresses, in /proc's hexadecimal, of the process's TCP sockets that listen."""
+    """Returns the local addresses, in /proc's hexadecimal form, of the process's listening TCP sockets."""
     links = (os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink())
     inodes = {link[8:-1] for link in links if link.startswith("socket:[")}
     rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
@@ -39,7 +39,7 @@ def main() -> None:
         return "the result"
 
     with failure.noted():
-        platform.init_process_group(60.0)  # however unevenly the ranks have come as far as this
+        platform.init_process_group(60.0)  # generous, because the ranks may arrive here at very different times
         world = World(timeout_s, 60.0, seed=1)
         if rank() == 0:
             Path("listening").write_text(json.dumps([listening(os.getpid()), listening(os.getppid())]))
@@ -53,5 +53,5 @@ if __name__ == "__main__":
         main()
     except Exception:
         sys.exit(1)
-    except KeyboardInterrupt:  # as `mrl` itself ends
+    except KeyboardInterrupt:  # `mrl` itself ends this way
         sys.exit(130)

@@ -1,9 +1,9 @@
 """Losses of reward models under many layouts: loss and every gradient.
 
 Usage: reward_losses.py MODEL_DIR REFERENCE_FILE RESULT_JSON LAYOUT [LAYOUT ...]. A layout is like tp2 (data parallelism
-fills the world) or tp2/80, with at most 80 tokens a micro-batch; `one` alone writes the reference file.
-RESULT_JSON gets {layout: {case: [relative loss error, worst relative gradient error, its tensor, micro-batches]}}.
-`--` and the same arguments for another model may follow.
+fills the world) or tp2/80, with at most 80 tokens per micro-batch; `one` alone writes the reference file. RESULT_JSON
+gets {layout: {case: [relative loss error, worst relative gradient error, its tensor, micro-batches]}}. `--` and the
+same arguments for another model may follow.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mrl.trainers.reward_model.batches import score_inputs_and_targets  # noqa: 
 
 PROMPT = (3, 5, 2, 7, 4, 1, 6)  # tokens
 RESPONSES = ((9, 2), (30, 11), (1, 17), (5, 12), (3, 21), (7, 8), (4, 4))
-LISTS = (2, 3, 2, 4, 3)  # texts of a list
+LISTS = (2, 3, 2, 4, 3)  # number of texts in each list
 CASES: dict[str, dict[str, Any]] = {
     "bradley_terry": {"center_rewards_coefficient": 0.1, "label_smoothing": 0.1},
     "plackett_luce": {"center_rewards_coefficient": 0.1},
@@ -43,7 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def make(case: str, vocab: int) -> tuple[Rollout, Rollout, RewardTargets, list[list[int]] | None]:
-    """(fourteen texts, as they are fed, what their scores are held against, where their steps end if they have any)"""
+    """Returns (fourteen texts, the texts as model inputs, the score targets, the ends of their steps or None)."""
     g = torch.Generator().manual_seed(7)
     draw = lambda n: torch.randint(1, vocab, (n,), generator=g).tolist()  # noqa: E731
     prompts = [prompt for n in PROMPT for prompt in 2 * [draw(n)]]
@@ -70,7 +70,7 @@ def build(model_dir: str, mesh: Mesh, tokens: int) -> Learner:
 
 
 def gradients(case: str, actor: Learner, twice: bool) -> tuple[float, dict[str, torch.Tensor]]:
-    """(loss, full gradients by Hugging Face name). twice: in two passes, though each row fits into a micro-batch"""
+    """Returns (loss, full gradients by Hugging Face name). twice: two passes, though each row fits"""
     _, fed, t, _ = make(case, actor.arch.vocab_size)
     if twice or not actor.planner.fits(fed, t.together):
         loss, value = two_pass(t, actor.scores(fed)[:, t.places])

@@ -1,7 +1,7 @@
-"""Run under torchrun: a reward model's scores, as rank 0's reward manager gets them in the midst of its own work.
+"""Run under torchrun: a reward model's scores, which rank 0's reward manager requests during its own work.
 
 Usage: reward_model.py REWARD_MODEL_DIR SEQUENCES_JSON RESULT_JSON LAYOUTS_JSON. RESULT_JSON gets a list of scores for
-each layout, in the order of the sequences; `exported` beside it is the model as mrl writes it.
+each layout, in the order of the sequences; `exported` beside it is the model as mrl exports it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mrl.weights.model.export import save_hf  # noqa: E402
 
 
 def samples(sequences: list[list[int]]) -> list[Sample]:
-    """The first token as the prompt."""
+    """Returns the sequences as samples whose prompt is the first token."""
     made = []
     for i, (first, *response) in enumerate(sequences):
         prompt = Prompt(i, (first,), {"prompt": "p"})

@@ -1,11 +1,11 @@
-"""Run under torchrun: experts that are noted and given, under many layouts.
+"""Run under torchrun: routing replay (experts that are recorded and given to the routers) under many layouts.
 
-Usage: routing.py MODEL_DIR REFERENCE_FILE RESULT_JSON LAYOUT [LAYOUT ...], layouts as gradients.py has them. `one`, in
-a world of one process, writes the reference file, and to RESULT_JSON what needs one rank only; the others write
+Usage: routing.py MODEL_DIR REFERENCE_FILE RESULT_JSON LAYOUT [LAYOUT ...], layouts as in gradients.py. `one`, in a
+world of one process, writes the reference file, and to RESULT_JSON the checks that need one rank only. The others write
 {layout: {"noted": share of choices that differ, "changed": difference of that share, "log_probs": greatest difference,
 "loss", "gradient": relative errors, "shares": [bytes of experts that a rank had in the last pass, tokens without
-padding times layers that they are of] of each rank, "all": both for the whole rollout, "terms": [losses of three
-rollouts, each by itself, loss of one update of all]}}.
+padding times their layers] of each rank, "all": both for the whole rollout, "terms": [losses of three rollouts one by
+one, loss of one update of all]}}.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from mrl.models.routing import RecordingRouterReplay  # noqa: E402
 from mrl.parallel import Meshes, rank  # noqa: E402
 
 TIMEOUT_S = 600
-KEPT = 2  # experts that every token is sent to, of which the others' rows of the router must not matter
+KEPT = 2  # every token is sent to these experts, so the router's rows of the other experts must not matter
 
 
 def learner_of(model: str, meshes: Meshes, layout: str, *, replays: bool = True) -> Learner:
@@ -55,7 +55,7 @@ def learner_of(model: str, meshes: Meshes, layout: str, *, replays: bool = True)
 
 
 def recorded(learner: Learner, rollout: Rollout) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs, and the experts that the routers chose."""
+    """Returns the log-probs, and the experts that the routers chose."""
     assert learner.replay is not None
     with learner.replay.recording():
         log_probs, _ = learner.log_probs(rollout, 0.7)
@@ -63,14 +63,14 @@ def recorded(learner: Learner, rollout: Rollout) -> tuple[torch.Tensor, torch.Te
 
 
 def others(own: torch.Tensor, count: int) -> torch.Tensor:
-    """Experts at random, all different, where an engine might have chosen otherwise: a third of the tokens."""
+    """Returns the experts with those of a third of the tokens replaced by random ones, as an engine might."""
     g = torch.Generator().manual_seed(5)
     random = torch.rand(*own.shape[:2], count, generator=g).argsort(-1)[..., : own.size(-1)].to(own.dtype)
     return torch.where(torch.rand(len(own), 1, 1, generator=g) < 1 / 3, random, own)
 
 
 def differ(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Share of the choices of `a` that `b` has not, whatever their order."""
+    """Returns the share of the choices in `a` that are not in `b`, in any order."""
     return float((a[..., :, None] != b[..., None, :]).all(-1).float().mean())
 
 
@@ -85,7 +85,7 @@ def passes(learner: Learner, rollout: Rollout, given: torch.Tensor | None = None
     log_probs, _ = learner.log_probs(told, 0.7)
     changed = learner.replay.take_changed_share()
     result = gradients(learner, told, plain_gradient(told), False)
-    assert learner.replay.take_changed_share() == changed  # the same weights
+    assert learner.replay.take_changed_share() == changed  # the weights have not changed
     found = {"free": free, "own": own, "log_probs": log_probs, "changed": changed, "gradients": result}
     whole = len(rollout.tokens) * experts.size(1)
     return found | {
@@ -96,14 +96,14 @@ def passes(learner: Learner, rollout: Rollout, given: torch.Tensor | None = None
 
 
 def first_experts(told: Rollout) -> torch.Tensor:
-    """Every token goes to the first ones."""
+    """Returns experts that send every token to the first ones."""
     assert told.routed_experts is not None
     chosen = torch.arange(told.routed_experts.size(-1), dtype=told.routed_experts.dtype)
     return chosen.expand_as(told.routed_experts).contiguous()
 
 
 def terms(learner: Learner, *rollouts: Rollout) -> tuple[list[float], float]:
-    """Losses of an update of each rollout by itself, and of one update of all of them."""
+    """Returns the losses of separate updates of the rollouts, and of one update of all of them."""
     loss, samples = plain_gradient(rollouts[0]), range(rollouts[0].num_samples)
     apart = [gradients(learner, each, loss, False)[0] for each in rollouts]
     also = [LossTerm(each, samples, loss, 0.7) for each in rollouts[1:]]
@@ -111,7 +111,7 @@ def terms(learner: Learner, *rollouts: Rollout) -> tuple[list[float], float]:
 
 
 def watched(learner: Learner) -> list[list[int]]:
-    """Of every pass to come: [bytes of experts that this rank receives, tokens without padding times layers]."""
+    """Returns a list that gets [bytes of experts on this rank, tokens without padding times layers] at each pass."""
     replay, found = learner.replay, []
     assert replay is not None
     begin = replay.begin
@@ -135,7 +135,7 @@ def by_itself(model: str, meshes: Meshes, found: dict[str, Any], rollout: Rollou
     learner, plain = learner_of(model, meshes, "one"), learner_of(model, meshes, "one", replays=False)
     assert learner.replay is not None and learner.arch.experts is not None
     own = found["own"]
-    plain.planner.shares = False  # as where routing is replayed
+    plain.planner.shares = False  # as with routing replay
     out: dict[str, Any] = {"off": float((plain.log_probs(rollout, 0.7)[0] - found["free"]).abs().max())}
     again, _ = learner.log_probs(replace(rollout, routed_experts=own), 0.7)
     out["own experts"] = float((again - found["free"]).abs().max())
@@ -149,7 +149,7 @@ def by_itself(model: str, meshes: Meshes, found: dict[str, Any], rollout: Rollou
     out["sequences: others change"] = float((again - several).abs().max())
     learner.replay.take_changed_share()
     assert told.sequence_lens is not None
-    own[told.sequence_lens.cumsum(0) - 1] = 0  # as an engine says it of what goes nowhere
+    own[told.sequence_lens.cumsum(0) - 1] = 0  # as an engine reports a last token, which it never feeds to the model
     gradients(learner, replace(told, routed_experts=own), plain_gradient(told), False)
     out["sequences: changed in an update"] = learner.replay.take_changed_share()
     own = found["own"]
@@ -173,7 +173,7 @@ def by_itself(model: str, meshes: Meshes, found: dict[str, Any], rollout: Rollou
 
 
 def memory(model: str, meshes: Meshes, recompute: str, rollout: Rollout) -> dict[str, Any]:
-    """Live tensors after some passes and after more of them; what routers keep."""
+    """Returns the number of live tensors after some passes and after more, and what the routers keep."""
     learner, live = learner_of(model, meshes, f"one/{recompute}"), []
     for number in range(6):
         recorded(learner, replace(rollout, routed_experts=None))

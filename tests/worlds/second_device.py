@@ -1,6 +1,8 @@
-"""Run with 1 process: a learner's whole step on a second device, imitated by torch's `meta`. Usage: second_device.py
-MODEL_DIR MOE_MODEL_DIR; a line for each part of a step that was passed. What the device computes is zero when it is
-read."""
+"""Run with one process: a learner's whole step on a second device, which torch's `meta` imitates.
+
+Usage: second_device.py MODEL_DIR MOE_MODEL_DIR. Prints a line after each part of the step. Values that are read back
+from the device are zero.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,9 @@ MODEL, MOE = sys.argv[1:]
 
 
 def imitate() -> None:
-    """Megatron's "cuda" and mrl's device are the second one."""
+    """Makes the imitated device Megatron's "cuda" and mrl's device."""
     torch_cuda.CPU = DEVICE
-    megatron_fixes.grad_norm()  # as on GPUs
+    megatron_fixes.grad_norm()  # the fix is in use on GPUs
     platform.device = lambda: DEVICE  # type: ignore[assignment]
     torch.Tensor.cuda = lambda self, *args, **kwargs: self.to(DEVICE)  # type: ignore[method-assign]
     torch.nn.Module.cuda = lambda self, device=None: self.to(DEVICE)  # type: ignore[method-assign]
@@ -47,7 +49,8 @@ def _cuda(found: Any) -> Any:
 
 
 def route_evenly(rows: int) -> None:
-    """The experts' shares of so many rows, which the dispatcher asks the device for: two of four take each token."""
+    """Replaces the dispatcher's read of the experts' row counts from the device by an even split: two of four experts
+    take each token."""
 
     def even(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         if not torch.is_tensor(tensor):

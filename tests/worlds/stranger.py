@@ -1,10 +1,10 @@
-"""Another account of this machine, without any secret: finds the engines of a run and tries everything on their ports.
+"""Another account of this machine, without any secret: finds the engines of a run and attacks their ports.
 
     python tests/worlds/stranger.py MODEL FOREIGN SECONDS RESULT      (as root it becomes user 12345 first)
 
-It knows what anybody can read: command lines in /proc, which name MODEL, the directory that the engines began with.
-FOREIGN has other weights of that shape. RESULT gets {attack: {outcome: how often}} as JSON; it asks the engines to
-write into RESULT.written.
+It knows what any account can read: command lines in /proc, which name MODEL, the directory that the engines loaded.
+FOREIGN has other weights of the same shape. RESULT gets {attack: {outcome: count}} as JSON; the engines are asked to
+write to RESULT.written.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 STRANGER = 12345
-PAUSE_S = 0.02  # between attacks: strangers are many, but the machine has work to do
+PAUSE_S = 0.02  # pause between attacks, which leaves the processor to the run
 HALF_OPEN = 50
 
 Found = dict[str, Counter[str]]
@@ -43,7 +43,7 @@ REQUESTS: dict[str, tuple[str, dict[str, object]]] = {
 
 
 def become_a_stranger() -> None:
-    """Where this is root; elsewhere it stays who it is, without the key."""
+    """Changes to another account if this is root; otherwise the process keeps its account, without the key."""
     if os.getuid() == 0:
         os.setgroups([])
         os.setgid(STRANGER)
@@ -104,8 +104,8 @@ def attacks(foreign: str, folder: str, held: list[socket.socket]) -> dict[str, C
 
 
 def flood(port: int, seconds: float, idle: int) -> dict[str, int]:
-    """Opens `idle` connections to an endpoint that needs a key and keeps them, and sends slow bytes, heads without an
-    end, large bodies and wrong keys. Returns what was answered, how often, and the most connections that it held."""
+    """Opens `idle` connections to an endpoint that needs a key and keeps them open. Sends slow bytes, heads without an
+    end, large bodies and wrong keys. Returns the answers by count, and the largest number of open connections."""
     counts: Counter[str] = Counter()
     held: list[socket.socket] = []
     end = time.monotonic() + seconds
@@ -129,7 +129,7 @@ def flood(port: int, seconds: float, idle: int) -> dict[str, int]:
         for number, connection in enumerate([*held]):
             try:
                 if number % 2:
-                    connection.send(b"x")  # a byte at a time
+                    connection.send(b"x")  # one byte at a time
                 connection.setblocking(False)
                 if not connection.recv(1):
                     raise ConnectionResetError

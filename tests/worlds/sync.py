@@ -1,7 +1,7 @@
-"""Run under torchrun: real Megatron models pushed into a running engine.
+"""Run under torchrun: weight syncs of real Megatron models to a running engine.
 
-Usage: sync.py MODEL_DIR OLD_MODEL_DIR URL JOBS RESULTS. JOBS: JSON list of {layout, transport}. Before each push the
-engine loads OLD_MODEL_DIR from disk; RESULTS has the engine's hashes before and after, and the report.
+Usage: sync.py MODEL_DIR OLD_MODEL_DIR URL JOBS RESULTS. JOBS: JSON list of {layout, transport}. Before each sync the
+engine loads OLD_MODEL_DIR from disk; RESULTS has the engine's checksums before and after, and the report.
 """
 
 from __future__ import annotations

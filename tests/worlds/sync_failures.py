@@ -1,9 +1,9 @@
-"""Run under torchrun with 2 processes: pushes against engines that fail. Usage: sync_failures.py JOBS RESULTS MODEL_DIR
+"""Run under torchrun with 2 processes: weight syncs to failing engines. Usage: sync_failures.py JOBS RESULTS MODEL_DIR
 
-JOBS: JSON list of {name, urls, transport, timeout_s, spans, lacks}; with two engines the second
-one is on node 1, as rank 1 is. spans: the engine is over both nodes, a tensor-parallel rank on each; lacks: the node
-that has no room for a second handle. RESULTS: {name: [{error, seconds} of each rank]}. Both ranks send,
-and the export stream is collective: a rank that stopped reading it after an error would hold up the other one.
+JOBS: JSON list of {name, urls, transport, timeout_s, spans, lacks}. With two engines the second one is on node 1, as
+rank 1 is. spans: the engine is on both nodes, with a tensor-parallel rank on each; lacks: the node without room for a
+second handle. RESULTS: {name: [{error, seconds} of each rank]}. Both ranks send, and the export stream is collective: a
+rank that stopped reading it after an error would block the other one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.helpers.sync_tools import FileExporter
 
 
 class SmallBuckets(WeightSync):
-    """Small enough for several a rank."""
+    """A sync with buckets small enough for several per rank."""
 
     def _plan(self, sender: int) -> tuple[Bucket, ...]:
         return plan_buckets([meta for meta in self._metas if meta.sender == sender], 1 << 16)
@@ -37,7 +37,7 @@ class SmallBuckets(WeightSync):
 
 @contextlib.contextmanager
 def no_room() -> Iterator[None]:
-    """For a second bucket's handles."""
+    """Makes the handles of a second bucket fail."""
     real, made = SharedMemory.handles, []
 
     def handles(self: SharedMemory, *bucket: Any) -> list[str]:

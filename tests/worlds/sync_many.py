@@ -1,7 +1,7 @@
-"""Run under torchrun with 2 processes, both senders: weights to several engines by broadcasts, again and again.
+"""Run under torchrun with 2 processes, both senders: repeated weight syncs by broadcast to several engines.
 
-Usage: sync_many.py URLS KEY MODEL_DIR RESULTS. The engines are `tests.helpers.receiving_engine`s, four of them.
-RESULTS: {step: {error, seconds, and what each engine says of itself}}; each step sends other weights.
+Usage: sync_many.py URLS KEY MODEL_DIR RESULTS. The engines are four `tests.helpers.receiving_engine`s. RESULTS: {step:
+{error, seconds, and each engine's state}}; each step sends other weights.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.helpers.sync_tools import FileExporter
 
 
 class SmallBuckets(WeightSync):
-    """Small enough for several a rank."""
+    """A sync with buckets small enough for several per rank."""
 
     def _plan(self, sender: int) -> tuple[Bucket, ...]:
         return plan_buckets([meta for meta in self._metas if meta.sender == sender], 1 << 16)
@@ -74,7 +74,7 @@ def main() -> None:
         sync.update_weights("1")
 
     def one(url: str) -> None:
-        """As `resync`, without a proof: these engines have no parameters of their own."""
+        """Syncs one engine as `resync` does, unverified: these engines have no parameters for checksums."""
         with sync._engines.only(url):
             sync._timed(verify=False, again=True)
 

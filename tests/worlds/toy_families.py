@@ -1,4 +1,4 @@
-"""tests/worlds/weights.py, where the families of tests/helpers/toy_families.py are known too."""
+"""Runs tests/worlds/weights.py with the families of tests/helpers/toy_families.py registered."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.worlds.weights import CHECKS, Job, run_checks
 
 
 def convert(job: Job) -> list[str]:
-    """There and back: the tensors that are not the same."""
+    """Converts to Megatron and back; returns the tensors that differ."""
     assert job.out is not None
     for convert, source, target in ((hf_to_megatron, job.path, "there"), (megatron_to_hf, job.out / "there", "back")):
         convert(source, job.out / target, ConvertOptions(), Meshes(60))

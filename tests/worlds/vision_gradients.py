@@ -1,9 +1,9 @@
-"""Log-probs, values, scores of pairs and every gradient of a model that sees pictures, under many layouts, against
-transformers'.
+"""Log-probs, values, scores of pairs and every gradient of a vision-language model under many layouts, against
+transformers.
 
-Usage: vision_gradients.py MODEL_DIR REFERENCE_FILE RESULT_JSON LAYOUT [LAYOUT ...]. Layouts as in gradients.py, with
-/full (activations computed again), /frozen (the tower) or both; `reference` writes the reference file.
-RESULT_JSON gets {layout: {case: [largest difference of outputs, worst relative gradient error, its tensor]}}, and of
+Usage: vision_gradients.py MODEL_DIR REFERENCE_FILE RESULT_JSON LAYOUT [LAYOUT ...]. Layouts are as in gradients.py,
+with /full (recomputed activations), /frozen (the vision tower) or both; `reference` writes the reference file.
+RESULT_JSON gets {layout: {case: [largest difference of outputs, worst relative gradient error, its tensor]}}, and for
 `wrong:LAYOUT` the error that building it raises on every rank. `--` and the same arguments for another model may
 follow.
 """
@@ -33,13 +33,13 @@ from mrl.trainers.reward_model.batches import score_inputs_and_targets  # noqa: 
 from tests.helpers import vision_samples as samples  # noqa: E402
 from tests.worlds.gradients import TIMEOUT_S, everywhere, jobs, parse  # noqa: E402
 
-# cases of a reward model, and under which layouts they are made as well; a pair has more than 60 tokens
-TOKENS = {"pairs": 150, "pairs twice": 60}  # of a micro-batch
+# cases of a reward model, and the layouts under which they also run; a pair has more than 60 tokens
+TOKENS = {"pairs": 150, "pairs twice": 60}  # per micro-batch
 PAIRED = {
     "pairs": ("one", "tp2", "tp2.sequence0", "pp2/frozen/full", "cp2", "tp2.pp2/full", "dp4/frozen"),
     "pairs twice": ("one", "cp2"),
 }
-Result = tuple[torch.Tensor, dict[str, torch.Tensor]]  # outputs [R], gradients by the hub's names
+Result = tuple[torch.Tensor, dict[str, torch.Tensor]]  # outputs [R], gradients by Hugging Face names
 
 
 def main() -> None:
@@ -104,7 +104,7 @@ def reference(model_dir: str) -> dict[str, Result]:
 
 
 def pairs(seen: list[samples.Seen]) -> tuple[Rollout, RewardTargets]:
-    """(what a reward model is fed, what its scores are held against)"""
+    """Returns (the inputs of a reward model, the targets of its scores)."""
     texts = samples.rollout_of(samples.pairs_of(seen), per_row=2)
     targets = torch.tensor([1.0, 2.0]).repeat(len(seen))
     own = reward_model_training(loss="bradley_terry", center_rewards_coefficient=0.1)
@@ -142,7 +142,7 @@ def one(case: str, model_dir: str, meshes: Meshes, layout: str, options: set[str
     learner, seen = build(case, model_dir, meshes, layout, options), samples.make_seen(model_dir)
     rollout = samples.rollout_of(seen)
     stage_first = learner.mesh.pp_rank == 0
-    learner.pixels = samples.pixels_of(seen) if stage_first else None  # nobody else may ask
+    learner.pixels = samples.pixels_of(seen) if stage_first else None  # no other stage may request pixels
     if case in TOKENS:
         rollout, held = pairs(seen)
         out = learner.values(rollout)
@@ -164,7 +164,7 @@ def compare(got: Result, want: Result, frozen: bool) -> list[object]:
     names = {name for name in want[1] if not (frozen and name in visual)}
     assert names <= set(got[1]), sorted(names - set(got[1]))
     assert frozen is all(not got[1][name].any() for name in visual)
-    # of a bias of keys, whose gradient is a sum that is 0 but for rounding, against the largest of the model
+    # the gradient of a key's bias is 0 up to rounding, so errors are relative to the model's largest gradient too
     largest = max(float(grad.norm()) for grad in want[1].values())
     errors = {n: float((got[1][n] - want[1][n]).norm() / (want[1][n].norm() + 1e-4 * largest)) for n in names}
     worst = max(errors, key=errors.__getitem__)

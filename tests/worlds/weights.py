@@ -1,7 +1,7 @@
 """Run under torchrun: weights and logits of many tiny models under many layouts.
 
-Usage: weights.py JOB_FILE RESULT_FILE. The job is a JSON list of {check, model, layout, out, dtype}; rank 0 writes the
-list of results, one a job: whatever the check of that name returned there. Each model directory holds `reference.pt`:
+Usage: weights.py JOB_FILE RESULT_FILE. The job file is a JSON list of {check, model, layout, out, dtype}. Rank 0 writes
+the list of results: for each job the return value of the check of that name. Each model directory holds `reference.pt`:
 tokens, position_ids, cu_seqlens, max_seqlen, logits [t, vocab] from transformers.
 """
 
@@ -41,7 +41,7 @@ from mrl.weights.model.load import load_hf  # noqa: E402
 
 
 class Wrapper(nn.Module):
-    """What Megatron's data-parallel wrapper looks like from outside."""
+    """The outside of Megatron's data-parallel wrapper."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def everywhere(value: Any) -> list[Any]:
 
 
 def streamed(chunks: list[Any], arch: ModelArch, mesh: Mesh) -> dict[str, torch.Tensor]:
-    """What this rank sends, checked against the metas."""
+    """Returns the tensors that this rank sends, checked against their metas."""
     exporter = Exporter(chunks, arch, mesh)
     metas = exporter.metas()
     assert all(other == metas for other in everywhere(metas))
@@ -87,7 +87,8 @@ def streamed(chunks: list[Any], arch: ModelArch, mesh: Mesh) -> dict[str, torch.
 
 
 def wrong_tensors(job: Job, chunks: list[Any], extra: tuple[str, ...] = (), skip: tuple[str, ...] = ()) -> list[str]:
-    """Names that are missing, too many, sent twice or not bit-equal to the checkpoint (in the model's dtype)."""
+    """Returns names that are missing, superfluous, sent twice or not bitwise equal to the checkpoint (in the model's
+    dtype)."""
     wrong = []
     tensors = streamed(chunks, job.arch, job.mesh)
     with HFCheckpoint(job.path) as checkpoint:
@@ -110,12 +111,12 @@ def round_trip(job: Job) -> list[str]:
 
 
 def from_fused_experts(job: Job) -> list[str]:
-    """Read from the directory in which transformers wrote its own layout, compared with the hub's."""
+    """Loads from the directory in transformers' own layout, and compares the export with the hub's layout."""
     return wrong_tensors(job, job.load(path=job.path / "fused"))
 
 
 def padding_is_zero(job: Job) -> float:
-    """The largest absolute value in the vocabulary's padding, and -1 if there is no padding."""
+    """Returns the largest absolute value in the vocabulary's padding; -1 without padding."""
     worst = -1.0
     for name, parameter in load.named_parameters(job.load()):
         if "embeddings" in name or name == OUTPUT:
@@ -125,7 +126,7 @@ def padding_is_zero(job: Job) -> float:
 
 
 def logits(job: Job) -> dict[str, float]:
-    """max |difference| from transformers' logits, and the largest |logit|, over packed sequences."""
+    """Returns max |difference| from transformers' logits, and the largest |logit|, over packed sequences."""
     chunks, mesh = job.load(), job.mesh
     reference = torch.load(job.path / "reference.pt")
     tokens, want = reference["tokens"], reference["logits"]
@@ -164,7 +165,7 @@ def logits(job: Job) -> dict[str, float]:
 
 
 def save(job: Job) -> None:
-    """A directory for transformers to read; the parameters lie in one flat buffer, as under data parallelism."""
+    """Writes a directory for transformers to read. The parameters are in one flat buffer, as with data parallelism."""
     chunks = job.load()
     for chunk in chunks:
         flat = torch.cat([parameter.detach().flatten() for parameter in chunk.parameters()])
@@ -176,7 +177,7 @@ def save(job: Job) -> None:
 
 
 def save_errors(job: Job) -> dict[str, Any]:
-    """A full disk on the last sender only, then a destination that is taken; then overwriting it."""
+    """Saves with a full disk on the last sender only, to a destination that exists, and then overwrites it."""
     exporter = Exporter(job.load(), job.arch, job.mesh)
     last = max(meta.sender for meta in exporter.metas())
     original, calls = export.save_file, []
@@ -207,7 +208,7 @@ def save_errors(job: Job) -> dict[str, Any]:
 
 
 def error_of(do: Callable[[], Any]) -> str:
-    """The WeightError that every rank raises in the same words."""
+    """Returns the WeightError, which every rank must raise in the same words."""
     text = "no error"
     try:
         do()
@@ -218,11 +219,11 @@ def error_of(do: Callable[[], Any]) -> str:
 
 
 def critic(job: Job) -> dict[str, Any]:
-    """From a policy checkpoint; then from its own export with another value head."""
+    """Loads a critic from a policy checkpoint, and then from its own export with another value head."""
     chunks = job.load("critic")
     heads = [p for name, p in load.named_parameters(chunks) if name == "value_head.weight"]
     fresh = max(everywhere(max((float(p.detach().abs().max()) for p in heads), default=-1.0)))
-    bias = ("score.bias",) if job.arch.family in ("qwen2", "qwen3") else ()  # SGLang's classes of these want one
+    bias = ("score.bias",) if job.arch.family in ("qwen2", "qwen3") else ()  # SGLang's classes need it
     wrong = wrong_tensors(job, chunks, extra=("score.weight", *bias), skip=("lm_head.weight",))
     for head in heads:
         head.data.copy_(torch.arange(head.numel()).view_as(head))
@@ -236,7 +237,7 @@ def critic(job: Job) -> dict[str, Any]:
 
 
 def load_errors(job: Job) -> dict[str, str]:
-    """A checkpoint that lacks a tensor, has one too many and a wrong shape; then a model that is too small."""
+    """Loads a checkpoint with a missing, a superfluous and a misshapen tensor; then loads into too small a model."""
     if rank() == 0:
         job.out.mkdir()
         tensors = load_file(job.path / "model.safetensors")
@@ -255,7 +256,7 @@ def load_errors(job: Job) -> dict[str, str]:
 
 
 def changed(job: Job, name: str, change: Callable[[dict[str, torch.Tensor]], Any]) -> Path:
-    """A directory with other tensors than the job's model."""
+    """Returns a copy of the job's model directory with changed tensors."""
     path = job.out / name
     if rank() == 0:
         path.mkdir()
@@ -280,7 +281,7 @@ BAD: dict[str, Callable[[dict[str, torch.Tensor]], Any]] = {
 
 
 def tied_copy_forgotten(job: Job) -> str:
-    """As if the loader wrote the first stage's embedding only."""
+    """Imitates a loader that writes only the first stage's embedding, and returns the error of the load."""
     original = load._fill
 
     def forgetful(item: load.ParameterLoad, *args: Any) -> None:
@@ -295,7 +296,8 @@ def tied_copy_forgotten(job: Job) -> str:
 
 
 def attributes(job: Job) -> list[str]:
-    """Parameters whose tensor-parallel marks do not survive being unset (as they are without Megatron's own init)."""
+    """Returns the parameters whose tensor-parallel attributes the load does not restore after they were removed. They
+    are missing without Megatron's own initialization."""
     chunks = job.build()
     marked = {}
     for name, parameter in load.named_parameters(chunks):
@@ -325,7 +327,7 @@ CHECKS: dict[str, Callable[[Job], Any]] = {
 
 
 def run_checks(checks: Mapping[str, Callable[[Any], Any]], make: Callable[[dict[str, Any], Meshes], Any]) -> None:
-    """`check` of each job in the file argv[1], on what `make` makes of it; the results go to argv[2]."""
+    """Runs `check` of each job in the file argv[1] on the result of `make`, and writes the results to argv[2]."""
     job_file, result_file = map(Path, sys.argv[1:])
     platform.init_process_group(60)
     meshes = Meshes(60)

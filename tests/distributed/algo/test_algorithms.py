@@ -1,4 +1,4 @@
-"""Every estimator and policy loss: steps under another layout end with the weights of one process."""
+"""Every estimator and policy loss: training under another layout ends with the weights of one process."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ RECIPES = (
     "rejected responses", "off-policy sequence mask", "bias-corrected KL", "resampled, whitened in scale only",
     "token baseline of weighted samples", "gspo by tokens", "geo_mean with weights of tokens",
 )  # fmt: skip
-OWN = "function"  # a user's: tests/distributed/algo/test_extending_algorithms.py
+OWN = "function"  # a user's own function: tests/distributed/algo/test_extending_algorithms.py
 NAMES = (*(name for name in ESTIMATORS if name != OWN), *(f"loss {mode}" for mode in POLICY_LOSSES if mode != OWN))
 ALGORITHMS = (*NAMES, *RECIPES)
-PROCESSES, LAYOUT = (4, "tp2.pp2") if RUN_SLOW else (2, "cp2")  # cp2 cuts samples, over which some losses sum
+PROCESSES, LAYOUT = (4, "tp2.pp2") if RUN_SLOW else (2, "cp2")  # cp2 splits samples, over which some losses sum
 Results = dict[str, tuple[float, str, float, bool]]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     root = tmp_path_factory.mktemp("algorithms")
-    # llama: Adam turns the near-zero gradients of key biases into noise of the size of the learning rate
+    # llama: Adam turns the near-zero gradients of key biases into noise as large as the learning rate
     model = make_tiny(root / "llama", "llama", tied=True, weights=False, vocab_size=313)
     for processes, layout in ((1, "one"), (PROCESSES, LAYOUT)):
         run_world(processes, "algorithms.py", model, root / "reference.pt", root / "result.json", layout)

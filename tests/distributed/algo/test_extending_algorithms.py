@@ -1,4 +1,4 @@
-"""The recipe of docs/extending.md: a policy loss or an advantage estimator of your own, in a file or in mrl itself."""
+"""The recipe of docs/extending.md for a policy loss or an advantage estimator, in a user's file or in mrl."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ Results = dict[str, tuple[float, float, str, dict[str, float], dict[str, float]]
 
 
 def recipe() -> tuple[str, ...]:
-    """The pieces of code in the page, as it has them."""
+    """Returns the code blocks of the recipe."""
     return tuple(re.findall(r"```python\n(.*?)```", section("A policy loss or an advantage estimator"), re.DOTALL))
 
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the recipe writes."""
+    """Writes the file of the recipe."""
     found = tmp_path_factory.mktemp("own") / "mine.py"
     found.write_text(recipe()[0])
     return found
@@ -111,7 +111,7 @@ def test_a_checkpoint_by_former_names_and_former_defaults(tmp_path: Path) -> Non
     assert changes == ["algorithm.policy_loss.divergence_high: 0.2 -> 0.15"]
 
 
-LOSSES = {  # a file's text -> what is said of it
+LOSSES = {  # text of the file -> error
     "def f(inputs): return inputs.log_probs": "must return a TokenLoss, got Tensor",
     "def f(inputs): return TokenLoss(inputs.log_probs.sum())": "tensor of the inputs' shape [6], got shape []",
     "def f(inputs): return TokenLoss(inputs.log_probs * float('nan'))": "value is NaN or infinite at 6 of 6 places",
@@ -143,7 +143,8 @@ def test_a_loss_that_cannot_be_used_is_one_error_before_a_run(text: str, tmp_pat
 
 @pytest.mark.parametrize("text", ["def f(inputs): {}", "def f(inputs): return None\n{}"])
 def test_a_signal_in_the_midst_of_a_user_s_loss_ends_the_run_as_a_signal_does(text: str, tmp_path: Path) -> None:
-    """Not as the loss's own mistake: by the exit code a scheduler knows whether to start the run again."""
+    """A signal during a user's loss ends the run with the signal's exit code, not as an error of the loss. From the
+    exit code a scheduler knows whether to restart the run."""
     path, kill = tmp_path / "slow.py", "__import__('os').kill(__import__('os').getpid(), 15)"
     path.write_text(text.format(kill))
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
@@ -267,7 +268,7 @@ def append(path: Path, text: str) -> None:
 
 
 def test_one_of_mrl_s_own(tmp_path: Path) -> None:
-    """A new file, the line that imports it, and a class of options."""
+    """A loss within mrl itself needs a new file, the line that imports it, and a class of options."""
     mrl = shutil.copytree(ROOT / "mrl", tmp_path / "mrl", ignore=shutil.ignore_patterns("__pycache__"))
     _, options, function = recipe()
     append(mrl / "options" / "losses.py", options)

@@ -1,4 +1,4 @@
-"""What corrects an update of the actor for the engine's policy, and what holds it back; samples cut over two ranks."""
+"""Corrections for the engine's policy and trust regions in updates of the actor, with samples split over two ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints: exact continuation, other layouts, and saves and loads that fail."""
+"""Checkpoints: exact continuation, loads under other layouts, and failing saves and loads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.long
 
 PAIR = ("tp2.pp2", "dp4", *slow_cases("pp4", "tp4", "pp2.vpp2"))  # the first is the layout that was saved
 MOE = ("ep2", *slow_cases("ep1", "ep4"), "tp2.ep2.pp2")
-TIED = ("dp4", *slow_cases("pp2"), "pp2.vpp2")  # one copy of the embedding when saved, two when loaded
+TIED = ("dp4", *slow_cases("pp2"), "pp2.vpp2")  # one copy of the embedding at the save, two at the load
 FAMILIES: dict[str, tuple[str, ...]] = dict(  # an actor and a critic of each
     slow_cases(
         ("gemma3_text", ("tp2.pp2", "dp4")),
@@ -34,7 +34,7 @@ FAMILIES: dict[str, tuple[str, ...]] = dict(  # an actor and a critic of each
     )
 )
 FAMILIES |= dict.fromkeys(DELTA_FAMILIES[:1], ("tp2.ep2", "pp2.ep2"))
-# attention hardly feels a key's bias: what Adam makes of its gradient is round-off's
+# a key's bias hardly affects attention, so Adam's step for it depends on rounding
 OWN = {"qwen2_moe": {"qkv_bias": False}}
 LAYOUTS = {"pair": PAIR, "moe": MOE, "tied": TIED} | FAMILIES
 SHAPE: dict[str, Any] = {
@@ -42,7 +42,7 @@ SHAPE: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_key_value_heads": 4,
-    "vocab_size": 321,  # padded to other sizes at TP1, TP2 and TP4
+    "vocab_size": 321,  # padded to different sizes at TP1, TP2 and TP4
 }
 
 Cases = dict[str, dict[str, Any]]
@@ -50,11 +50,11 @@ Cases = dict[str, dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def world(tiny_models: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Cases:
-    """What the world of 4 processes reports, by case."""
+    """Returns the reports of a world of 4 processes, by case."""
     work = tmp_path_factory.mktemp("checkpoints")
     models = [
         tiny_models("llama", tied=True, num_hidden_layers=4, **SHAPE),
-        tiny_models("glm4_moe", moe_intermediate_size=32, **(SHAPE | {"head_dim": 16})),  # whose layers differ
+        tiny_models("glm4_moe", moe_intermediate_size=32, **(SHAPE | {"head_dim": 16})),  # its layers differ
         tiny_models("llama", tied=True, num_hidden_layers=2, **(SHAPE | {"hidden_size": 64})),
     ]
     made = {family: tiny_models(family, **SHAPE, **OWN.get(family, {})) for family in FAMILIES}
@@ -100,7 +100,8 @@ def test_state_comes_back(world: Cases) -> None:
 
 
 def test_training_goes_on_while_the_files_are_written(world: Cases) -> None:
-    """The updates made before a file was there are not in it; until then the older checkpoint is the latest."""
+    """Training continues while the files are written. The checkpoint does not contain those updates, and the older one
+    is the latest until the new one is complete."""
     result = world["beside"]
     assert result["meanwhile"] == {"latest": "step_2", "written": 0, "writing": True}
     assert result["latest"] == "step_3" and result["step"] == 3
@@ -114,7 +115,7 @@ def test_waiting_for_the_files_has_an_end(world: Cases) -> None:
 
 @pytest.mark.parametrize("writers", ["every_rank", *slow_cases("one_node"), "one_rank"])
 def test_ranks_write_at_once_or_in_turns(world: Cases, writers: str) -> None:
-    """All four ranks are on one node."""
+    """With `one_rank` the ranks of a node write in turns, else at the same time. All four ranks are on one node."""
     spans = sorted(span for rank in world[f"writers: {writers}"]["spans"] for span in rank)
     assert len(spans) == 8  # two models
     disjoint = all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
@@ -189,7 +190,7 @@ def test_tied_copies_that_differ_are_noticed(world: Cases) -> None:
 def write(
     run_dir: Path, step: int, keep_last: int = 10, keep_every_steps: int | None = None, best: int | None = None
 ) -> Path:
-    """A checkpoint without models."""
+    """Writes a checkpoint without models."""
     final = directory.root(run_dir) / f"step_{step}"
     tmp = final.with_name(f"{final.name}.tmp")
     directory.begin(tmp)

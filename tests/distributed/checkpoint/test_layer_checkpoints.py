@@ -1,4 +1,4 @@
-"""A checkpoint fits every kind of layer: names, and what layers keep beside their parameters."""
+"""A checkpoint loads into every kind of layer: parameter names, and extra states of layers."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def test_a_checkpoint_fits_the_other_kind_of_layer(world: dict[str, Any], case: 
     assert found["loaded"] == 0.0
     if case.startswith("moe"):
         assert found["continued"] == 0.0
-    else:  # one pads its vocabulary to whole tiles of a GPU: sums over it are rounded otherwise
+    else:  # a vocabulary padded to whole tiles of a GPU gives other rounding of sums over it
         assert sorted(found["rows"]) == [320, 384]
         assert found["continued"] < 1e-6
 
 
 def test_what_delayed_scaling_has_seen_comes_back(world: dict[str, Any]) -> None:
-    """Scales that started anew would change the next update."""
+    """A resumed run has the scales of delayed scaling. New scales would change the next update."""
     assert world["dense fp8"]["loaded"] == world["dense fp8"]["continued"] == 0.0
 
 
@@ -88,7 +88,7 @@ def test_nothing_but_scales_is_given_to_a_layer_that_unpickles_it(capsys: pytest
     assert "run" not in capsys.readouterr().out
 
 
-# what the two specs of Megatron are told about names, with a package that only looks like transformer-engine
+# parameter names of Megatron's two layer specs, with a package that imitates transformer-engine
 SPECS = """
 from types import SimpleNamespace
 from mrl.families import FAMILIES, LayerArch
@@ -134,7 +134,8 @@ def rename(metadata: Path, ours: str, theirs: str) -> None:
 
 
 def test_a_checkpoint_of_megatron_s_own_experts_is_converted(tiny_models: Callable[..., Path], tmp_path: Path) -> None:
-    """Made with transformer-engine's layers, elsewhere: the norm before the experts has its own name there."""
+    """A checkpoint of experts that was made with transformer-engine elsewhere is converted, although the norm before
+    the experts has another name there."""
     model = tiny_models("qwen3_moe")
     code, _, errors = mrl("convert", "hf-to-megatron", model, tmp_path / "made")
     assert code == 0, errors
@@ -183,7 +184,8 @@ def marked(row: ParameterMapping, **attributes: Any) -> dict[str, Any]:
 
 
 def test_how_experts_are_cut_is_the_table_s_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With expert parallelism transformer-engine says of all its grouped matrices that dimension 0 is cut."""
+    """The weight table decides how experts are split. With expert parallelism transformer-engine marks dimension 0 for
+    all its grouped matrices."""
     said = {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 1}
     of_experts = SimpleNamespace(tp_dim=1, expert=True)
     assert marked(of_experts, **said)["partition_dim"] == 1  # type: ignore[arg-type]

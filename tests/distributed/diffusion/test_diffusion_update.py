@@ -1,4 +1,5 @@
-"""Updates of a diffusion policy: ratio 1 before the first, its gradient, the same on every number of ranks."""
+"""Updates of a diffusion policy: ratio 1 before the first update, its gradient, equal results on any number of
+ranks."""
 
 from __future__ import annotations
 
@@ -65,7 +66,8 @@ def rows_of(policy: Policy, count: int = 4) -> torch.Tensor:
 def test_before_the_first_update_the_ratio_is_1(
     tmp_path: Path, net: str, kind: str, guidance: float, dtype: str
 ) -> None:
-    """Though the net has dropout, and another number of rows goes through it than when the images were drawn."""
+    """Before the first update the ratio is 1, although the net has dropout, and a batch has another number of rows than
+    when the images were generated."""
     path = tiny_directory(tmp_path, net, "flow" if kind == "flow_sde" else "ddim")
     policy = policy_of(path, kind, guidance, dtype)
     data, rows = sampled(policy), rows_of(policy)
@@ -112,8 +114,8 @@ def test_the_kl_term_pulls_back_to_the_reference(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
-    """The same updates by one rank and by two. Seven images are uneven on two ranks, of which the second has fewer in
-    the first update; eight are shared for nets that are."""
+    """Makes the same updates with one rank and with two. Seven images are uneven on two ranks: the second one has fewer
+    in the first update. Sharded nets get eight."""
     tmp = tmp_path_factory.mktemp("worlds")
     dit, unet = (str(tiny_directory(tmp / net, net)) for net in ("dit", "unet"))
     lora = {"lora": {"rank": 2, "alpha": 4.0}, "micro_batch": 7}
@@ -135,16 +137,17 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]
 
 @pytest.mark.parametrize("case", CASES)
 def test_any_number_of_ranks_and_micro_batch_makes_the_same_update(worlds: dict[int, Any], case: str) -> None:
-    """With the whole net on every rank, or its parts (FSDP2): rewards, metrics, and the state of the optimizer."""
+    """Any number of ranks and any micro-batch give the same rewards, metrics and optimizer state, with the whole net on
+    every rank or sharded by FSDP2."""
     one, two = (worlds[ranks][case] for ranks in (1, 2))
     for mine, other in zip(one["rewards"], two["rewards"], strict=True):
         assert torch.allclose(mine, other, atol=1e-6)
     for mine, other in zip(one["metrics"], two["metrics"], strict=True):
         assert mine == pytest.approx(other, rel=2e-3, abs=1e-6)
     for name, first in one["first"].items():
-        limit = (1e-4 if case == "unet" else 2e-5) * float(first.abs().max()) + 1e-9  # its convolutions round otherwise
+        limit = (1e-4 if case == "unet" else 2e-5) * float(first.abs().max()) + 1e-9  # convolutions round differently
         assert torch.allclose(first, two["first"][name], rtol=1e-4, atol=limit), f"the first gradient of {name}"
-        moved = (one["weights"][name] - two["weights"][name]).abs()  # three times 1e-3, by a gradient's sign
+        moved = (one["weights"][name] - two["weights"][name]).abs()  # three steps of 1e-3, if a gradient's sign differs
         assert moved.mean() < (1e-4 if case == "unet" else 1e-5), name
         assert case == "unet" or moved.max() < 2e-4, name
     assert one["updates"] == two["updates"] == 3
@@ -194,7 +197,7 @@ def test_an_update_that_is_not_finite_is_left_out(tmp_path: Path) -> None:
 
 
 def test_metrics_are_of_the_updates_that_were_made(tmp_path: Path) -> None:
-    """One of two is skipped."""
+    """Metrics are those of the applied updates; one of the two is skipped."""
     policy = policy_of(tiny_directory(tmp_path), "ddim")
     learner, stats = DiffusionLearner(policy.pipeline.net, OptimizerConfig(lr=1e-3)), StepStats(1)
     sizes: dict[str, Any] = {"batch": SimpleNamespace(inner_epochs=1, timestep_fraction=1.0)}
@@ -208,7 +211,7 @@ def test_metrics_are_of_the_updates_that_were_made(tmp_path: Path) -> None:
 
 
 def test_all_is_drawn_before_a_sample_that_went_wrong_is_named(tmp_path: Path) -> None:
-    """Ranks that share a net call it equally often, whatever one of them meets."""
+    """All images are generated before an invalid sample is named. Ranks that share a net must call it equally often."""
     policy, seen = policy_of(tiny_directory(tmp_path), "ddim"), []
     conditioning = policy.pipeline.conditioning.encode([PromptRow("", 0, {})] * 8)
 
@@ -232,7 +235,7 @@ def test_prompts_that_begin_alike_have_names_of_their_own() -> None:
 
 
 def test_what_a_net_does_not_have_is_refused(tmp_path: Path) -> None:
-    """Layers for adapters, and weights of a checkpoint."""
+    """Refuses layers for adapters that the net does not have, and checkpoints with other weights."""
     model, train = DiffusionModelConfig(path=str(tiny_directory(tmp_path))), DiffusionTrainConfig
     for target, said in (
         ("to_x", "DiTTransformer2DModel has no layer 'to_x'"),

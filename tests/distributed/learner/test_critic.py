@@ -1,4 +1,4 @@
-"""The critic learns, and PPO learns more with it than without; a step with two updates is held by the clip."""
+"""The critic learns, PPO learns more with it than without, and clipping limits the second of two updates in a step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Results]:
             assert world.returncode == 0, output[-2000:] + errors[-6000:]
     finally:
         for world in worlds:
-            world.kill()  # its ranks die with it
+            world.kill()  # its ranks end with it
     return {seed: json.loads(file.read_text()) for seed, file in files.items()}
 
 
@@ -46,18 +46,18 @@ def test_the_critic_learns_to_expect_the_delayed_reward(results: dict[int, Resul
 @pytest.mark.parametrize("seed", SEEDS)
 def test_ppo_with_a_critic_beats_ppo_with_a_frozen_zero_one(results: dict[int, Results], seed: int) -> None:
     critic, zero = (results[seed][mode]["solved"] for mode in ("critic", "zero"))
-    assert critic[0] == zero[0] < 0.15  # the same model, by chance 1 in 8
-    assert critic[-1] > 0.4 and critic[-1] > zero[-1] + 0.2, (critic[-1], zero[-1])  # .62 to .74 and .13 to .20
+    assert critic[0] == zero[0] < 0.15  # the same initial model; the chance level is 1 in 8
+    assert critic[-1] > 0.4 and critic[-1] > zero[-1] + 0.2, (critic[-1], zero[-1])  # 0.62 to 0.74, 0.13 to 0.20
     assert set(results[seed]["zero"]["critic/explained_variance"]) == {0.0}
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_second_update_of_a_step_is_clipped_and_learning_goes_on(results: dict[int, Results], seed: int) -> None:
     one, two = results[seed]["critic"], results[seed]["minibatches"]
-    assert max(map(abs, one["actor/ppo_kl"])) == max(one["actor/clipfrac"]) == 0.0  # one update a step: the ratio is 1
+    assert max(map(abs, one["actor/ppo_kl"])) == max(one["actor/clipfrac"]) == 0.0  # one update: the ratio is 1
     assert sum(kl != 0.0 for kl in two["actor/ppo_kl"]) == len(two["actor/ppo_kl"])
     assert sum(share > 0.0 for share in two["actor/clipfrac"]) > len(two["actor/clipfrac"]) / 2
-    assert two["solved"][0] < 0.15 and two["solved"][-1] > 0.6, two["solved"]  # .86 to .96
+    assert two["solved"][0] < 0.15 and two["solved"][-1] > 0.6, two["solved"]  # 0.86 to 0.96
 
 
 @pytest.mark.parametrize("seed", SEEDS)

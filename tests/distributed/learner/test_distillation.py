@@ -1,4 +1,4 @@
-"""Loss and gradient of on-policy distillation do not depend on the layout, and equal the papers' formulas."""
+"""Loss and gradient of on-policy distillation are the same under every layout, and equal the papers' formulas."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Results = dict[str, dict[str, tuple[float, float, str]]]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """By layout and case, of a student; a teacher of its size; one of another family and width with further, unused
-    ids."""
+    """Returns results by layout and case for a student and two teachers: one of its size, and one of another family and
+    width with additional, unused ids."""
     folder, found = tmp_path_factory.mktemp("distillation"), Results()
-    size = {"vocab_size": 313, "num_hidden_layers": 4 if RUN_SLOW else 2}  # virtual stages need four
+    size = {"vocab_size": 313, "num_hidden_layers": 4 if RUN_SLOW else 2}  # virtual pipeline stages need four
     make_tiny(folder / "student", "qwen2", tied=True, num_key_value_heads=4, **size)
     make_tiny(folder / "small", "qwen2", tied=True, seed=1, **size)
     make_tiny(folder / "large", "llama", tied=False, seed=2, hidden_size=96, **size | {"vocab_size": 640})

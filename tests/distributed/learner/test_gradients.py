@@ -1,4 +1,4 @@
-"""The signature test: loss, every gradient and whole training runs do not depend on the layout."""
+"""Loss, every gradient and complete training runs are the same under every layout."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DENSE_ON_4 = (
     *slow_cases("tp2", "tp4", "pp2", "cp2", "cp4", "dp4/overlap", "tp2.pp2", "tp2.cp2", "pp2.dp2/overlap"),
     *slow_cases("tp2.sequence0"),
 )
-DEEP_ON_4 = ("pp2.vpp2/overlap", *slow_cases("pp4", "pp2.vpp2", "pp2.first1"))  # of four layers, the others of two
+DEEP_ON_4 = ("pp2.vpp2/overlap", *slow_cases("pp4", "pp2.vpp2", "pp2.first1"))  # four layers; the others have two
 TEN_STEPS = "ten:tp2.pp2,cp2.dp2/overlap"
 DENSE_ON_8 = slow_cases("tp2.pp2.cp2")
 MOE_ON_4 = ("tp2.ep2.etp2", *slow_cases("ep2/overlap", "ep4", "tp2.ep2", "tp2", "pp2.ep2", "cp2.ep2/full"))
@@ -34,7 +34,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     make_tiny(root / "dense", "qwen2", tied=True, weights=False, num_hidden_layers=2, **size)
     make_tiny(root / "deep", "qwen2", tied=True, weights=False, num_hidden_layers=4, **size)
     make_tiny(root / "moe", "qwen3_moe", tied=False, weights=False, num_hidden_layers=2, **size)
-    # llama: Adam turns the near-zero gradients of key biases into noise of the size of the learning rate
+    # llama: Adam turns the near-zero gradients of key biases into noise as large as the learning rate
     make_tiny(root / "llama", "llama", tied=True, weights=False, vocab_size=313)
 
     out: Results = {}

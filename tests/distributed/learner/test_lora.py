@@ -1,4 +1,4 @@
-"""Adapters beside frozen weights: the same under every layout, with PEFT, merged, saved."""
+"""LoRA adapters: the same under every layout, compatible with PEFT, merged, and saved."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ KINDS = tuple(dict.fromkeys(case.split()[0] for case in LAYOUTS))
 SHAPE: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_key_value_heads": 2, "vocab_size": 321}
 OLMO3: dict[str, Any] = {"num_hidden_layers": 4, "layer_types": 2 * ["sliding_attention", "full_attention"]}
 EXPERTS: dict[str, Any] = {"num_hidden_layers": 3, "num_key_value_heads": 4, "moe_intermediate_size": 32}
-OTHER_KINDS: dict[str, tuple[str, dict[str, Any]]] = {  # family -> which layers have adapters, and its shape
+OTHER_KINDS: dict[str, tuple[str, dict[str, Any]]] = {  # family -> which layers have adapters, and the model's size
     "gemma3_text": ("dense", {"num_hidden_layers": 4}),
     "deepseek_v3": ("moe", EXPERTS),
     **dict(slow_cases(("qwen2_moe", ("moe", EXPERTS)), ("gpt_oss", ("heads", {})), ("olmo3", ("dense", OLMO3)))),
@@ -48,7 +48,7 @@ Reported = dict[str, dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A dense one of four layers with tied embeddings, and one with experts."""
+    """Makes a dense model of four layers with tied embeddings, and a model with experts."""
     folder = tmp_path_factory.mktemp("models")
     dense = make_tiny(folder / "dense", "qwen2", tied=True, num_hidden_layers=4, **SHAPE)
     experts = SHAPE | {"head_dim": 16, "moe_intermediate_size": 32}
@@ -57,7 +57,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def work(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Reported]:
-    """The folder that the worlds write into, and what they report, by case."""
+    """Returns the folder that the worlds write to, and their reports by case."""
     folder = tmp_path_factory.mktemp("lora")
     others = {}
     for family, (kind, shape) in OTHER_KINDS.items():
@@ -83,13 +83,13 @@ def test_gradients_and_what_updates_make_of_them_are_one_process_own(reported: R
 
 @pytest.mark.parametrize("family", OTHER_KINDS)
 def test_layers_of_other_kinds_have_them_too(work: tuple[Path, Reported], family: str) -> None:
-    """Norms behind the layers that have adapters, a scaled embedding; projections of latent vectors; norms over all
-    heads, which follow adapters; a gated expert; sinks and biases beside them."""
+    """Adapters work on other kinds of layers: with norms after the adapted layers, a scaled embedding, low-rank
+    (latent) projections, norms over all heads after adapters, a gated expert, attention sinks and biases."""
     folder, reported = work
     kind, _ = OTHER_KINDS[family]
     found = reported[f"{kind}={folder / family} {OTHER_LAYOUTS[kind]}"]
     assert max(found[name] for name in ("out", "loss", "norm", "gradients")) < 2e-5, found
-    if kind != "moe":  # of its experts some get no token
+    if kind != "moe":  # some of its experts get no token
         assert found["smallest"] > 1e-3, "an adapter has no gradient"
 
 
@@ -144,7 +144,7 @@ def test_a_checkpoint_holds_adapters_alone(work: tuple[Path, Reported], models: 
     stored = complete["learners"]["actor"]["adapters"]
     numbers = num_trained(load_arch(models[0]), "policy", spec)
     assert (stored["rank"], stored["dora"], stored["alpha"]) == (3, True, 4.0)
-    tensors = 4 * numbers * 4  # the adapters, their main weights and both moments, float32
+    tensors = 4 * numbers * 4  # adapters, main weights and both moments in float32
     assert tensors < work[1]["resumed dora pp2.vpp2"]["size"] < tensors + 600_000, "names take the rest"
 
 
@@ -154,7 +154,7 @@ def test_a_checkpoint_is_refused_beside_other_weights_or_by_a_whole_model(report
 
 
 def peft_outputs(model: torch.nn.Module, seen: dict[str, Tensor], is_critic: bool) -> Tensor:
-    """What the model gives for the response tokens of the samples that the world has seen."""
+    """Returns the model's outputs for the response tokens of the samples that the world used."""
     found = []
     for tokens, prompt in zip(seen["tokens"].split(seen["lens"].tolist()), seen["prompts"].tolist(), strict=True):
         with torch.no_grad():
@@ -310,7 +310,7 @@ def test_adapters_out_of_a_checkpoint_are_those_that_the_run_had(
 def test_bfloat16_weights_say_what_rounding_costs(
     work: tuple[Path, Reported], models: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """A small adapter beside them is mostly lost, which nobody would see otherwise."""
+    """Merging into bfloat16 weights reports the loss by rounding, which takes most of a small adapter."""
     tensors = load_file(work[0] / "peft_dense/adapter_model.safetensors")
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         (tmp_path / name).write_bytes((work[0] / "peft_dense" / name).read_bytes())

@@ -1,4 +1,4 @@
-"""Models that give their memory up between the phases of a step: the same run, with less on the device."""
+"""Models that offload their memory between the phases of a step: equal results, with less memory on the device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHAPE: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def world(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What the world of 4 processes reports, by case."""
+    """Returns the reports of a world of 4 processes, by case."""
     dense = tiny_models("llama", tied=True, num_hidden_layers=4, **SHAPE)
     moe = tiny_models("qwen3_moe", moe_intermediate_size=32, **(SHAPE | {"head_dim": 16}))
     output = run_world(4, "memory.py", tmp_path_factory.mktemp("memory"), dense, moe)
@@ -58,7 +58,7 @@ def test_what_is_on_the_device_in_each_phase_is_what_the_table_says(
     for phase, seen in found["seen"].items():
         for model, held in seen.items():
             parts, level = found["parts"][model], ORDER[phase].models[model]
-            of_models_not_trained = model in ("ref", "reward") and offload == "optimizer"  # theirs is none
+            of_models_not_trained = model in ("ref", "reward") and offload == "optimizer"  # models without an optimizer
             if level == "all":
                 want = sum(parts.values())
             elif level == "parameters" or offload == "optimizer" or of_models_not_trained:
@@ -70,14 +70,14 @@ def test_what_is_on_the_device_in_each_phase_is_what_the_table_says(
 
 @pytest.mark.parametrize("case", CASES)
 def test_nothing_else_of_the_models_is_left(world: dict[str, Any], case: str) -> None:
-    """No copy of weights, gradients or moments beside those that are counted."""
+    """After an offload no copy of weights, gradients or moments remains besides those that are counted."""
     found = world[f"{case}, all"]
     assert found["beyond"]["rollout"] < 0.5 * found["parts"]["actor"]["parameters"]
 
 
 def test_the_parts_are_those_of_the_layout(world: dict[str, Any]) -> None:
-    """float32 weights are their own main weights, and their padding has no moments; over two data-parallel ranks each
-    has half of main weights and moments."""
+    """The bytes of each part follow from the layout. float32 weights are their own main weights, and their padding has
+    no moments; each of two data-parallel ranks holds half of main weights and moments."""
     of_float32, of_bfloat16 = (world[f"{case}, all"]["parts"]["actor"] for case in (PPO, GRPO))
     assert of_float32["gradients"] == of_float32["parameters"]
     assert 1.9 < of_float32["optimizer"] / of_float32["parameters"] <= 2

@@ -1,4 +1,4 @@
-"""Muon: float64's updates under every layout, and checkpoints that continue to the bit."""
+"""Muon: the updates equal float64's under every layout, and runs resume from checkpoints bit for bit."""
 
 from __future__ import annotations
 
@@ -39,6 +39,6 @@ def test_updates_are_float64_s_under_every_layout_and_resume_to_the_bit(
 ) -> None:
     found = results[case]
     assert found["float64"] < 1e-4, (found["float64"], found["tensor"])
-    # gpt-oss has biases that start at 0, and whose gradients are small differences: their relative error is larger
+    # gpt-oss has biases that start at 0 and whose gradients are small differences, so their relative error is larger
     bound = 1e-4 if case.startswith("gpt_oss") else 1e-5
     assert found["layouts"] < bound and found["resharded"] < bound and found["resumed"] == 0.0, found

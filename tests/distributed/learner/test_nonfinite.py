@@ -1,4 +1,4 @@
-"""A loss or gradient that is not finite: the update is skipped on all ranks, written down, and in the end fatal."""
+"""A non-finite loss or gradient: the update is skipped on all ranks and logged, and too many of them end the run."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ def test_the_update_is_skipped_on_every_rank_and_leaves_no_trace(name: str, resu
 
 
 def test_a_token_without_an_embedding_is_refused_in_the_same_words_under_every_layout(results: dict[str, Any]) -> None:
-    """Megatron's embedding gives zeros for it where tensor parallelism cuts the vocabulary."""
+    """A token without an embedding gives the same error under every layout. Megatron's embedding returns zeros for it
+    if tensor parallelism splits the vocabulary."""
     said = {text for found in results.values() for rank in found["unknown ids"] for text in rank}
     assert said == {
         f"step 1: token 1 of sample 2 is {token}, and the model's vocabulary has the ids 0 to 319"
@@ -81,10 +82,11 @@ def write_prompts(file: Path, texts: list[str]) -> None:
 
 
 def test_sft_goes_on_past_a_poisoned_row_and_stops_after_three_steps_in_a_row(tmp_path: Path) -> None:
-    """Also: it shows what it left out of the data."""
+    """SFT skips a poisoned row and stops after three such steps in a row. It reports rows that it left out as too
+    long."""
     config = sft_config(tmp_path, letter_model(tmp_path))
     texts = [f"{n} =" for n in range(27)] + ["much too long " * 9]
-    for bad in (6, 12, 17, 20, 23):  # of steps 2, 4, 5, 6, 6
+    for bad in (6, 12, 17, 20, 23):  # in steps 2, 4, 5, 6, 6
         texts[bad] += LETTER
     write_prompts(tmp_path / "train.jsonl", texts)
     with Train(tmp_path, config, "run.steps=9", "data.shuffle=false", "actor.parallel.tensor=2") as run:
@@ -114,7 +116,7 @@ def odd(prompt, response, row):
 
 
 def test_ppo_skips_the_mini_batch_with_the_poisoned_sample(tmp_path: Path) -> None:
-    """Actor and critic, of two updates the second; the first counts. Also: a reward call that fails is counted."""
+    """PPO skips the second of two updates of actor and critic, not the first. A failing reward call is counted."""
     prompts = [f"{n} =" for n in range(24)]
     with fake_engine(tmp_path, "ok") as url:
         config = write_config(
@@ -150,7 +152,7 @@ def test_ppo_skips_the_mini_batch_with_the_poisoned_sample(tmp_path: Path) -> No
 
 
 class Steps:
-    """A learner whose updates are skipped as told."""
+    """A learner that skips updates as specified."""
 
     def __init__(self, *skipped: float) -> None:
         self.skipped = list(skipped)
@@ -164,7 +166,7 @@ class Steps:
 
 
 def make_steps(tmp_path: Path, *steps: list[float], limit: int = 3) -> Updates:
-    """Each step's updates of the actor, 1 where one is skipped; the critic's are all applied."""
+    """Returns the counters after these actor updates by step, 1 for a skipped one. All critic updates are applied."""
     updates = Updates(tmp_path, limit, SilentRecorder(), writes=False)
     for number, skipped in enumerate(steps):
         actor, critic = Steps(*skipped), Steps(0)
@@ -176,7 +178,7 @@ def make_steps(tmp_path: Path, *steps: list[float], limit: int = 3) -> Updates:
 
 
 def test_adapters_that_nothing_reaches_are_refused() -> None:
-    """What frozen embeddings and full recomputation make of every gradient, if nobody minds."""
+    """A loss without a gradient in any adapter is refused. Frozen embeddings with full recomputation cause this."""
 
     class Cut:
         adapters: object | None = object()
@@ -192,7 +194,7 @@ def test_adapters_that_nothing_reaches_are_refused() -> None:
 def test_a_run_whose_last_step_learned_nothing_is_no_success(tmp_path: Path) -> None:
     with pytest.raises(NonFiniteError, match="last step applied no update of the actor: .*nonfinite.jsonl"):
         make_steps(tmp_path, [0, 0], [1, 1]).end_of_run()
-    make_steps(tmp_path, [0, 0], [1, 1], [0, 1]).end_of_run()  # it went on
+    make_steps(tmp_path, [0, 0], [1, 1], [0, 1]).end_of_run()  # later steps applied updates
     make_steps(tmp_path, [1], [0]).end_of_run()
 
 

@@ -1,4 +1,4 @@
-"""Weights beside a policy's own: their average, a reference that is refreshed; saved and restored."""
+"""Copies of a policy's weights: moving averages and refreshed references, saved and restored."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ SHAPE: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_key_value_heads": 4,
-    "vocab_size": 321,  # padded to other sizes at TP1 and TP2
+    "vocab_size": 321,  # padded to different sizes at TP1 and TP2
 }
 
 
 def reward_models(folder: Path) -> tuple[Path, Path]:
-    """A whole one, and one that says that it has a score head and has none."""
+    """Makes a complete reward model, and one that lacks the score head that its configuration names."""
     names = ("reward", "headless")
     for name in names:
         config = AutoConfig.from_pretrained(make_tiny(folder / name, "qwen2", weights=False))
@@ -48,7 +48,7 @@ def reward_models(folder: Path) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def world(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What the world of 4 processes reports, by case."""
+    """Returns the reports of a world of 4 processes, by case."""
     work = tmp_path_factory.mktemp("copies")
     dense = tiny_models("llama", tied=True, num_hidden_layers=4, **SHAPE)
     moe = tiny_models("qwen3_moe", moe_intermediate_size=32, **(SHAPE | {"head_dim": 16}))

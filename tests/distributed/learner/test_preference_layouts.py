@@ -1,5 +1,5 @@
-"""Losses of preference learning are of the step's whole batch: the same loss and gradient under every layout, in any
-number of micro-batches, in one pass and in two; and those of transformers in float64, with the papers' formulas."""
+"""Losses of preference learning are over the step's whole batch. Loss and gradient are the same under every layout, for
+any number of micro-batches, in one pass and in two, and equal the papers' formulas with transformers in float64."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.helpers.tiny import make_tiny
 from tests.helpers.world import run_world
 from tests.unit.algo.test_algo_preference import PAPERS, Pair
 
-MICRO_BATCHES = {"one/45": 5, **dict(slow_cases(("one/110", 2), ("one/51", 5)))}  # at 45 a pair is longer than one
+MICRO_BATCHES = {"one/45": 5, **dict(slow_cases(("one/110", 2), ("one/51", 5)))}  # a pair exceeds 45 tokens
 ONE = ("one", *MICRO_BATCHES)
 TWO = ("cp2/60", *slow_cases("tp2", "pp2", "dp2"))
 OTHERS = slow_cases(("deep", "pp2.vpp2"), ("moe", "ep2/60"))
-STEEP = 2e-5  # of discopop, whose slope turns 1 / tau = 20 times as fast
+STEEP = 2e-5  # tolerance for discopop, whose gradient changes 1 / tau = 20 times as fast
 Results = dict[str, dict[str, tuple[float, float, str, int, float]]]
 
 
@@ -65,7 +65,7 @@ def test_the_micro_batches_were_several(results: Results) -> None:
 
 
 class Slow:
-    """transformers' model in float64, one sequence at a time. All cases share the log-probs of a sequence."""
+    """transformers' model in float64, one sequence at a time. All cases share the cached log-probs of a sequence."""
 
     def __init__(self, folder: Path, stored: dict[str, Any]) -> None:
         config = AutoConfig.from_pretrained(folder)
@@ -76,7 +76,7 @@ class Slow:
         self.known: dict[tuple[int, int], Tensor] = {}
 
     def log_probs(self, which: int, sample: int) -> Tensor:
-        """Of every token but the first."""
+        """Returns the log-probs of every token except the first."""
         if (which, sample) not in self.known:
             ids = self.samples[sample]
             logits = self.models[which](ids[None]).logits[0, :-1].log_softmax(-1)
@@ -84,7 +84,7 @@ class Slow:
         return self.known[which, sample]
 
     def gradients(self, case: dict[str, Any]) -> tuple[float, dict[str, Tensor]]:
-        """(value, gradient) of the case's losses, each the mean over its pairs."""
+        """Returns (value, gradient) of the case's losses, each averaged over its pairs."""
         self.models[0].zero_grad()
         pairs = range(0, len(self.samples), 2)
         value, learnt = 0.0, torch.zeros((), dtype=torch.float64)
@@ -116,7 +116,7 @@ class Slow:
 
 
 def cut(log_probs: Tensor, shorter: int, case: dict[str, Any]) -> Tensor:
-    """Their sum; with ld_alpha the tokens behind the shorter length count that much."""
+    """Returns the sum of the log-probs, in which ld_alpha weights the tokens after the shorter length."""
     return log_probs[:shorter].sum() + case.get("ld_alpha", 1.0) * log_probs[shorter:].sum()
 
 

@@ -1,5 +1,5 @@
-"""Losses of reward models are of the step's whole batch: transformers' loss and gradients, in float64 and one text at a
-time, under every layout, in any number of micro-batches, in one pass and in two."""
+"""Losses of reward models are over the step's whole batch. Loss and gradients equal those of transformers in float64,
+one text at a time, under every layout, for any number of micro-batches, in one pass and in two."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.helpers.slow import slow_cases
 from tests.helpers.tiny import make_tiny
 from tests.helpers.world import run_world
 
-MICRO_BATCHES = {"one": 1, "one/50": 5, **dict(slow_cases(("one/120", 2), ("one/54", 4)))}  # at 50 a pair is longer
+MICRO_BATCHES = {"one": 1, "one/50": 5, **dict(slow_cases(("one/120", 2), ("one/54", 4)))}  # a pair exceeds 50 tokens
 TWO = ("cp2/70", "pp2.vpp2", *slow_cases("tp2", "tp2.sequence0", "pp2", "cp2", "dp2"))
 EXPERTS = slow_cases("ep2")
 CASES = ("bradley_terry", "plackett_luce", "pairwise", "regression", "process")
@@ -26,7 +26,7 @@ Results = dict[str, dict[str, tuple[float, float, str, int]]]
 
 
 def make_model(folder: Path, family: str, layers: int) -> Path:
-    """Two score heads."""
+    """Makes a reward model with two score heads."""
     size = {"num_hidden_layers": layers, "num_key_value_heads": 4, "vocab_size": 313}
     make_tiny(folder / "policy", family, weights=False, **size)
     config = AutoConfig.from_pretrained(folder / "policy", num_labels=2, problem_type="regression")
@@ -75,7 +75,7 @@ def test_the_micro_batches_were_several(results: Results, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def world() -> Any:
-    """The world's own texts and targets, without its ranks."""
+    """Imports the world's script, for its texts and targets."""
     folder = Path(__file__).parents[2] / "worlds"
     sys.path.insert(0, str(folder))
     try:

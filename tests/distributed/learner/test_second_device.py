@@ -1,4 +1,4 @@
-"""What must lie on the model's device does: with a second device imitated, on machines that have one only."""
+"""Tensors are on the model's device where they must be. A second device is imitated for machines without one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOKENS = 6
 
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model's outputs are on the second device, and what the trainer keeps is on the CPU."""
+    """Puts the model's outputs on the second device; the trainer's data stay on the CPU."""
     monkeypatch.setattr(platform, "device", lambda: DEVICE)
 
 
@@ -64,7 +64,8 @@ def test_a_loss_of_cpu_vectors_takes_outputs_of_the_model_s_device(name: str, el
 
 
 def test_a_learner_s_whole_step_runs_on_the_second_device(tiny_models: Callable[..., Path]) -> None:
-    """Log-probs, values, updates by every loss, copies, export: no CPU tensor meets the model's anywhere."""
+    """A learner's complete step runs on the second device: log-probs, values, updates with every loss, copies and
+    export. No CPU tensor is combined with the model's tensors."""
     moe = tiny_models("qwen3_moe", weights=False)
     output = run_world(1, "second_device.py", tiny_models("qwen2", tied=True, weights=False), moe)
     assert {"update, gspo", "update, sft", "update, critic", "bfloat16", "update, experts"} < set(output.splitlines())
@@ -83,7 +84,7 @@ def test_the_imitation_refuses_what_cuda_refuses_and_nothing_else() -> None:
 
 
 def test_the_gradient_norm_does_not_wait_for_the_device() -> None:
-    """`meta` has no numbers, so that asking for one fails."""
+    """The gradient norm does not wait for the device. Reading a number from `meta` would fail."""
     platform.install()
     from megatron.core.utils import local_multi_tensor_applier
 

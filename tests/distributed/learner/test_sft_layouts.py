@@ -1,5 +1,5 @@
-"""Losses of supervised fine-tuning and their gradients, and what held-out rows say, are the same under every layout and
-in any number of micro-batches: with tokens that do not count, label smoothing, dynamic fine-tuning and NEFTune."""
+"""Losses, gradients and held-out metrics of supervised fine-tuning are the same under every layout and for any number
+of micro-batches: with tokens of weight zero, label smoothing, dynamic fine-tuning and NEFTune."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The recipe of docs/extending.md for a family: a class and a line. And what the room can say that no family uses yet:
-layers that differ."""
+"""The recipe of docs/extending.md for a model family: a class and a line. Also a family with unlike layers."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def make_toy(llama: Path) -> None:
-    """The same weights under the toy's name."""
+    """Renames the model to the toy family; the weights stay the same."""
     config = json.loads((llama / "config.json").read_text())
     config |= {"architectures": ["ToyForCausalLM"], "model_type": "toy", "ffn_dim": config.pop("intermediate_size")}
     (llama / "config.json").write_text(json.dumps(config))
@@ -46,7 +45,7 @@ def make_toy(llama: Path) -> None:
 
 @pytest.fixture(scope="module")
 def world(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Results by "check model layout"."""
+    """Returns results by "check model layout"."""
     out = tmp_path_factory.mktemp("world")
     jobs = {
         f"{check} {name} {layout}": {"check": check, "model": str(models[name]), "layout": layout}

@@ -1,4 +1,4 @@
-"""Families whose layers are of several kinds: log-probs and gradients of all tensors as of transformers in float64."""
+"""Families with several kinds of layers: log-probs and all gradients equal those of transformers in float64."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ALL_MODELS: dict[str, dict[str, Any]] = {
         "n_group": 4,
         "topk_group": 2,
         "n_shared_experts": 2,
-        "initializer_range": 0.1,  # with larger weights, and no norms of heads, float32 itself is worth more
+        "initializer_range": 0.1,  # larger weights would make float32's own rounding visible
     },
     "gemma3_text": {},
     "deepseek_v3": {"initializer_range": 0.1},
@@ -48,9 +48,9 @@ UNCUT = (
     "tp2.cp2.ep2/selective",
     "critic:pp2.ep2",
     *slow_cases("tp2.ep2", "pp2.ep2/full", "cp2.ep2", "pp2.vpp2", "critic:tp2.ep2/full"),
-)  # of experts that no rank has a part of
+)  # layouts that do not split experts over tensor-parallel ranks
 MOE = ("glm4_moe", "glm4_moe_air", "deepseek_v3", "moonlight", "qwen2_moe")
-FAMILY = {"glm4_moe_air": "glm4_moe", "moonlight": "deepseek_v3"}  # of the others their own names
+FAMILY = {"glm4_moe_air": "glm4_moe", "moonlight": "deepseek_v3"}  # the other models are named after their family
 DELTA = {
     "qwen3_next": ("tp2.ep2", "pp2.ep2", "cp2.ep2", "critic:tp2.cp2", *slow_cases("tp2.ep2.etp2", "pp2.vpp2/full")),
     "qwen3_5_text": ("tp2.pp2/selective", "cp2", "tp2.sequence0", *slow_cases("cp4", "pp2.vpp2/full", "tp4")),
@@ -83,6 +83,7 @@ def test_log_probs_and_gradients_are_transformers(results: dict[str, Any], model
 
 
 def test_a_router_s_bias_stays_float32_in_a_bfloat16_model(results: dict[str, Any]) -> None:
-    """It decides between experts that are nearly equal: rounded, it would choose others than the engine's."""
+    """A router's bias stays float32 in a bfloat16 model. It decides between nearly equal experts; if rounded, it would
+    choose other experts than the engine."""
     biases = {f"model.layers.{i}.mlp.gate.e_score_correction_bias": "torch.float32 kept" for i in (1, 2, 3)}
     assert results["glm4_moe"]["bfloat16"] == biases

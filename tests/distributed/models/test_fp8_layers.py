@@ -1,8 +1,8 @@
-"""Emulated fp8 layers: gradients under every kind of parallelism, and what delayed scaling remembers over a resume.
+"""Emulated fp8 layers: gradients under every kind of parallelism, and the state of delayed scaling across a resume.
 
-Blocks that lie whole on one rank are rounded the same everywhere, and so are scales of earlier updates, which all ranks
-agree on; what is left is the order of float32 sums. One scale a tensor is another one where ranks hold parts of it:
-then gradients differ by as much as the recipe itself is off float32, no more.
+Blocks that are whole on one rank are rounded the same under every layout. So are scales of earlier updates, which are
+reduced over all ranks; only the order of float32 sums differs. One scale per tensor differs if ranks hold parts of the
+tensor: then gradients differ by no more than the recipe's own error against float32.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ def test_gradients_equal_one_process_where_blocks_do_and_are_near_elsewhere(
     for name in ("none", *RECIPES):
         loss_error, gradient_error, _ = results[layout][name]
         if name == "none" or (layout, name) in SAME:
-            # a tenth of what rounding does: values on an edge go the other way where a machine adds in another order
+            # a tenth of the rounding error: values at the edge of a rounding interval depend on the order of sums
             bound = 1e-5 if name == "none" else 0.1 * own[name][1]
             assert loss_error < 1e-5 and gradient_error < bound, (name, loss_error, gradient_error)
-        elif (layout, name) == ("tp2", "delayed"):  # such values of the first update move the scales of the next
+        elif (layout, name) == ("tp2", "delayed"):  # such values of the first update change the scales of the next
             assert gradient_error < 0.5 * own[name][1] and loss_error < 0.01, (name, loss_error, gradient_error)
         else:
             assert 1e-5 < gradient_error < 1.5 * own[name][1], (name, gradient_error, own[name])

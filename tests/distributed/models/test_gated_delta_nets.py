@@ -1,6 +1,7 @@
-"""Families with gated delta nets, which need the newer megatron-core: sequences stay apart, conversion, critics, LoRA.
+"""Families with gated delta nets, which need the newer megatron-core: separate packed sequences, conversion, critics,
+LoRA.
 
-Their log-probs and gradients are in test_families.py, resuming in test_checkpoint.py.
+test_families.py tests their log-probs and gradients, test_checkpoint.py their resuming.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def rollout_of(changed: int | None) -> Rollout:
 
 @pytest.mark.parametrize("changed", [0, 2, 4])
 def test_no_bit_of_a_packed_sequence_depends_on_another(tiny_models: TinyModels, changed: int) -> None:
-    """Neither of its log-probs nor of its gradient."""
+    """Neither log-probs nor gradients of a packed sequence depend on another sequence, bit for bit."""
     path, train = str(tiny_models(DENSE, weights=False)), TrainConfig()
     counts = torch.tensor(LENGTHS) - 1
     others = torch.arange(len(LENGTHS)).repeat_interleave(counts) != changed
@@ -81,7 +82,8 @@ def test_no_bit_of_a_packed_sequence_depends_on_another(tiny_models: TinyModels,
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("family", DELTA_FAMILIES)
 def test_adapters_of_joined_projections_are_the_hub_s(tiny_models: TinyModels, family: str, tp: int) -> None:
-    """Their contribution to the layer's weight equals that to the hub's, in the layer's order of rows."""
+    """Adapters of joined projections add to the layer's weight what the hub's adapters add, in the layer's row
+    order."""
     arch = load_arch(tiny_models(family, weights=False))
     name = "decoder.layers.0.self_attention.in_proj"
     row, table = weight_table(arch)[name + ".weight"], adapter_table(arch, "policy", LoRA(3, 3.0, ("all-linear",)))
@@ -163,7 +165,7 @@ def world(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.mark.parametrize("model", LAYOUTS)
 def test_a_converted_model_is_the_same_bits(world: World, model: str) -> None:
-    """Loaded under another layout, by mrl and by Megatron itself; and converted back."""
+    """A converted model has the same bits in another layout, loaded by mrl and by Megatron, and converted back."""
     loaded, back = world("load", model, LAYOUTS[model]), world("back", model, TP1)
     assert loaded["parameters"] > 5 and loaded["trainer"] == loaded["megatron"] == back["wrong"] == []
     check_parity(world("logits", model, LAYOUTS[model]))
@@ -191,5 +193,5 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 def test_gradients_of_adapters_are_one_process_own(adapted: dict[str, dict[str, Any]], kind: str) -> None:
     found = adapted[kind]
     assert max(found[name] for name in ("out", "loss", "norm", "gradients")) < 2e-5, found
-    if kind != "moe":  # of its experts some get no token
+    if kind != "moe":  # some of its experts get no token
         assert found["smallest"] > 1e-3, "an adapter has no gradient"

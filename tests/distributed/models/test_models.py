@@ -1,4 +1,4 @@
-"""Models: equal under every layout; attention, rope and initialisation by themselves."""
+"""Models are equal under every layout; attention, rope and initialization are tested separately."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.helpers.world import run_world
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
-    """Everything that needs several processes, in one torchrun of four."""
+    """Runs all checks that need several processes in one world of four."""
     root = tmp_path_factory.mktemp("models")
     dense = make_tiny(root / "dense", "qwen2", tied=True, weights=False, num_hidden_layers=4, vocab_size=323)
     moe = make_tiny(root / "moe", "qwen3_moe", weights=False, vocab_size=323)

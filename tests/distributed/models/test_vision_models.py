@@ -1,4 +1,4 @@
-"""Models that see pictures: read from config.json, and equal to transformers' under every layout."""
+"""Vision-language models: read from config.json, and equal to transformers under every layout."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ LAYOUTS = {
     ),
     "qwen2_5_vl": ("tp2.cp2", *slow_cases("tp2.pp2/full", "pp2.vpp2", "dp4/frozen")),
 }
-ALONE = {"qwen3_vl": ("one", "one/frozen"), "qwen2_5_vl": ("one/full",)}  # a world of one rank
-WIDE = {  # of eight: each twice, by data parallelism
+ALONE = {"qwen3_vl": ("one", "one/frozen"), "qwen2_5_vl": ("one/full",)}  # in a world of one rank
+WIDE = {  # in a world of eight: each replicated twice by data parallelism
     "qwen3_vl": ("tp2.cp2", "tp2.cp2/full", "tp2.cp2/frozen", "tp2.pp2", "tp2.pp2/frozen/full"),
     "qwen2_5_vl": ("tp2.cp2/full", "tp2.cp2/frozen/full", "tp2.pp2", "tp2.pp2/frozen"),
 }

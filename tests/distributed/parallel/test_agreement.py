@@ -1,4 +1,4 @@
-"""Ranks that act together: whatever fails on whichever, all of them raise the same, and none waits for it."""
+"""Error propagation over ranks: if a rank fails in a collective step, all raise the same error, and none waits."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from mrl.weights.convert.worker_pool import WorkerPool
 from mrl.weights.errors import SyncMismatch
 
 WORLD = 3
-LIMIT_S = 1.0  # of the group that a silent rank belongs to
+LIMIT_S = 1.0  # timeout of the process group with the silent rank
 
 
 class Refused(RuntimeError):
-    """What the ranks of these tests raise."""
+    """The error that the ranks of these tests raise."""
 
 
 class Room(CollectiveErrorCheck[str]):
@@ -54,7 +54,7 @@ def pushed() -> None:
 
 
 def planned() -> None:
-    """As torch has it: every rank raises what it has gathered of all."""
+    """Raises as torch does: on every rank, with the errors gathered from all."""
     raise CheckpointException("plan", {number: (OSError(f"disk {number}"), None) for number in (1, 2)})  # type: ignore
 
 
@@ -92,7 +92,7 @@ def outcome(step: Callable[[], Any]) -> dict[str, Any]:
 
 
 def life(number: int, store: Path, pipe: Any) -> None:
-    """A rank's. At the end rank 2 keeps silent, then it dies."""
+    """Runs one rank. At the end rank 2 stays silent, and then ends."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=number, world_size=WORLD)
     room, impatient = Room(), Room(dist.new_group(backend="gloo", timeout=timedelta(seconds=LIMIT_S)))
     outcomes = {name: outcome(lambda step=step: step(room)) for name, step in STEPS.items()}
@@ -107,7 +107,7 @@ def life(number: int, store: Path, pipe: Any) -> None:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
-    """What every rank saw in each step."""
+    """Returns each rank's outcome of every step."""
     fork, store = multiprocessing.get_context("fork"), tmp_path_factory.mktemp("world") / "store"
     pipes = [fork.Pipe() for _ in range(WORLD)]
     world = [fork.Process(target=life, args=(i, store, pipe[1]), daemon=True) for i, pipe in enumerate(pipes)]
@@ -173,7 +173,7 @@ def test_a_room_has_its_own_words(step: str, error: str, ranks: list[dict[str, d
 
 @pytest.mark.parametrize(("step", "here"), [("silent", ["None", "disk full"]), ("dead", ["None", "None"])])
 def test_a_rank_that_does_not_answer(step: str, here: list[str], ranks: list[dict[str, dict[str, Any]]]) -> None:
-    """The others say what they waited for, and what failed here; they wait no longer than the group's time-out."""
+    """If a rank does not answer, the others name the step and their own error within the group's timeout."""
     errors = [seen[step].get("error") for seen in ranks[:2]]
     assert errors == [f"Refused: nobody answers while waiting (here: {mine})" for mine in here]
     assert all(seen[step]["seconds"] < LIMIT_S + 10 for seen in ranks[:2])

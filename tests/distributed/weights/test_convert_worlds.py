@@ -1,4 +1,4 @@
-"""Converted models under every layout: the bits that a Hugging Face directory gives, and transformers' logits."""
+"""Converted models under every layout: the same bits as the Hugging Face directory, and the logits of transformers."""
 
 from __future__ import annotations
 
@@ -69,7 +69,8 @@ def world(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.mark.parametrize(("model", "layout"), LAYOUTS, ids=lambda x: x if isinstance(x, str) else str(x))
 def test_a_converted_model_loads_under_every_layout(world: World, model: str, layout: dict[str, int]) -> None:
-    """`trainer`: by mrl's loader; `megatron`: by Megatron's own, which the converter shares nothing with."""
+    """A converted model loads under every layout by mrl's loader (`trainer`) and by Megatron's own (`megatron`), which
+    shares no code with the converter."""
     result = world("load", model, layout)
     assert result["parameters"] > 5
     assert result["trainer"] == []

@@ -1,4 +1,4 @@
-"""An engine that refuses, breaks, hangs or dies during a push: one error on every rank, in bounded time."""
+"""An engine that refuses, fails, hangs or dies during a weight sync: one error on every rank, in bounded time."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ pytestmark = pytest.mark.long
 
 WORLDS = Path(__file__).parents[2] / "worlds"
 TIMEOUT_S = 8.0
-SLACK_S = 30.0  # closing sessions on an engine that does not answer, and a busy machine
+SLACK_S = 30.0  # time for a busy machine, and to close sessions on an engine that does not answer
 
-# name -> (what the engine does, transport, what the error must say)
+# name -> (behaviour of the engine, transport, error)
 FAILURES = {
     "refuses the session, group": ("refuses_begin", "distributed", "/begin_weight_update: .*session is already open"),
     "refuses the group": ("refuses_group", "distributed", "/init_weights_update_group: .*no group for you"),
@@ -46,7 +46,7 @@ FAILURES = {
         )
     ),
 }
-# of two engines, on two nodes: what they do, what the error must say
+# two engines on two nodes: their behaviours, error
 OVER_NODES = {
     "node 1 answers 500": (("ok", "error_500"), r"rank 0: .*HTTP 500.*out of memory|rank 0, 1: |rank 1: "),
     "node 1 dies": (("ok", "dies"), "node 1: .*no answer|/update_weights_from_tensor: no answer"),
@@ -58,7 +58,7 @@ OVER_NODES = {
         )
     ),
 }
-# of an engine over two nodes: what it does, the node that has no room, what the error must say
+# an engine over two nodes: its behaviour, the node without room, error
 SPANNING = {
     "the engine answers 500": ("error_500", None, "/update_weights_from_tensor: HTTP 500: .*out of memory"),
     "node 1 has no room": ("ok", 1, "node 1: no room"),
@@ -80,7 +80,7 @@ GOOD = {
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """A fake engine for every case: its URL by case."""
+    """Starts a fake engine for every case; returns its URL by case."""
     root = tmp_path_factory.mktemp("engines")
     processes, urls = [], {}
     behaviours = {name: case[0] for name, case in (FAILURES | GOOD | SPANNING).items()}

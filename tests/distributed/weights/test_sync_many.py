@@ -1,4 +1,4 @@
-"""Weights of two senders to several engines, one group a sender: by gloo, over engines that come, fail and go."""
+"""Weight sync from two senders to several engines, a gloo group per sender, while engines join, fail and leave."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.helpers.receiving_engine import KEY, ReceivingEngine
 from tests.helpers.world import run_world
 
-TIMEOUT_S = 30.0  # of a sync, as the world has it
+TIMEOUT_S = 30.0  # of a sync; the world's script uses the same
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
 
@@ -30,7 +30,7 @@ def steps(engines: list[ReceivingEngine], tiny_models: Any, tmp_path_factory: py
     return json.loads(out.read_text())
 
 
-# step -> engines that it is for
+# step -> its engines
 GOOD = {
     "first": (0, 1, 2),
     "same group": (0, 1, 2),

@@ -1,4 +1,4 @@
-"""Hugging Face -> Megatron -> Hugging Face and logits parity with transformers, for every family, in real worlds."""
+"""Conversion from Hugging Face to Megatron and back, and transformers' logits, for every family on several ranks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ ALL_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 NAMES = ("llama", "llama_tied", "qwen2", "qwen2_tied", "qwen3_moe", "deepseek_v3", "gemma3_text", "gpt_oss")
 NAMES += slow_cases(*(name for name in ALL_MODELS if name not in NAMES))
 MODELS = {name: ALL_MODELS[name] for name in NAMES}
-UNCUT = ("gpt_oss",)  # experts that no rank has a part of
+UNCUT = ("gpt_oss",)  # its experts cannot be split over tensor-parallel ranks
 EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_moe_raw", "glm4_moe", "deepseek_v3")
 MOE = tuple(name for name in EXPERTS if name in MODELS)
 CRITICS = ("llama_tied", "gemma3_text", "deepseek_v3", "gpt_oss", *slow_cases("qwen3", "mixtral", "qwen2_moe"))
@@ -61,13 +61,13 @@ TP2EP2 = {"tensor": 2, "expert": 2}
 ETP2EP2 = {"tensor": 2, "expert": 2, "expert_tensor": 2}
 
 
-BOTH = [(model, TP2EP2 if model in UNCUT else TP2PP2) for model in MODELS]  # each under both that cut its matrices
+BOTH = [(model, TP2EP2 if model in UNCUT else TP2PP2) for model in MODELS]  # each in both kinds of splits
 WITH_EXPERTS = [(model, EP2PP2) for model in (*MOE, *UNCUT)] + [(model, TP2EP2) for model in MOE]
 OF_CRITICS = [(model, TP2EP2 if model in UNCUT else TP2PP2) for model in CRITICS]
 
 
 def layout_of(model: str, layout: dict[str, int]) -> dict[str, int]:
-    """A three-layer model is cut unevenly."""
+    """Returns the layout; a three-layer model gets uneven pipeline stages."""
     return {**layout, "first_stage_layers": 1, "last_stage_layers": 2} if model == "llama" and layout else layout
 
 
@@ -101,7 +101,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def write_reference(path: Path, fused: bool) -> None:
-    """transformers' logits of each sequence on its own, one after the other; experts in their fused form as well."""
+    """Writes transformers' logits of each sequence alone; if `fused`, also the model with fused experts."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()

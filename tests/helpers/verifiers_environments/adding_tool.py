@@ -1,4 +1,4 @@
-"""Environment with a tool, in the form of the package verifiers: a sum that a tool computes."""
+"""An environment of the verifiers package with a tool: the model computes a sum with the tool."""
 
 from __future__ import annotations
 

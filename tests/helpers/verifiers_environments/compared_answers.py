@@ -1,4 +1,4 @@
-"""Environment in the form of the package verifiers whose reward compares the answers of a group."""
+"""An environment of the verifiers package whose reward compares the answers of a group."""
 
 from __future__ import annotations
 

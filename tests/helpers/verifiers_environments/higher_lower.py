@@ -1,4 +1,4 @@
-"""Multi-turn environment in the form of the package verifiers: guess a number that is named higher or lower."""
+"""A multi-turn environment of the verifiers package: guess a number; the environment answers higher or lower."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Single-turn environment in the form of the package verifiers: answer with the last digit of a number."""
+"""A single-turn environment of the verifiers package: answer with the last digit of a number."""
 
 from __future__ import annotations
 

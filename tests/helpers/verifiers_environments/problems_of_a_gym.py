@@ -1,4 +1,4 @@
-"""An environment that ships with the package verifiers, for problems of reasoning-gym."""
+"""An environment that the verifiers package ships, for problems of reasoning-gym."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Harnesses at the endpoint by Anthropic's Messages API and OpenAI's Responses API: by their own clients, and by the
-bodies that these send."""
+"""Agent harnesses that use Anthropic's Messages API or OpenAI's Responses API at the endpoint, with the vendors' own
+clients and with the request bodies that these send."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Harnesses that are not written for mrl, at an endpoint of OpenAI's kind: what they are answered is what is learnt."""
+"""Agent harnesses not written for mrl, at an OpenAI endpoint: the run trains on exactly the tokens of the answers."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def harnesses(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Model:
-    """Says two digits of each request's seed, or what it is given."""
+    """A model that answers each request with two digits of its seed, or with a given text."""
 
     def __init__(self, template: str = KEEPS, says: str = "", finish: str = "stop") -> None:
         self.tokenizer, self._says, self._finish = talker(template), says, finish
@@ -215,7 +215,7 @@ def play(file: Path, name: str, model: Model, count: int = 1, row: Any = None, *
 
 
 def parts(sample: Sample) -> list[tuple[list[int], list[bool]]]:
-    """Ids of each sequence, and which are drawn."""
+    """Returns the token ids of each sequence, and which of them the policy generated."""
     ids, begun = sample.token_ids.tolist(), len(sample.request.prompt.token_ids)
     assert sample.action_mask is not None
     drawn, found, at = [False] * begun + sample.action_mask.tolist(), [], 0
@@ -264,7 +264,7 @@ def test_calls_of_tools_come_as_such_and_go_on_by_the_same_tokens(harnesses: Pat
 
 
 def test_tokens_are_those_that_were_drawn_where_the_text_has_others(harnesses: Path) -> None:
-    """Half a character, of which the text has a sign of other tokens."""
+    """The policy's tokens are kept if tokenizing their text gives others, here for half of a UTF-8 character."""
     model = Model()
     half = model.tokenizer.encode_plain(["é"])[0][:1]
     again = model.tokenizer.encode_plain([model.tokenizer.decode(half)])[0]
@@ -286,7 +286,7 @@ def test_a_history_that_is_rewritten_is_another_sequence_and_each_turn_is_learnt
     texts = [model.tokenizer.decode(ids, special=True) for ids, _ in found]
     assert len(found) == 3, texts
     assert [text.count("assistant") for text in texts] == [2, 2, 2]
-    turn = 3  # tokens of each
+    turn = 3  # tokens of each turn
     assert [sum(drawn) for _, drawn in found] == [2 * turn, 2 * turn, turn], "the first answer is learnt twice"
     assert sample.num_generated_tokens == len(sample.log_probs) == 5 * turn
     assert texts[2].startswith(texts[0][: texts[0].index("user\nb")]), "the branch is not after the tokens of the first"
@@ -372,7 +372,7 @@ def test_an_error_of_a_parser_is_told_to_the_harness() -> None:
 
 
 def opened() -> Endpoint:
-    """An endpoint whose model says "x" to everything."""
+    """Opens an endpoint whose model answers "x" to every request."""
     told = {"answer": {"text": "x", "finish": "stop", "tokens": [1, 1]}}
     session = Session(
         lambda question: threading.Timer(0.01, lambda: session.answer(told)).start(),
@@ -408,7 +408,7 @@ def test_a_connection_is_used_again_and_a_body_may_be_announced() -> None:
 
 
 def test_without_a_key_little_is_read_for_a_short_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that waits longest is dropped for one too many; who has shown a key is not counted."""
+    """The oldest of too many unauthenticated connections is closed. Authenticated connections do not count."""
     monkeypatch.setattr(http_server, "MAX_UNAUTHENTICATED", 3)
     monkeypatch.setattr(http_server, "HEAD_S", 1.0)
     endpoint = opened()
@@ -424,7 +424,7 @@ def test_without_a_key_little_is_read_for_a_short_time(monkeypatch: pytest.Monke
         with contextlib.suppress(ConnectionError):
             others[1].sendall(b"GET /v1/models HTTP/1.1\r\nX: " + b"x" * (1 << 20))
             assert others[1].recv(1000).startswith(b"HTTP/1.0 400 ") and others[1].recv(1) == b""
-        for byte in b"GET /v1/models HTTP/1.1\r\nX: yyyyyy":  # one at a time
+        for byte in b"GET /v1/models HTTP/1.1\r\nX: yyyyyy":  # one byte at a time
             with contextlib.suppress(ConnectionError):
                 others[2].send(bytes([byte]))
             time.sleep(0.05)
@@ -487,7 +487,7 @@ def play(ctx, prompt):
 
 
 def test_a_run_learns_from_a_harness(tiny_models: TinyModels, sglang_engine: Engine, tmp_path: Path) -> None:
-    """Real SGLang, two context-parallel ranks, groups under way over pushes, some of whose harnesses fail."""
+    """Trains with real SGLang, two context-parallel ranks and in-flight groups, though some harnesses fail."""
     (tmp_path / "client.py").write_text(CLIENT)
     (tmp_path / "template.jinja").write_text(ENDS)
     config = write_config(

@@ -1,4 +1,4 @@
-"""Environments of other people's kinds, what they give after each turn, and what becomes of those that fail."""
+"""Third-party environments: the rewards of each turn, and failures of environments."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_an_environment_of_gymnasium_is_played(programs: Path, tmp_path: Path) -
 
 
 class Echo(BaseHTTPRequestHandler):
-    """As a server of OpenEnv that holds one episode."""
+    """An OpenEnv server that holds one episode."""
 
     episode, steps, seen = "", 0, list[dict[str, object]]()
 
@@ -183,7 +183,7 @@ def test_rewards_are_where_the_turns_end_that_they_are_for(programs: Path) -> No
     assert sample.environment == {"score": 1.25} and sample.messages[0] == {"role": "environment", "content": "begin:"}
     [at_the_end] = play(programs, "Early", count=1)
     assert at_the_end.token_rewards is None and at_the_end.environment == {"score": 1.25}
-    sample.score = 2.0  # the environment's and something else
+    sample.score = 2.0  # the environment's reward and another one
     rollout = collate(0, [sample])
     assert rollout.token_rewards is not None
     early = rollout.dense(rollout.token_rewards)
@@ -191,7 +191,7 @@ def test_rewards_are_where_the_turns_end_that_they_are_for(programs: Path) -> No
     assert rewards.tolist() == [[0, 0, 1, 0, 0, 0, 0, 0, 1.0]] and float(rewards.sum()) == 2.0
 
 
-# ---- histories that are written anew
+# ---- rewritten histories
 
 
 def test_thoughts_that_a_template_strips_begin_a_sequence_at_each_users_message(programs: Path) -> None:
@@ -226,7 +226,7 @@ def test_sequences_are_kept_and_come_back(programs: Path) -> None:
 
 
 def json_like(kept: dict[str, object]) -> dict[str, object]:
-    """As a checkpoint gives it back: nothing of ours but tensors and plain values."""
+    """Returns the state as a checkpoint stores it: only tensors and plain values."""
     arrays = kept["arrays"]
     assert isinstance(arrays, dict) and all(isinstance(tensor, torch.Tensor) for tensor in arrays.values())
     return json.loads(json.dumps({k: v for k, v in kept.items() if k != "arrays"})) | {"arrays": arrays}
@@ -261,7 +261,7 @@ def test_sequences_that_do_not_fit_are_refused(lens: list[int], drawn: list[int]
         )
 
 
-# ---- what fails
+# ---- failures
 
 
 def test_a_sample_of_an_environment_that_fails_is_left_out(programs: Path) -> None:
@@ -280,7 +280,7 @@ def test_a_sample_of_an_environment_that_fails_is_left_out(programs: Path) -> No
 
 
 class Parts(SimulatedEngine):
-    """Data, engine, rewards and agents of a generator, in one; `failing` samples are left out."""
+    """Data, engine, rewards and agents of a generator in one object; `failing` samples are left out."""
 
     def __init__(self, *failing: int) -> None:
         super().__init__(lambda request, params: pytest.fail("the agents generate"))

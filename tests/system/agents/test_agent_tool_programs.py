@@ -1,4 +1,4 @@
-"""Tool calls: SGLang's parsers, and programs of the model."""
+"""Tool calls: comparison with SGLang's parsers, and user programs that receive them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ for name, text in texts:
 
 @pytest.mark.slow
 def test_where_sglang_reads_the_same_calls() -> None:
-    """docs/agents.md says where the two differ and why."""
+    """mrl's parsers agree with SGLang's on the texts marked as the same. docs/agents.md lists the differences."""
     texts = [(IN_SGLANG.get(given.parser, given.parser), given.text) for given in TEXTS]
     done = subprocess.run(
         [sys.executable, "-c", ASKS_SGLANG],
@@ -88,7 +88,7 @@ def test_a_program_of_the_model_is_run_shut_in(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_program_gets_typed_calls_and_what_could_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tools' declarations are the row's; the good call of a turn is kept beside one that is none."""
+    """The program receives arguments typed by the row's tools, and a valid call beside an invalid one's error."""
     file = tmp_path / "typed.py"
     file.write_text(
         "async def typed(ctx, prompt):\n"

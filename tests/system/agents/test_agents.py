@@ -1,4 +1,4 @@
-"""Responses of several turns: tokens are what was drawn and what was said, and only what was drawn is learnt."""
+"""Multi-turn responses: tokens are those that were generated or inserted, and only generated ones are trained on."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class FakeEngine:
-    """Says its seed's last digit, once for each token that it was shown, up to three."""
+    """An engine that repeats the last digit of the seed, once for each token of the prompt, up to three times."""
 
     def __init__(self, finish: str = "stop") -> None:
         self.finish, self.asked = finish, list[Request]()
@@ -385,7 +385,7 @@ def test_a_trajectory_has_so_much_time_whatever_it_does_with_it(programs: Path, 
 
 
 class Slow(FakeEngine):
-    """Takes 1000 s for its first turns, by a clock of its own."""
+    """An engine whose first turns take 1000 s on its own clock."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -417,8 +417,8 @@ CHATML = (
 KEEPS = CHATML.replace("(KEEP or not later(loop.index0))", "true")
 STRIPS = CHATML.replace(
     "(KEEP or not later(loop.index0))", "messages[loop.index0:] | selectattr('role', 'eq', 'user') | list | length == 0"
-)  # as Qwen3's: thoughts before the last user message are not shown
-OBSERVES = (  # as GLM's: a turn ends where the next role begins
+)  # like Qwen3's template: reasoning before the last user message is dropped
+OBSERVES = (  # like GLM's template: a turn ends where the next role begins
     "{% for m in messages %}{{ {'tool': '<|observation|>'}.get(m.role, '<|' + m.role + '|>') }}\n{{ m.content }}"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
@@ -487,7 +487,8 @@ def test_words_of_an_environment_cannot_end_a_turn_or_begin_one() -> None:
 def test_turns_of_a_run_have_the_log_probs_of_one_pass_and_are_written_down(
     tiny_models: TinyModels, sglang_engine: Engine, programs: Path, tmp_path: Path
 ) -> None:
-    """Real SGLang, samples drawn one step ahead, two ranks."""
+    """With real SGLang, samples one step ahead and two ranks, the log-probs of a turn equal those of one forward pass,
+    and the turns are written to the rollout files."""
     config = write_config(
         tmp_path,
         tiny_models("llama"),

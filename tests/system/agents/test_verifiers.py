@@ -1,4 +1,4 @@
-"""Environments of the package verifiers, by name: their turns are recorded, and their scores are the library's own."""
+"""Environments of the verifiers package by name: their turns are recorded, and the scores are the package's own."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 
 
 class Said:
-    """A client of the library's that gives these answers, in turn; then the model's context is full."""
+    """A client of the verifiers package that returns these answers in turn, and then the error of a full context."""
 
     def __init__(self, answers: list[dict[str, Any]]) -> None:
         self.chat = SimpleNamespace(completions=SimpleNamespace(create=self._create))
@@ -59,7 +59,7 @@ class Said:
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environments can be imported, as installed ones can. One that is made here sets no signal handlers."""
+    """Makes the environments importable, as if installed. An environment must not set signal handlers here."""
     monkeypatch.syspath_prepend(str(HERE))
     monkeypatch.setattr("signal.signal", lambda *_: None)
 
@@ -80,7 +80,7 @@ def play(name: str, rows: list[dict[str, Any]], model: Model, **settings: Any) -
 
 
 def library_scores(name: str, rows: list[dict[str, Any]], samples: list[Sample]) -> list[dict[str, float]]:
-    """Scores of the same answers by the library alone."""
+    """Returns the package's own scores of the same answers."""
 
     def as_sent(message: dict[str, Any]) -> dict[str, Any]:
         calls = [
@@ -106,7 +106,7 @@ def scored_as_by_the_library(name: str, rows: list[dict[str, Any]], samples: lis
 
 
 def test_single_turns() -> None:
-    """The last row's answer is empty, which is the model's fault."""
+    """Single-turn samples get the package's scores. The last row's answer is empty, which is the model's fault."""
     name, model = "verifiers:last-digits?first=25", Model()
     rows, generate = rows_of(name), model.generate
 

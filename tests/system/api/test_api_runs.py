@@ -1,4 +1,4 @@
-"""The Python interface as a user runs it: the examples, in one process and TP2 x PP2, and how a script's run ends."""
+"""The Python API as a user runs it: the examples in one process and at TP2 x PP2, and the ways a script's run ends."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def python(folder: Path, *arguments: object, ranks: int = 0, **more: str) -> subprocess.CompletedProcess[str]:
-    """`python ARGUMENTS` in the folder, or as ranks of torchrun."""
+    """Runs `python ARGUMENTS` in the folder, as `ranks` torchrun ranks if there are any."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
     return subprocess.run(
         [sys.executable, *launcher, *map(str, arguments)],
@@ -65,7 +65,7 @@ def script(folder: Path, *lines: str) -> Path:
 
 @pytest.fixture(scope="module")
 def grpo(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The example in one process."""
+    """Runs the example in one process."""
     folder = tmp_path_factory.mktemp("grpo")
     shown = example("grpo_script.py", folder, tiny_models("llama"), folder / "runs")
     assert "after 5 steps" in shown
@@ -73,7 +73,7 @@ def grpo(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 def test_a_script_s_run_is_that_of_the_command(grpo: Path) -> None:
-    """To the bit, from the configuration that the run has written down."""
+    """A script's run equals `mrl train` with the configuration that the run wrote, bit for bit."""
     run_dir = grpo / "runs/grpo"
     train(grpo, run_dir / "config.yaml", "run.name=command")
     assert results(run_dir) == results(grpo / "runs/command")
@@ -83,7 +83,7 @@ def test_a_script_s_run_is_that_of_the_command(grpo: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [0, 4])
 def test_four_ranks_learn_the_same(grpo: Path, tiny_models: TinyModels, tmp_path: Path, ranks: int) -> None:
-    """Started by the trainer, and by torchrun."""
+    """Four ranks give the metrics of one process, started by the trainer and by torchrun."""
     example("grpo_script.py", tmp_path, tiny_models("llama"), tmp_path / "runs", 2, 2, ranks=ranks)
     alone, four = read_metrics(grpo / "runs/grpo"), read_metrics(tmp_path / "runs/grpo")
     for one, other in zip(alone, four, strict=True):
@@ -140,7 +140,7 @@ def test_step_by_step_is_fit(grpo: Path, tmp_path: Path) -> None:
 def test_a_loop_of_one_s_own_learns_as_the_built_in_one(
     grpo: Path, tiny_models: TinyModels, tmp_path: Path, ranks: int, forked: bool
 ) -> None:
-    """In one process, by torchrun, and as ranks without the seconds of their imports."""
+    """A user's loop gives the losses of the built-in one: in one process, under torchrun, and in forked ranks."""
     layout = ("2", "2") if ranks else ()
     if forked:
         shown = run_world(ranks, str(ROOT / "examples/own_loop.py"), tiny_models("llama"), *layout)
@@ -219,7 +219,7 @@ print("resumed")
 
 
 def session(folder: Path, program: str, *arguments: Path) -> list[str]:
-    """Lines that a program shows, in one process that has the imports before it starts."""
+    """Runs a program in one process with preloaded imports, and returns the lines that it prints."""
     done = zygote.run("tests.helpers.code", program, *arguments, cwd=folder, timeout_s=RUN_S)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return done.stdout.splitlines()
@@ -275,7 +275,7 @@ def assert_callbacks_see_the_run(shown: str, runs: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [0, pytest.param(4, marks=pytest.mark.slow)])
 def test_ppo_with_callbacks_on_four_ranks(tiny_models: TinyModels, tmp_path: Path, ranks: int) -> None:
-    """Started by the trainer, and by torchrun."""
+    """PPO with callbacks runs on four ranks, started by the trainer and by torchrun."""
     shown = example("ppo_with_callbacks.py", tmp_path, tiny_models("llama"), tmp_path / "runs", 2, 2, ranks=ranks)
     assert_callbacks_see_the_run(shown, tmp_path / "runs")
 
@@ -292,7 +292,7 @@ def test_callbacks_see_a_run_in_one_process_and_may_end_it(tiny_models: TinyMode
 
 
 def kernel(folder: Path, cells: list[Any], monkeypatch: pytest.MonkeyPatch) -> NotebookClient:
-    """Returns the cells in a Jupyter kernel of this environment that is not started yet."""
+    """Returns the cells in a Jupyter kernel of this environment, which is not started yet."""
     for name, value in environment().items():
         monkeypatch.setenv(name, value)
     notebook = nbformat.v4.new_notebook(cells=cells)
@@ -340,11 +340,11 @@ def test_a_notebook_s_interrupt_ends_all_ranks(
     assert "the kernel goes on" in shown_by(client)
 
 
-# ---- ends
+# ---- how runs end
 
 
 def sft_lines(folder: Path, model: Path, *lines: str, **sections: Any) -> str:
-    """Writes config.yaml; returns the program."""
+    """Writes config.yaml and returns the program."""
     write(folder, model, **{"run": {"steps": 10_000}, "validation": {"patience": 10_000}, **sections})
     return "\n".join(["import time", "from mrl import SFTTrainer, TrainerCallback, TrainingFailed", *lines])
 
@@ -368,7 +368,7 @@ def test_an_exception_in_a_callback_of_one_rank_ends_the_run(tiny_models: TinyMo
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_signal_to_the_script_ends_all_ranks(tiny_models: TinyModels, tmp_path: Path, number: signal.Signals) -> None:
-    """SIGTERM lets the run save first."""
+    """A signal to the script ends all ranks. With SIGTERM the run saves first."""
     lines = [
         "try:",
         "    SFTTrainer('config.yaml').fit()",

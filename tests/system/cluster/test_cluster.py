@@ -1,4 +1,4 @@
-"""A run over several nodes: two launchers on this machine as two nodes, and a real Slurm with two virtual ones."""
+"""A run over several nodes: two launchers on this machine act as two nodes, and a real Slurm has two virtual nodes."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ pytestmark = pytest.mark.longest
 
 LIMIT_S = 300.0
 STEPS = 8 if RUN_SLOW else 5
-# The pipeline's stages are on different nodes, tensor parallelism stays on one; each node has its engine.
-# Whoever is not at work gives its memory up, on both nodes at once.
+# The pipeline stages are on different nodes, tensor parallelism stays on one; each node has its engine.
+# Idle models and engines release their memory, on both nodes at once.
 PPO: dict[str, Any] = {
     "actor": {"parallel": {"tensor": 2, "pipeline": 2}, "optimizer": {"lr": 5e-3}, "offload": "all"},
     "critic": {"parallel": {"tensor": 2, "pipeline": 2}, "optimizer": {"lr": 5e-3}, "offload": "all"},
@@ -71,7 +71,7 @@ def steps_made(run_dir: Path) -> int:
 
 
 def engine_of(run_dir: Path, number: int) -> psutil.Process:
-    """The process that answers as engine `number`, by the log that it writes to."""
+    """Returns the process of engine `number`, recognized by the log file that it writes to."""
     log = str(run_dir / "logs" / f"engine_{number}.log")
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
@@ -84,7 +84,7 @@ def engine_of(run_dir: Path, number: int) -> psutil.Process:
 
 @contextlib.contextmanager
 def two_launchers(setting: Setting, *overrides: str) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """`mrl train --nodes 2` twice."""
+    """Starts `mrl train --nodes 2` twice."""
     head, log = f"127.0.0.1:{free_port()}", (setting.folder / "by_hand.log").open("ab")
     command = [sys.executable, "-m", "mrl", "train", str(setting.config), *overrides, "--nodes=2", f"--head={head}"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -101,7 +101,7 @@ def two_launchers(setting: Setting, *overrides: str) -> Iterator[list[subprocess
 
 @pytest.fixture(scope="module")
 def whole(setting: Setting) -> Path:
-    """By hand, under ft_launcher; the second node's engine is killed in the midst of it."""
+    """Runs the job by hand under ft_launcher. The second node's engine is killed during the run."""
     run_dir = setting.run_dir("whole")
     log = setting.folder / "by_hand.log"
     with two_launchers(setting, "run.name=whole", "run.launcher=ft") as nodes:
@@ -113,7 +113,7 @@ def whole(setting: Setting) -> Path:
 
 
 def test_an_engine_of_another_node_comes_back_with_its_weights(whole: Path, setting: Setting) -> None:
-    """Its owner has started it again; every later push was proved on both engines, or the run would have ended."""
+    """The engine's own node restarts it. Later syncs are verified on both engines, or the run would have ended."""
     rows = results(whole)
     assert sorted(rows) == list(range(1, STEPS + 1))
     assert sum(row["rollout/engine_restarts"] for row in rows.values()) == 1
@@ -154,7 +154,8 @@ def state(slurm: Cluster, job: str) -> str:
 
 
 def test_a_job_that_loses_a_node_ends_as_the_undisturbed_run(slurm: Cluster, setting: Setting, whole: Path) -> None:
-    """In `make test-all` it is warned before, as by `#SBATCH --signal=B:USR1@...`: the job's script is told."""
+    """A job that loses a node ends with the same results. `make test-all` also warns the job's script first, as
+    `#SBATCH --signal=B:USR1@...` does."""
     run_dir = setting.run_dir("submitted")
     job = submit(slurm, setting, "run.name=submitted", PREFLIGHT="no")
 
@@ -184,14 +185,15 @@ def test_a_job_that_loses_a_node_ends_as_the_undisturbed_run(slurm: Cluster, set
 
 
 def _learnt(run_dir: Path) -> dict[int, dict[str, float]]:
-    """Metrics without the engine's restart, which one of the runs had."""
+    """Returns the metrics without the engine's restart, which happened in one run only."""
     rows = results(run_dir).items()
     return {step: {k: v for k, v in row.items() if k != "rollout/engine_restarts"} for step, row in rows}
 
 
 @pytest.mark.slow
 def test_a_cancelled_job_leaves_nothing(slurm: Cluster, setting: Setting) -> None:
-    """Eight ranks, TP2 x PP2 x DP2 over both nodes, and an SGLang server on each."""
+    """A cancelled job leaves no process: eight ranks, TP2 x PP2 x DP2 over both nodes, with an SGLang server on
+    each."""
     run_dir = setting.run_dir("cancelled")
     size = ["run.nproc=4", "rollout.engine=sglang"]
     job = submit(

@@ -1,4 +1,4 @@
-"""What `mrl serve` and a run make of each other: registration, arrivals, departures, ends. Toy engines."""
+"""`mrl serve` and a run: registration, joining and leaving nodes, and how they end. The engines are toys."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def wait_for(happens: Callable[[], object]) -> None:
 
 @dataclass
 class Node:
-    """A `mrl serve` in this process. said: to its user; why: it has ended."""
+    """A `mrl serve` in this process. said: messages to its user; why: reason of its end"""
 
     cfg: RLConfig
     run_dir: Path
@@ -76,7 +76,7 @@ class Node:
             self.why = error
 
     def ends(self) -> object:
-        """Why it has ended."""
+        """Waits until the node ends and returns the reason."""
         self._thread.join(60)
         self.node.close()
         return self.why
@@ -84,7 +84,7 @@ class Node:
 
 @dataclass
 class Place:
-    """Where a run and its nodes meet. The run's engine is `engine`, its user has been told `told`."""
+    """A run and its nodes. engine: of the run; told: messages to the run's user"""
 
     folder: Path
     model: Path
@@ -242,7 +242,7 @@ def test_an_engine_that_dies_alone_is_started_again_by_its_node(place: Place) ->
 
 
 def kill_engine_at(url: str) -> None:
-    """Not its supervisor."""
+    """Kills the engine's process, not its supervisor."""
     port = url.rpartition(":")[2]
     for process in psutil.process_iter(["cmdline"]):
         if (process.info["cmdline"] or [])[-1:] == [port] and "-I" not in process.info["cmdline"]:
@@ -268,8 +268,9 @@ def test_fewer_nodes_than_promised_are_counted(place: Place) -> None:
     engine = place.join(place.cfg(nodes=2, wait_s=3.0))
     client = RouterClient(router_file(place.run_dir))
     place.stack.callback(client.close)
-    wait_for(lambda: "a run has come" in silent.said)
-    silent.node.agent.close()  # without a word
+    wait_for(lambda: "a run has come" in silent.said)  # the router adds the node some time after its answer
+    wait_for(lambda: 1 in [node.record.engines.node for node in client.nodes()])
+    silent.node.agent.close()  # the node vanishes without a message
     silent.received.append(signal.SIGTERM)
     wait_for(lambda: any(not node.healthy for node in client.nodes()))
     with pytest.raises(EngineStartError) as caught:
@@ -392,7 +393,7 @@ def test_parts_of_an_engine_are_told_where_they_meet(place: Place, tmp_path: Pat
 
 @contextlib.contextmanager
 def router(answers: dict[str, object], key: str = KEY) -> Iterator[str]:
-    """A stand-in that says of itself what sglang-router does."""
+    """A server that answers as sglang-router does about itself."""
     routes = {path: lambda body, answer=answer: answer for path, answer in answers.items()}
     with Server(0, key, routes) as server:
         yield f"http://127.0.0.1:{server.port}"
@@ -441,7 +442,7 @@ def test_an_engine_that_does_not_answer_is_named_with_its_router(place: Place) -
 
 
 def test_an_address_that_does_not_answer_is_asked_once(place: Place) -> None:
-    with listen("127.0.0.1", port := free_port()) as listener:  # takes connections, and says nothing
+    with listen("127.0.0.1", port := free_port()) as listener:  # accepts connections and never answers
         at_router(place, f"http://127.0.0.1:{port}").close()
         listener.settimeout(0.2)
         listener.accept()[0].close()

@@ -1,4 +1,4 @@
-"""`mrl preflight --nodes`: nodes that do not come, that have something wrong, that are slow."""
+"""`mrl preflight --nodes`: nodes that are missing, faulty or slow."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LIMIT_S = 120.0
 
 
 def test_two_launchers_look_at_each_other(tiny_models: TinyModels, tmp_path: Path) -> None:
-    """As on two machines: each with its own findings, and both with the network's."""
+    """Two launchers act as two machines: each reports its own findings, and both report those of the network."""
     config = write_config(tmp_path, tiny_models("qwen2"), actor={"parallel": {"tensor": 2}}, run={"nproc": 1})
     place = ["--nodes=2", f"--head=127.0.0.1:{free_port()}", "--names=n1,n2", "--mib=1", "--at-least=1e9", "--json"]
     command = [sys.executable, "-m", "mrl", "preflight", str(config), *place]
@@ -54,7 +54,7 @@ def test_two_launchers_look_at_each_other(tiny_models: TinyModels, tmp_path: Pat
 
 
 def meet(found: Sequence[Sequence[Finding]], count: int, missing: Sequence[int] = ()) -> list[list[Finding]]:
-    """What each node of `count` that is not missing finds of the others."""
+    """Returns each present node's findings about the others."""
     head = f"127.0.0.1:{free_port()}"
     here = [number for number in range(count) if number not in missing]
 
@@ -70,7 +70,8 @@ def meet(found: Sequence[Sequence[Finding]], count: int, missing: Sequence[int] 
 
 @pytest.mark.slow
 def test_what_ranks_print_is_no_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL says its version on stdout, and with NCCL_DEBUG=INFO more than a pipe holds."""
+    """Output of ranks does not disturb the measurement. NCCL prints its version on stdout, and with NCCL_DEBUG=INFO
+    more than a pipe holds."""
     noise = "import os\nif 'LOCAL_RANK' in os.environ:\n    print('NCCL version 2.27.3+cuda12.9\\n' * 9000)\n"
     (tmp_path / "sitecustomize.py").write_text(noise)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
@@ -138,7 +139,8 @@ def test_a_place_that_is_none_is_refused(arguments: list[str], said: str, capsys
 
 
 def test_gloo_listens_where_the_head_sees_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And where the user says, if so. By itself it would at the machine's name: in Debian's /etc/hosts a loopback."""
+    """Gloo listens on the interface of the address at which the head reaches the node, or on the one that the user
+    names. By default it would use the host name's address, which is a loopback address in Debian's /etc/hosts."""
     ib0 = SimpleNamespace(family=socket.AF_INET, address="192.0.2.7")
     monkeypatch.setattr("mrl.ports.psutil.net_if_addrs", lambda: {"ib0": [ib0]})
     monkeypatch.setattr("mrl.ports.address_towards", lambda host: {"node17": "192.0.2.7"}[host])

@@ -1,5 +1,5 @@
-"""Engines on nodes of their own, as a user starts them: `mrl serve` twice on this machine as two nodes, and a run that
-loses one, gets it back, and is started again."""
+"""Engines on their own nodes, as a user starts them: two `mrl serve` on this machine act as two nodes, and a run loses
+a node, gets it back, and is resumed."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ RUN: dict[str, Any] = {
 
 
 class Serve(Train):
-    """`mrl serve`, as `Train` is `mrl train`."""
+    """A process of `mrl serve`, like `Train` for `mrl train`."""
 
     command = "serve"
 
 
 def last_row(run_dir: Path) -> dict[str, Any]:
-    """Of the metrics; one that is being written is none yet."""
+    """Returns the last complete row of the metrics."""
     file = run_dir / "metrics.jsonl"
     whole, _, _ = file.read_text().rpartition("\n") if file.exists() else ("", "", "")
     return json.loads(whole.splitlines()[-1]) if whole else {}
@@ -67,20 +67,20 @@ def wait_for(happens: Callable[[], object], *runs: Train) -> None:
 
 
 def registered(run_dir: Path) -> dict[int, NodeRecord]:
-    """What the nodes that are there have registered, by number."""
+    """Returns the records of the healthy nodes by number."""
     with contextlib.closing(RouterClient(router_file(run_dir))) as client:
         return {node.record.engines.node: node.record for node in client.nodes() if node.healthy}
 
 
 def checksums(run_dir: Path, record: NodeRecord) -> tuple[str, Any]:
-    """(version, hashes) of the engine of a node."""
+    """Returns (version, checksums) of the engine of a node."""
     with contextlib.closing(EngineClient(record.engines.urls[0], 60.0, Access(engines_key(run_dir)))) as client:
         return client.model_info().weight_version, client.weights_checksum()
 
 
 @dataclass
 class Story:
-    """What has happened to the run, for the tests to ask about. said: on terminals, by who said it."""
+    """The events of the run, for the tests to check. said: terminal output by process"""
 
     run_dir: Path
     said: dict[str, str] = field(default_factory=dict)
@@ -168,12 +168,12 @@ def test_all_engines_have_the_same_weights_then(story: Story) -> None:
 def test_metrics_and_samples_are_those_of_engines_on_the_trainer_s_node(
     story: Story, tiny_models: TinyModels, tmp_path: Path
 ) -> None:
-    """Losing a node in the midst of it changes none, nor does how many sample."""
+    """Neither the loss of a node nor the number of engines changes metrics and samples."""
     config = write_config(tmp_path, tiny_models("llama"), **(RUN | {"run": {"steps": COMPARED}}))
     with Train(tmp_path, config) as train:
         assert train.wait(LIMIT_S) == 0, train.terminal[-3000:]
     run_dir = tmp_path / "runs" / "run"
-    apart = ("rollout/engine", "sync/", "mismatch/")  # an engine rounds by what else is in the batch
+    apart = ("rollout/engine", "sync/", "mismatch/")  # an engine's rounding depends on the rest of the batch
 
     def learnt(folder: Path) -> list[dict[str, float]]:
         rows = results(folder)
@@ -192,7 +192,7 @@ def test_a_run_that_is_started_again_finds_its_engines(story: Story) -> None:
 
 @pytest.mark.slow
 def test_responses_go_on_over_pushes_to_engines_of_other_nodes(tiny_models: TinyModels, tmp_path: Path) -> None:
-    """By the `distributed` transport, to engines that hold what they draw meanwhile."""
+    """Responses on other nodes' engines continue across weight syncs with the `distributed` transport."""
     behind = {"engine": "sglang", "interrupt": "at_sync", "max_staleness": 2}
     sections = RUN | {
         "run": {"steps": 5},
@@ -261,7 +261,8 @@ def test_a_run_whose_nodes_do_not_come_says_what_is_there(tiny_models: TinyModel
 
 
 def test_an_sglang_engine_over_two_nodes_gets_its_weights_by_broadcast(tiny_models: TinyModels, tmp_path: Path) -> None:
-    """A tensor-parallel rank on each; both senders broadcast to both, and each push is proved on both."""
+    """An SGLang engine with one tensor-parallel rank on each node receives broadcasts of both senders. Each sync is
+    verified on both nodes."""
     if importlib.util.find_spec("sglang") is None:
         pytest.skip("needs sglang")
     placement = PLACEMENT | {"nodes_per_engine": 2}

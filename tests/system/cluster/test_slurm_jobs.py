@@ -1,4 +1,4 @@
-"""slurm/run.sh under a real Slurm of two virtual nodes, with a stand-in for `mrl` that starts at once."""
+"""slurm/run.sh under a real Slurm of two virtual nodes, with a fast stand-in for `mrl`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from tests.helpers.train_tools import ROOT
 pytestmark = pytest.mark.long
 
 JOBS = sorted(file for file in (ROOT / "slurm").glob("*.sh") if file.name != "run.sh")
-# In the place of python: says what it is told; leaves with 75 when it is warned, unless a process of its own was too.
+# Stands in for python: prints its arguments, and exits with 75 on the warning signal, unless its child got the signal
+# too.
 STAND_IN = """#!/bin/bash
 echo "told: $*"
 [[ $3 == preflight && $LOOKS == bad && $SLURM_NODEID == 1 ]] && exit 1
@@ -38,7 +39,7 @@ wait $helper
 
 @dataclass
 class Desk:
-    """Where jobs are submitted."""
+    """The folder and the cluster of the submitted jobs."""
 
     slurm: Cluster
     folder: Path
@@ -61,13 +62,13 @@ class Desk:
         return (self.folder / f"ppo_tiny_cpu_{job}.log").read_text()
 
     def ended(self, job: str) -> tuple[str, str]:
-        """State and exit code, once there is one."""
+        """Waits until the job has ended, and returns its state and exit code."""
         states = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
         self.slurm.wait_for(lambda: self.slurm.field(job, "JobState") in states, 90)
         return self.slurm.field(job, "JobState"), self.slurm.field(job, "ExitCode")
 
     def warn(self, job: str) -> None:
-        """As `#SBATCH --signal=B:USR1@...` does when the time is nearly up, once all nodes are at work."""
+        """Sends the warning of `#SBATCH --signal=B:USR1@...` before the time limit, once all nodes have started."""
         self.slurm.wait_for(lambda: all("ready" in self.log(job, node) for node in ("n1", "n2")), 60)
         self.slurm.call("scancel", "--batch", "--signal=USR1", job)
 
@@ -100,7 +101,7 @@ def test_each_node_gets_its_own_place_and_the_same_head(desk: Desk) -> None:
 
 
 def test_the_nodes_look_at_each_other_first(desk: Desk) -> None:
-    """At another port than the run's; who finds something wrong is named, and nothing is started."""
+    """The nodes' preflight uses another port than the run. A failing node is named, and the run does not start."""
     job = desk.submit("well", "run.steps=7")
     assert desk.ended(job) == ("COMPLETED", "0:0")
     looks = [re.search(r"told: -m mrl preflight .* --head (\S+)\ntold: .* --head (\S+)\n", desk.log(job, "n1"))]
@@ -164,7 +165,7 @@ def test_who_is_told_to_stop_in_preflight_starts_nothing_and_goes_on_later(desk:
 
 
 def test_who_is_told_to_stop_and_saves_goes_on_under_the_same_number(desk: Desk) -> None:
-    """`mrl` alone is told, not what it has started."""
+    """A warned job saves and is requeued under the same number. Only `mrl` gets the signal, not its children."""
     job = desk.submit("second_time")
     desk.warn(job)
     assert desk.ended(job) == ("COMPLETED", "0:0"), desk.phases(job)
@@ -196,7 +197,8 @@ def test_one_node_s_failure_ends_the_job_with_its_code(desk: Desk) -> None:
     "misses", ["the end of its step", pytest.param("to end the other node", marks=pytest.mark.slow)]
 )
 def test_what_srun_misses_holds_nobody_up(desk: Desk, misses: str) -> None:
-    """Slurm does so at times, when a node fails as the step starts; no node is lost, and the job is not tried again."""
+    """The job fails and is not tried again if srun misses the end of a step, as happens when a process fails while the
+    step starts. No node is lost."""
     deaf = desk.folder / misses / "srun"
     deaf.parent.mkdir()
     words, after = '"$@"', "[[ $* != *job-name=run* ]] || exec sleep 100"

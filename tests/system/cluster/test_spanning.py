@@ -1,4 +1,4 @@
-"""Engines that are larger than a node, on the trainer's own nodes: two launchers on this machine are two nodes."""
+"""Engines larger than a node on the trainer's own nodes: two launchers on this machine act as two nodes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.system.cluster.test_cluster import steps_made, wait_for
 
 LIMIT_S = 150.0
 STEPS = 4
-# Each stage of the pipeline, and with it a sender of weights, is on a node of its own; so is each half of the engine.
+# Each pipeline stage, and with it a sender of weights, is on its own node; so is each half of the engine.
 RUN: dict[str, Any] = {
     "actor": {"parallel": {"tensor": 2, "pipeline": 2}, "optimizer": {"lr": 5e-3}, "offload": "all"},
     "run": {"steps": STEPS, "nproc": 2},
@@ -38,7 +38,7 @@ RUN: dict[str, Any] = {
 
 
 def writers_of(log: Path) -> list[psutil.Process]:
-    """Those of an engine's processes that write to its log, without its supervisor."""
+    """Returns the engine's processes that write to the log, without its supervisor."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
@@ -51,7 +51,7 @@ def writers_of(log: Path) -> list[psutil.Process]:
 def test_an_engine_over_both_nodes_of_a_run_loses_a_half_and_comes_back(
     tiny_models: TinyModels, tmp_path: Path
 ) -> None:
-    """Every push is proved on both halves, or the run would end; also the one after both were started again."""
+    """An engine over both nodes loses one half and is restarted. Every sync is verified on both halves."""
     if importlib.util.find_spec("sglang") is None:
         pytest.skip("needs sglang")
     config, run_dir = write_config(tmp_path, tiny_models("llama"), **RUN), tmp_path / "runs" / "run"
@@ -80,7 +80,7 @@ def test_an_engine_over_both_nodes_of_a_run_loses_a_half_and_comes_back(
 
 
 class Parts:
-    """What an engine of four processes would have read: by version, each process's tensors, through its own handle."""
+    """An engine of four processes that records each process's tensors by its own handle. read: tensors by version"""
 
     def __init__(self) -> None:
         self.read: dict[str, list[dict[str, Tensor]]] = {}

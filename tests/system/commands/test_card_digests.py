@@ -1,4 +1,4 @@
-"""Digests in a model card are those of sha256sum."""
+"""The digests in a model card equal those of sha256sum."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.unit.cards.test_cards import ROWS, a_card
 
 @pytest.fixture
 def base(tiny_models: TinyModels, tmp_path: Path) -> Path:
-    """A model's directory as the hub's cache has it, with a card."""
+    """Copies a model's directory, with a card, to the layout of the hub's cache."""
     snapshot = tmp_path / "secret_home" / "models--Org--Tiny" / "snapshots" / ("a" * 40)
     shutil.copytree(tiny_models("llama"), snapshot)
     (snapshot / "README.md").write_text("---\nlicense: apache-2.0\ntags: [x]\n---\n# Tiny\n")

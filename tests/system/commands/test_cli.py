@@ -1,4 +1,4 @@
-"""The command line, and the launcher with small programs in place of training."""
+"""The command line, and the launcher with small programs instead of training."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ LIMIT_S = 30.0
 
 
 def _hear_hangups() -> None:
-    """Also where the tests run under nohup, whose children ignore them."""
+    """Restores SIGHUP, which is ignored if the tests run under nohup."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 class Launched:
-    """A launcher in a process of its own, running `program` as every rank."""
+    """A launcher in its own process that runs `program` as every rank."""
 
     def __init__(self, folder: Path, program: str, nproc: int, grace_s: float = 20.0) -> None:
         self.folder = folder
@@ -78,7 +78,7 @@ class Launched:
         return (self.folder / "logs" / f"rank_{rank}.log").read_text()
 
     def pids(self, *names: str) -> list[int]:
-        """Waits until the files that the ranks write when they are ready are there; returns the pids in them."""
+        """Waits until the ranks have written their ready files; returns the pids in them."""
         end = time.monotonic() + LIMIT_S
         files = [self.folder / name for name in names]
         while not all(file.exists() and file.read_text() for file in files):
@@ -104,7 +104,7 @@ def start(tmp_path: Path) -> Iterator[type[Launched]]:
 
 
 def gone(pid: int) -> bool:
-    """Ended (a zombie nobody has waited for yet counts) within the limit."""
+    """Returns True if the process ends within the limit; an unreaped zombie counts as ended."""
     end = time.monotonic() + LIMIT_S
     while time.monotonic() < end:
         try:
@@ -268,7 +268,7 @@ def test_two_launchers_do_not_share_a_run_directory(start: type[Launched]) -> No
 
 
 def test_a_terminal_stays_a_terminal_for_rank_0(tmp_path: Path) -> None:
-    """A live display needs one; the log keeps what is left on it in the end."""
+    """Rank 0's output is a terminal, which a live display needs. The log keeps the final text."""
     (tmp_path / "rank.py").write_text(
         """
 import sys
@@ -336,7 +336,8 @@ def test_train_refuses_a_bad_configuration_before_it_starts_anything(tmp_path: P
 def test_who_is_told_to_stop_before_anything_has_begun_is_to_be_started_again(
     tmp_path: Path, tiny_models: TinyModels, number: signal.Signals
 ) -> None:
-    """In the midst of the imports, which this torch does not come to the end of."""
+    """A signal before the run begins means "start it again". The signal comes during the imports, which never end with
+    this fake torch."""
     torch = tmp_path / "slow" / "torch" / "__init__.py"
     torch.parent.mkdir(parents=True)
     torch.write_text(f"import os, time\nopen({str(tmp_path)!r} + f'/{{os.getpid()}}.pid', 'w')\ntime.sleep(600)\n")
@@ -384,7 +385,7 @@ def test_a_rank_without_a_world_is_told_so(
 def test_an_outer_world_s_number_silences_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """LOCAL_RANK alone makes no rank."""
+    """A LOCAL_RANK of an outer world alone does not make this process a rank, so errors are printed."""
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert cli.main(["train", str(tmp_path / "none.yaml")]) == 2
     assert "none.yaml" in capsys.readouterr().err
@@ -433,7 +434,7 @@ def fail(error):
 
 
 def test_of_errors_on_all_ranks_the_cause_is_shown_alone(start: type[Launched]) -> None:
-    """Rank 2 is the cause, rank 1 lost contact with it, and was faster to say so."""
+    """Only the cause is shown: rank 2 fails, and rank 1, which lost contact with it, reports that earlier."""
     launched = start(
         NOTED
         + """
@@ -474,7 +475,7 @@ fail(RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer"))
 
 
 def test_who_waits_in_vain_for_a_stopped_rank_is_not_the_cause(start: type[Launched]) -> None:
-    """The stopped one is named, and hears that it is to end."""
+    """A rank stopped by SIGSTOP is named as the cause, and receives the interrupt."""
     launched = start(
         NOTED
         + """
@@ -502,7 +503,7 @@ fail(RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 3
 @pytest.mark.parametrize("unbuffered", ["", pytest.param("1", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("arguments", [["config"], pytest.param(["config", "run.name"], marks=pytest.mark.slow)])
 def test_a_reader_that_has_seen_enough_is_no_failure(arguments: list[str], unbuffered: str) -> None:
-    """As of `mrl config | head`."""
+    """A closed pipe, as with `mrl config | head`, ends the command quietly."""
     reader, writer = os.pipe()
     os.close(reader)
     command, env = [sys.executable, "-m", "mrl", *arguments], {**os.environ, "PYTHONUNBUFFERED": unbuffered}

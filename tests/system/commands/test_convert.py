@@ -1,4 +1,5 @@
-"""The converter's command, and conversions that cannot work, break off or are wrong: what they say and leave behind."""
+"""The command `mrl convert`, and conversions that fail, are interrupted or give wrong weights: their messages and the
+files that they leave."""
 
 from __future__ import annotations
 
@@ -35,14 +36,14 @@ Cases = dict[str, dict[str, Any]]
 
 
 def start(*command: str) -> subprocess.Popen[str]:
-    """`python -m *command`."""
+    """Starts `python -m *command`."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     pipe = subprocess.PIPE
     return zygote.start([sys.executable, "-m", *command], environment, ROOT, stdout=pipe, stderr=pipe, text=True)
 
 
 def mrl(*arguments: str | Path) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr) of the command."""
+    """Runs the command and returns (exit code, stdout, stderr)."""
     done = zygote.run("mrl", *arguments, timeout_s=LIMIT_S)
     return done.returncode, done.stdout, done.stderr
 
@@ -54,7 +55,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def converted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """By the command, with two workers; it has verified itself."""
+    """Converts with two workers and `--verify`."""
     target = tmp_path_factory.mktemp("converted") / "llama"
     code, out, err = mrl("convert", "hf-to-megatron", model, target, "--workers", "2", "--verify")
     assert code == 0, err
@@ -165,7 +166,7 @@ def accepts(model: Path, folder: Path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_segments_tell_what_to_megatron_does(family: str, tiny_models: Callable[..., Path]) -> None:
-    """Whole rows, told without a tensor and done with one."""
+    """`segments`, which names source rows without a tensor, gives the same rows as `to_megatron`."""
     arch = load_arch(tiny_models(family, weights=False))
     for name, row in weight_table(arch).items():
         if row.kind in TRANSFORMED:
@@ -261,7 +262,7 @@ def test_verify_finds_a_flipped_bit(faults: Cases) -> None:
 
 
 def test_verify_computes_with_what_it_compares(faults: Cases) -> None:
-    """Every tensor is equal, and the model is another one: its rotary base."""
+    """`--verify` compares logits too: the tensors are equal, but the rotary base differs."""
     case = faults["other rope"]
     assert case["different"] == case["problems"] == [] and not case["same"]
     assert case["logits"]["error"] > 1e-2 * case["logits"]["scale"]
@@ -280,5 +281,5 @@ def test_fused_experts_and_several_workers(faults: Cases) -> None:
 
 
 def test_memory_does_not_grow_with_the_model(faults: Cases) -> None:
-    """Buckets of 1 MB, a model of 84 MB."""
+    """Peak memory stays below a fifth of the model: buckets of 1 MB, a model of 84 MB."""
     assert all(grown < 0.2 * faults["memory"]["model"] for grown in faults["memory"]["grown"])

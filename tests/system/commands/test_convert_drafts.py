@@ -1,4 +1,4 @@
-"""Multi-token prediction layers through a run and the converter: copied to the bit from the run's initial weights."""
+"""Multi-token prediction layers in a run and in the converter: both copy them bit for bit from the initial weights."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def has_drafts(directory: Path) -> bool:
 
 
 def train(model: Path, folder: Path, *overrides: str) -> str:
-    """One step of SFT, with a checkpoint and an export."""
+    """Trains one step of SFT, with a checkpoint and an export."""
     validation = {"patience": None, "min_delta": 0.0, "keep_best": False}
     run, saved = {"steps": 1}, {"every_steps": 1}
     config = sft_config.write(folder, model, validation=validation, checkpoint=saved, run=run)

@@ -1,4 +1,4 @@
-"""Models that see pictures between Hugging Face's files and Megatron's: bit for bit, and logits with a picture."""
+"""Conversion of vision-language models to Megatron and back: equal bits, and equal logits with an image."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mrl.families import load_arch
 from tests.helpers import zygote
 from tests.helpers.tiny_vl import make_tiny_vl
 
-WIDE = "visual.patch_embed.proj.weight"  # five dimensions
+WIDE = "visual.patch_embed.proj.weight"  # the tensor has five dimensions
 
 
 def mrl(*arguments: str | Path) -> tuple[int, str, str]:

@@ -1,4 +1,4 @@
-"""A tracker is one file, its line in the table, and its key."""
+"""A new tracker needs one file, one line in the table, and one key."""
 
 from __future__ import annotations
 

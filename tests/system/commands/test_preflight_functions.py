@@ -1,4 +1,4 @@
-"""`mrl preflight` calls a reward function in a process of its own: what that finds."""
+"""`mrl preflight` runs the reward function in a separate process: the mistakes that this finds."""
 
 from __future__ import annotations
 

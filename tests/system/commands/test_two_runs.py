@@ -1,4 +1,4 @@
-"""A second run in a run directory is refused, however it was started. (The launcher's own refusal: test_cli.)"""
+"""A second run in a run directory is refused, however it was started. (test_cli.py has the launcher's refusal.)"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mrl data` of an RL run: its reward function is loaded in a worker."""
+"""`mrl data` on an RL run: the reward function is loaded in a worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run on problems of reasoning-gym, by name."""
+"""A run on problems of a reasoning-gym task, selected by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DDPO raises a reward; the same rewards, shuffled among the images, teach nothing."""
+"""DDPO increases the reward; the same rewards shuffled among the images do not."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LEARNING_RATES = {"flow_sde": 2e-3, "ddim": 6e-3}
 def brightness_by_epoch(path: Path, kind: str, fraction: float = 1.0, *, shuffled: bool = False) -> list[float]:
     settings = (
         {"prediction_type": "sample"} if kind == "ddim" else {}
-    )  # its random net draws grey, not saturated, images
+    )  # the random net generates grey, not saturated, images
     tiny_directory(path, scheduler="flow" if kind == "flow_sde" else "ddim", **settings)
     pipeline = Pipeline.load(DiffusionModelConfig(path=str(path)))
     sampler = SamplerConfig.model_validate({"kind": kind, "steps": 5, "guidance": 1.0})

@@ -1,4 +1,4 @@
-"""Images of every kind of pipeline against diffusers' own, from the same noise; adapters and exports in them."""
+"""Images of every kind of pipeline equal diffusers' own from the same noise; adapters and exports of each kind."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PIXELS = 2 * SIDE
 
 
 def policy_of(kind: str, path: Path, level: float, **settings: Any) -> Policy:
-    """level: eta, or the level of noise: (nearly) 0 is what diffusers' pipelines draw."""
+    """Returns a policy. level: eta or noise level; at (nearly) 0 it generates what diffusers' pipelines generate"""
     negative = NEGATIVE if kind in ("sd", "sd3") else ""
     train = DiffusionTrainConfig.model_validate(settings)
     model = DiffusionModelConfig(path=str(path), image_size=PIXELS)
@@ -54,9 +54,9 @@ def drawn(policy: Policy) -> tuple[Trajectories, Tensor]:
 
 
 def theirs(kind: str, pipeline: Any, noise: Tensor) -> Tensor:
-    """[n, 3, H, W] in 0..1: what diffusers draws from this noise."""
+    """Returns diffusers' images from this noise, [n, 3, H, W] in 0..1."""
     texts = [prompt.text for prompt in PROMPTS]
-    if kind == "dit":  # it takes no noise from outside
+    if kind == "dit":  # this pipeline accepts no noise
         generator = torch.Generator().manual_seed(0)
         import diffusers.pipelines.dit.pipeline_dit as module
 
@@ -79,7 +79,7 @@ def theirs(kind: str, pipeline: Any, noise: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_noise_images_are_those_of_diffusers(kind: str, tmp_path: Path) -> None:
-    """Words, guidance, schedule, decoding: everything between the noise and the image."""
+    """Text encoding, guidance, schedule and decoding equal diffusers': without noise the images are the same."""
     pipeline = tiny_pipeline(kind, tmp_path)
     policy = policy_of(kind, tmp_path, 0.0)
     data, images = drawn(policy)
@@ -91,7 +91,8 @@ def test_without_noise_images_are_those_of_diffusers(kind: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind == "sd3")) for kind in KINDS])
 def test_adapters_are_trained_and_load_in_diffusers(kind: str, tmp_path: Path) -> None:
-    """Before the first update the ratio is 1; after three, what is exported draws what the trained net draws."""
+    """Before the first update the ratio is 1. After three updates the exported adapters generate the trained net's
+    images in diffusers."""
     tiny_pipeline(kind, tmp_path / "base")
     policy = policy_of(kind, tmp_path / "base", 1.0, lora={"rank": 2, "alpha": 6.0}, recompute=True)
     data, _ = drawn(policy)
@@ -112,7 +113,7 @@ def test_adapters_are_trained_and_load_in_diffusers(kind: str, tmp_path: Path) -
     loaded = diffusers.DiffusionPipeline.from_pretrained(tmp_path / "whole", safety_checker=None)
     loaded.set_progress_bar_config(disable=True)
     assert (images - theirs(kind, loaded, data.latents[:, 0])).abs().max() < 0.02
-    if kind != "dit":  # whose pipeline takes no adapters
+    if kind != "dit":  # its pipeline does not load adapters
         base = diffusers.DiffusionPipeline.from_pretrained(tmp_path / "base", safety_checker=None)
         base.set_progress_bar_config(disable=True)
         base.load_lora_weights(tmp_path / "adapter")
@@ -120,7 +121,8 @@ def test_adapters_are_trained_and_load_in_diffusers(kind: str, tmp_path: Path) -
 
 
 def test_a_pndm_scheduler_gives_the_times_of_ddim(tmp_path: Path) -> None:
-    """Stable Diffusion's own one takes one time twice, for its own method; the export keeps it."""
+    """A PNDM scheduler gives DDIM's timesteps. PNDM itself repeats one timestep for its method; the export keeps the
+    PNDM configuration."""
     tiny_pipeline("sd", tmp_path / "base")
     folder = tmp_path / "base" / "scheduler"
     ddim = diffusers.DDIMScheduler.from_pretrained(folder)
@@ -135,7 +137,7 @@ def test_a_pndm_scheduler_gives_the_times_of_ddim(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("part", ["unet", "vae", "text_encoder"])
 def test_a_directory_that_lacks_weights_is_refused_by_their_names(part: str, tmp_path: Path) -> None:
-    """The libraries would begin with whatever is in memory, or draw them."""
+    """Missing weights are refused by name. The libraries would use uninitialized memory or random values for them."""
     tiny_pipeline("sd", tmp_path)
     [file] = (tmp_path / part).glob("*.safetensors")
     stored = load_file(file)

@@ -1,4 +1,4 @@
-"""Who scores images: functions, a model of images and text, a server; while the next ones are drawn."""
+"""Rewards of images by functions, an image-text model and a server, computed while the next images are generated."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def scored(config: dict[str, Any]) -> list[Any]:
 
 class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
-        """The size and the brightness of the picture, of a row that asks for it no number."""
+        """Answers with the brightness and width of each image, and the length of its prompt."""
         samples = json.loads(self.rfile.read(int(self.headers["content-length"])))["samples"]
         scores = []
         for sample in samples:
@@ -105,7 +105,7 @@ def server() -> Iterator[str]:
 
 
 def test_a_server_gets_pictures_as_png(server: str) -> None:
-    """To the last level of every byte."""
+    """A server receives images as PNG with every byte's exact value."""
     found = scored({"server": {"url": server, "batch_size": 2}})
     exact = (IMAGES * 255).round().mean((1, 2, 3))
     assert [outcome.score for outcome in found] == pytest.approx(exact.tolist(), rel=1e-6)
@@ -118,7 +118,7 @@ def test_a_server_that_is_not_there_is_named_with_the_sample() -> None:
 
 
 def test_the_scorer_says_how_an_image_goes_with_its_prompt(tmp_path: Path) -> None:
-    """As the model itself says it, which is fed by its own processor."""
+    """The scorer gives the model's own score with inputs from its own processor."""
     model, processor = tiny_scorer(tmp_path)
     found = scored({"function": "scorer", "scorer": {"path": str(tmp_path)}})
     levels = (IMAGES * 255).round().byte().permute(0, 2, 3, 1).numpy()
@@ -151,7 +151,7 @@ def test_a_scorer_that_lacks_weights_is_refused_by_their_names(tmp_path: Path) -
 
 
 def test_scores_are_made_while_the_next_images_are_drawn(tmp_path: Path) -> None:
-    """The first call is over before the second images are there."""
+    """The first scoring call ends before the second images exist."""
     (tmp_path / "mine.py").write_text(
         "from pathlib import Path\n\n\n"
         "def score(images, prompts, rows):\n"

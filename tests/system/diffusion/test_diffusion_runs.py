@@ -1,4 +1,4 @@
-"""`mrl train` of diffusion models: what is refused, scored, exported, and what a killed run goes on with."""
+"""`mrl train` with diffusion models: refusals, scores, exports, and resuming after a kill."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def bright(images, prompts, rows):
 
 
 def train(config: Path, *overrides: str, launched: bool = False) -> subprocess.CompletedProcess[str]:
-    """As the one rank of a world, or with `run.nproc` ranks of its own."""
+    """Trains as the only rank of a world, or with launched ranks (`run.nproc`)."""
     world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     alone = {} if launched else world | {"MASTER_PORT": str(free_port())}
     return zygote.run("mrl", "train", config, *overrides, timeout_s=300, **alone)
@@ -85,7 +85,7 @@ def test_a_killed_run_goes_on_with_the_same_images(tmp_path: Path) -> None:
 
 
 def assert_diffusers_draws_the_same(export: Path) -> None:
-    """By its own scheduler's step, from the noise of our samples."""
+    """Checks that diffusers' own scheduler steps generate the same image from the noise of mrl's samples."""
     pipeline = Pipeline.load(DiffusionModelConfig(path=str(export)))
     steps = STEPS["ddim"](pipeline.scheduler, 4, 1.0)
     told = pipeline.conditioning.encode([PromptRow("mid", 1, {})])
@@ -123,7 +123,7 @@ def test_adapters_do_not_go_on_beside_other_weights(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_an_export_without_room_does_not_end_a_run_that_is_to_go_on(tmp_path: Path) -> None:
-    """A file is in its place."""
+    """The run goes on if an intermediate export fails, here because a file is in its place."""
     run_dir = tmp_path / "runs" / "run"
     run_dir.mkdir(parents=True)
     (run_dir / "hf_step_1").touch()
@@ -141,7 +141,7 @@ def test_an_export_without_room_does_not_end_a_run_that_is_to_go_on(tmp_path: Pa
     [pytest.param(0, "generating the images after step 0", marks=pytest.mark.slow), (2, "sampling for step 1")],
 )
 def test_a_row_of_one_rank_that_the_net_does_not_know_is_named(tmp_path: Path, bad: int, what: str) -> None:
-    """Of two ranks that share the net, which nobody then waits for."""
+    """An unknown class in one rank's row is named at once; of two ranks that share the net none waits."""
     config = settings(tmp_path)
     config["data"]["shuffle"] = False
     lines = (tmp_path / "prompts.jsonl").read_text().splitlines()

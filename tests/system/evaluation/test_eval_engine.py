@@ -1,4 +1,4 @@
-"""`mrl eval` up to its engine, with a reward worker."""
+"""`mrl eval` up to the start of its engine, with a reward worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mrl eval --lm-eval`, with the real lm-evaluation-harness and a task of this machine's."""
+"""`mrl eval --lm-eval` with the real lm-evaluation-harness and a local task."""
 
 from __future__ import annotations
 

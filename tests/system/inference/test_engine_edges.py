@@ -1,4 +1,4 @@
-"""SGLang at the edges of what it is asked: stop strings with weights from a disk, a context that is full to its end."""
+"""SGLang in corner cases: stop strings after a weight sync by disk, and a context filled to its end."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ PROMPT, NEW = 8, 12
 def test_stop_strings_survive_a_push_by_disk_and_responses_fill_the_context(
     tiny_models: TinyModels, tmp_path: Path
 ) -> None:
-    """The engine's own tokenizer is still there after the push; it keeps a few tokens of its context to itself, of
-    which a response at the very edge would be short."""
+    """The engine's tokenizer survives a sync by disk. A response may fill the context, of which SGLang reserves a few
+    tokens for itself."""
     config = write_config(
         tmp_path,
         tiny_models("llama"),

@@ -1,4 +1,4 @@
-"""One real SGLang server a family: its log-probs are the trainer's, and it holds what is pushed into it."""
+"""One real SGLang server per family: its log-probs equal the trainer's, and it holds the weights synced to it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ pytestmark = [
 ]
 LOG_PROB_TOLERANCE = 1e-4
 TEMPERATURES = (1.0, 0.7)
-# family -> (model settings, tensor parallelism of the engine); Llama's server is the session's, in test_sync_engine.py
+# family -> (model settings, tensor parallelism of the engine); for Llama see test_sync_engine.py
 FAMILIES: dict[str, tuple[dict[str, Any], int]] = dict(
     (
         ("qwen2", ({"tied": True, "vocab_size": 301}, 2)),
@@ -59,14 +59,14 @@ FAMILIES: dict[str, tuple[dict[str, Any], int]] = dict(
         ),
     )
 )
-BY_ALL_TRANSPORTS = ("qwen2", "qwen3_moe")  # the others too, in the slow tier
+BY_ALL_TRANSPORTS = ("qwen2", "qwen3_moe")  # the slow tier also tests the other families
 
 ONE_OF = {"moonlight": "deepseek_v3"}
 
 
 @pytest.fixture(scope="module")
 def served(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Served]]:
-    """All at once: their starts share the machine's cores."""
+    """Starts all servers at once, so that their starts share the machine's cores."""
     found = {}
     with contextlib.ExitStack() as stack:
         for family, (settings, tensor) in FAMILIES.items():
@@ -105,7 +105,7 @@ def job(family: str, temperature: float, engine: Engine, model: Path) -> dict[st
 
 
 def push_apart(sync: WeightSync, exporter: FileExporter, *, at_once: bool = True) -> None:
-    """In buckets of one tensor, but those that an engine takes at once only."""
+    """Syncs in buckets of one tensor each, except for tensors that an engine must receive together."""
     sync._buckets = plan_buckets(exporter.metas(), 1, joined_tensors(exporter.arch) if at_once else {})
     sync.update_weights("7")
 
@@ -117,8 +117,9 @@ def gaps(
     sglang_engine: Engine,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, list[float]]:
-    """FAMILY TEMPERATURE -> max |engine - trainer|, the same with a trainer at another temperature, and the share of
-    experts that they choose otherwise. At the second temperature after a push of other weights, a tensor a bucket."""
+    """Returns FAMILY TEMPERATURE -> max |engine - trainer|, the same with a trainer at another temperature, and the
+    share of experts that they choose differently. The second temperature follows a sync of other weights, one tensor
+    per bucket."""
     folder = tmp_path_factory.mktemp("gaps")
     jobs = [job("llama", t, sglang_engine, tiny_models("llama")) for t in TEMPERATURES]
     for family, one in served.items():
@@ -141,7 +142,7 @@ def test_log_probs_of_engine_and_trainer(family: str, temperature: float, gaps: 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if ONE_OF.get(family, family) in MOE_FAMILIES])
 def test_engine_and_trainer_choose_the_same_experts(family: str, gaps: dict[str, list[float]]) -> None:
-    """What routing replay gives the trainer, of all tokens of prompts and responses in all layers with experts."""
+    """Engine and trainer choose the same experts for all tokens in all MoE layers, as routing replay needs."""
     assert [gaps[f"{family} {t}"][2] for t in TEMPERATURES] == [0.0, 0.0]
 
 
@@ -164,7 +165,8 @@ def test_changed_elements_only(family: str, served: dict[str, Served]) -> None:
 
 
 def test_tensors_that_an_engine_takes_at_once_only_come_at_once(served: dict[str, Served]) -> None:
-    """In buckets of one tensor each the engine would say yes, and keep half of them."""
+    """Tensors that the engine joins arrive in one bucket. In buckets of one tensor the engine would report success and
+    keep half of them."""
     one = served["deepseek_v3"]
     expected, exporter = one.load(one.new), FileExporter(one.new)
     for at_once in (True, False):
@@ -177,7 +179,8 @@ def test_tensors_that_an_engine_takes_at_once_only_come_at_once(served: dict[str
 
 @pytest.mark.parametrize("family", ["qwen2", *slow_cases("mixtral")])
 def test_killed_in_the_middle_of_a_push(family: str, served: dict[str, Served]) -> None:
-    """An engine of two ranks, and of one. The last test of the file: these servers are gone then."""
+    """A sync fails cleanly if an engine of two ranks, or of one, is killed during it. Must be the file's last test,
+    since it ends these servers."""
     one = served[family]
     with contextlib.closing(one.sync("distributed")) as sync:
         sync.update_weights("8")

@@ -1,4 +1,4 @@
-"""Engines that are copies of a process with their imports: what they get, who owns them, and where there are none."""
+"""Engines forked from a process with all imports: what a fork inherits, who owns it, and when none is possible."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ with EngineForkServer("stub", sys.argv[1]) as fork_server:
         getattr(process, line.strip())()
         print(json.dumps(process.exit_code()), flush=True)
 """
-# An engine that ignores SIGTERM, with a child that has left its session; it ends when there is a file "end"
+# An engine that ignores SIGTERM, with a child that has left its session; it ends once the file "end" exists
 STUB = """
 import ctypes, heavy, json, os, pathlib, signal, subprocess, sys, tempfile, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -58,7 +58,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="prctl and pidfd
 
 
 class Owner:
-    """A program with a fork server and an engine, the files of both in `folder`."""
+    """A program with a fork server and an engine, with the files of both in `folder`."""
 
     def __init__(
         self, folder: Path, imports: str = "heavy", *arguments: str, temporary: str = "/tmp", **environment: str
@@ -167,7 +167,7 @@ def test_its_whole_tree_dies_with_its_owner_or_its_supervisor(own: Callable[...,
     assert wait_until(lambda: not running(pids[0]), 30)
     if victim == "supervisor":
         assert wait_until(lambda: owner.ask("exit_code") == -signal.SIGKILL, 30)
-        os.kill(pids[1], signal.SIGKILL)  # as with a supervisor that is a program: nobody is left to find it
+        os.kill(pids[1], signal.SIGKILL)  # as for a supervisor without a fork server
     else:
         assert wait_until(lambda: not running(pids[1]), 30)
         assert wait_until(lambda: not running(owner.fork_server), 30)
@@ -192,7 +192,7 @@ def test_it_outlives_its_nursery_and_comes_again_as_a_program(own: Callable[...,
     ["broken", *(pytest.param(why, marks=pytest.mark.slow) for why in ("its environment", "threads", "a long path"))],
 )
 def test_where_there_can_be_no_copy_it_is_a_program(own: Callable[..., Owner], tmp_path: Path, why: str) -> None:
-    (long := tmp_path / ("long" * 30)).mkdir()  # no socket can be there
+    (long := tmp_path / ("long" * 30)).mkdir()  # the path is too long for a socket
     if why == "a long path":
         owner = own(temporary=str(long))
     else:

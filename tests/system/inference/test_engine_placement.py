@@ -1,4 +1,4 @@
-"""Engines are started before or after the models that may share their GPUs, which are made up here."""
+"""Order of start: engines start before or after models that may share their GPUs. The GPUs are simulated."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def no_gpus_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def the_main_parts(
     monkeypatch: pytest.MonkeyPatch, model: Path, folder: Path, gpus: int, given: tuple[int, ...] | None
 ) -> Iterator[main_parts.MainParts]:
-    """Of a world of one, on a machine that says it has so many GPUs, with an engine that does not care."""
+    """Returns the main parts of a world of one, on a machine that reports `gpus` GPUs, with a toy engine."""
     monkeypatch.setattr(platform, "gpu_count", lambda: gpus)
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
     monkeypatch.setattr(main_parts, "RewardManager", lambda *parts, **keys: contextlib.ExitStack())
@@ -66,7 +66,8 @@ def the_main_parts(
 def test_an_engine_waits_for_the_models_on_its_gpus(
     monkeypatch: pytest.MonkeyPatch, tiny_models: TinyModels, tmp_path: Path, gpus: int, given: Any, waits: bool
 ) -> None:
-    """It sizes its cache by what it finds free; where it has its GPUs to itself, or none, both start at once."""
+    """An engine waits for models on its GPUs, because it sizes its cache by the free memory. With GPUs of its own, or
+    with none, both start at once."""
     with the_main_parts(monkeypatch, tiny_models("llama"), tmp_path, gpus, given) as main:
         main.start()
         assert (main.engine is None) == waits

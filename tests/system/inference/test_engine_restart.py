@@ -1,4 +1,4 @@
-"""An engine that dies or hangs is started again, and the run goes on as if nothing had happened."""
+"""An engine that dies or hangs is restarted, and the run continues with the same results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CONFIG = RolloutConfig(engine="transformers", servers=2, concurrent_requests=16,
 
 
 class Trainer:
-    """Gives an engine the weights of `model`; each death in `deaths` kills it just before that."""
+    """Gives an engine the weights of `model`. For each of `deaths` it first kills the engine."""
 
     def __init__(self, engine: Engine, model: Path, deaths: int = 0) -> None:
         self.engine, self.model, self.deaths = engine, model, deaths
@@ -49,7 +49,7 @@ class Trainer:
 
 
 def kill(engine: Engine, url: str, number: signal.Signals = signal.SIGKILL) -> None:
-    """The engine itself; its supervisor stays."""
+    """Kills the engine's process; its supervisor stays."""
     (process,) = (process for process in engine.pool.processes if process.url == url)
     for pid in descendants(process.pid)[1:]:
         os.kill(pid, number)
@@ -61,7 +61,7 @@ def tokens(samples: list[Sample]) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def two(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, list[list[int]]]]:
-    """Two servers, which start with other weights than they are given; and the undisturbed samples."""
+    """Starts two servers with other weights than they later get; also returns the undisturbed samples."""
     logs, pushed = tmp_path_factory.mktemp("two"), tiny_models("llama", seed=1)
     with start_engine(CONFIG, str(tiny_models("llama")), "float32", logs) as engine:
         engine.wait_ready()
@@ -81,7 +81,8 @@ def two(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> It
 def test_the_samples_are_those_of_an_undisturbed_rollout(
     two: tuple[Engine, list[list[int]]], signals: dict[int, signal.Signals], deaths: int, tiny_models: TinyModels
 ) -> None:
-    """One of two servers killed; both; one that hangs, and then dies once more before it has its weights."""
+    """The samples do not change if one of two servers is killed, both are, or one hangs and then dies again before it
+    has its weights."""
     engine, undisturbed = two
     engine.pool.restarts.made = 0
     trainer = Trainer(engine, tiny_models("llama", seed=1), deaths)
@@ -142,7 +143,7 @@ def exported(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def servers(run: Train) -> list[int]:
-    """The engines' main processes."""
+    """Returns the engines' main processes."""
     lines = run.processes()
     found = [pid for pid, line in lines.items() if "sglang.launch_server" in line and "supervisor.py" not in line]
     return sorted(found)
@@ -154,7 +155,7 @@ def servers(run: Train) -> list[int]:
 def test_a_run_whose_engines_are_killed_ends_with_the_weights_of_an_undisturbed_one(
     tiny_models: TinyModels, tmp_path: Path
 ) -> None:
-    """Two ranks, two servers: one killed in a rollout, the other between that and its push of weights."""
+    """Two ranks and two servers: one dies in a rollout, the other between the rollout and the weight sync."""
     model, hurt, whole = tiny_models("llama"), tmp_path / "hurt", tmp_path / "whole"
     with train(hurt, model, {"servers": 2, "max_restarts": 2}) as run:
         run.wait_for("step 1/3", 600)

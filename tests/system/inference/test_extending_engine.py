@@ -1,4 +1,4 @@
-"""The recipe "An engine" of docs/extending.md: one file and one line of a table."""
+"""The recipe "An engine" of docs/extending.md: one file and one line in a table."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ IGNORED = ("tensor", "memory_fraction", "server_args")
 
 @pytest.fixture
 def table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one line."""
+    """Adds the line to the table."""
     monkeypatch.setitem(ENGINES, "echo", EngineKind("tests.helpers.echo_engine:echo_launch", ignores=IGNORED))
 
 

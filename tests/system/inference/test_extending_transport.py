@@ -1,4 +1,4 @@
-"""A transport of weights is one file, its line in the table, and its name in the configuration."""
+"""A new weight transport needs one file, one line in the table, and its name in the configuration."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ sync.close()
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[str]:
-    """The address of a fake one."""
+    """Starts a fake engine and returns its address."""
     file = tmp_path / "port"
     process = subprocess.Popen([sys.executable, "-S", str(ROOT / "tests/worlds/fake_engine.py"), str(file), "ok"])
     try:

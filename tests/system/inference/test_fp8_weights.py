@@ -1,5 +1,5 @@
-"""Weights that are held in fp8, on a stub of transformer-engine's (fake_fp8.py) that Megatron takes for its own:
-float32 main weights, updates, verified pushes into an engine, checkpoints, and going on from one."""
+"""Weights held in fp8, with a stub of transformer-engine's tensors (fake_fp8.py) registered in Megatron: float32 main
+weights, updates, verified syncs to an engine, checkpoints, and resuming."""
 
 from __future__ import annotations
 

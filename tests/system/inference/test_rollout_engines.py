@@ -1,4 +1,4 @@
-"""What every engine must do, checked against transformers on the same weights: the real SGLang server, and ours."""
+"""Requirements on every engine, checked against transformers on the same weights: real SGLang, and mrl's own."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def requests(prompts: Sequence[Sequence[int]], seeds: Sequence[int] | None = Non
 
 @torch.inference_mode()
 def logits_of(model: torch.nn.Module, sample: Sample) -> Tensor:
-    """[response tokens, vocab]: the logits that each response token was drawn from."""
+    """Returns the logits that each response token was sampled from, [response tokens, vocab]."""
     prompt, response = list(sample.request.prompt.token_ids), sample.response_ids.tolist()
     return model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].double()
 
@@ -121,7 +121,7 @@ def test_a_seed_gives_the_same_tokens_whatever_else_is_in_the_batch(engine: Engi
 
 
 def test_log_probs_have_the_same_bits_in_any_batch(engine: Engine) -> None:
-    """Alone, two at a time, and all at once; also where a prompt is cached already."""
+    """Log-probs are bitwise equal for requests sent alone, two at a time and all at once, also with a cached prompt."""
     params = SamplingParams(max_new_tokens=32)
     asked = requests([*PROMPTS, *(tuple(range(3 + i, 6 + 4 * i)) for i in range(8)), *PROMPTS])
 
@@ -151,7 +151,7 @@ def test_samples_of_one_prompt_share_its_keys_and_values(
         client.flush_cache()
     monkeypatch.setattr(request_dispatcher, "read_answer", read)
     together = sglang_engine.generate(group, params)
-    assert cached == [39] * 6  # the last token is computed for its logits
+    assert cached == [39] * 6  # the last token is computed again for its logits
     assert [sample.response_ids.tolist() for sample in together] == alone
     assert max_log_prob_error(model, together, 1.0) <= 1e-4
 
@@ -204,7 +204,7 @@ def test_a_request_beyond_the_context_is_refused_by_name(engine: Engine) -> None
     with pytest.raises(RolloutError, match=r"failed for sample 1 \(data row 1\): HTTP 400.*context") as caught:
         engine.generate(asked[1:2], SamplingParams(max_new_tokens=100))
     assert "490 tokens" in str(caught.value) and "End of" not in str(caught.value)
-    # SGLang 0.5.23 by itself takes no prompt of more than 505 tokens, and ends a response at 510 of both
+    # SGLang 0.5.23 alone refuses prompts over 505 tokens, and ends a response at 510 tokens of both
     for one, most in ((asked[1], 512 - 490), (asked[2], 512 - 511)):
         (exact,) = engine.generate([one], SamplingParams(max_new_tokens=most, stop_token_ids=()))
         assert len(exact.response_ids.tolist()) == most or exact.finish_reason == "stop"
@@ -280,7 +280,7 @@ def test_a_url_that_serves_another_model_is_refused(engine: Engine, tiny_models:
 @pytest.mark.engine
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_an_idle_server_has_one_thread_that_waits_for_gloo(sglang_engine: Engine) -> None:
-    """Each wakes a hundred times a second."""
+    """An idle server has only one gloo thread. Each such thread wakes a hundred times per second."""
     port = urlsplit(sglang_engine.urls[0]).port
     (server,) = {
         c.pid for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr.port == port
@@ -314,7 +314,7 @@ def test_stop_strings(transformers_engine: Engine) -> None:
 
 
 def test_memory_given_up_around_an_update(engine: Engine, tiny_models: TinyModels) -> None:
-    """The order of a step on one GPU, on the wire: a second request for what is done already would end SGLang."""
+    """Releases and resumes memory as a step on one GPU does. A repeated request would end SGLang."""
     asked, sampling, cfg = requests(PROMPTS), SamplingParams(max_new_tokens=6), SyncConfig(timeout_s=60.0)
     before = [sample.response_ids.tolist() for sample in engine.generate(asked, sampling)]
     exporter = FileExporter(tiny_models("llama"))
@@ -337,4 +337,4 @@ def test_memory_given_up_around_an_update(engine: Engine, tiny_models: TinyModel
             engine.has_synced("default")
             engine.resume_memory(parts)
             assert [sample.response_ids.tolist() for sample in engine.generate(asked, sampling)] == before
-    engine.weight_version = None  # the engine is not this test's alone
+    engine.weight_version = None  # other tests use this engine too

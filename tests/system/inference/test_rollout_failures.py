@@ -1,4 +1,4 @@
-"""An engine that dies, refuses or hangs in the middle of a rollout: one clear error in bounded time, nothing left."""
+"""An engine that dies, refuses or hangs during a rollout: one clear error in bounded time, and no process left."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LONG = SamplingParams(max_new_tokens=450, temperature=1.0)
 
 
 def descendants(pid: int) -> list[int]:
-    """Of a process, itself included."""
+    """Returns the pids of a process and all its descendants."""
     table = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, timeout=60).stdout
     parents = {int(child): int(parent) for child, parent in map(str.split, table.splitlines())}
     found = [pid]
@@ -46,7 +46,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def generate_and_kill(engine: Engine, choose: Callable[[list[int]], int]) -> tuple[RolloutError, float]:
-    """SIGKILL one process of the engine in the middle of a rollout: (the error, seconds from kill to error)."""
+    """Kills a process of the engine with SIGKILL during a rollout. Returns (the error, seconds from kill to error)."""
     (process,) = engine.pool.processes
     tree = descendants(process.pid)
     killed_at: list[float] = []
@@ -59,7 +59,7 @@ def generate_and_kill(engine: Engine, choose: Callable[[list[int]], int]) -> tup
     killer = threading.Thread(target=kill)
     killer.start()
     with pytest.raises(RolloutError) as caught:
-        for _ in range(200):  # until the kill falls into one of them
+        for _ in range(200):  # until the kill hits one of these rollouts
             engine.generate(requests([(5, 6, 7)] * 64), LONG)
     seconds = time.monotonic() - killed_at[0]
     killer.join()
@@ -78,7 +78,7 @@ def test_the_transformers_engine_killed_mid_rollout(tiny_models: TinyModels, tmp
 
 @pytest.mark.engine
 def test_a_scratch_moe_sglang_with_stop_strings_then_killed(tiny_models: TinyModels, tmp_path: Path) -> None:
-    """One server for what needs a server of its own: random start weights, a tokenizer, and a death."""
+    """One server for three tests that need their own: random initial weights, stop strings, and a kill."""
     cfg = RolloutConfig(sampling=SamplingConfig(stop=("\n",)))
     weights = tiny_models("mixtral", seed=3)
     with start_engine(cfg, str(tiny_models("mixtral", weights=False)), "float32", tmp_path) as engine:
@@ -110,8 +110,7 @@ def test_a_bad_model_path_ends_with_the_engines_own_words(tiny_models: TinyModel
 
 
 class Stub:
-    """An HTTP server that answers like a healthy engine of these settings, except that /generate does as `reply`
-    says."""
+    """An HTTP server that answers like a healthy engine with these settings, except that `reply` answers /generate."""
 
     def __init__(
         self, model_type: str, reply: Callable[[BaseHTTPRequestHandler], None], settings: dict[str, Any] | None = None
@@ -235,7 +234,7 @@ def bomb(handler: BaseHTTPRequestHandler) -> None:
 
 
 def flood(handler: BaseHTTPRequestHandler) -> None:
-    """Without an end."""
+    """Answers with endless data."""
     handler.send_response(200)
     handler.send_header("Content-Type", "application/json")
     handler.end_headers()

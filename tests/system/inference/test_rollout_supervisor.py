@@ -1,4 +1,4 @@
-"""Nothing of an engine survives: not its close, not its crash, not the death of the process that started it."""
+"""No process of an engine survives its close, its crash, or the death of the process that started it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_close_ends_a_tree_that_ignores_sigterm(tmp_path: Path) -> None:
     process.close()
     assert [pid for pid in pids if running(pid)] == []
     assert process.exit_code() == 128 + signal.SIGKILL
-    process.close()  # twice is harmless
+    process.close()  # a second call has no effect
 
 
 def test_a_crashed_engine_leaves_no_children_and_its_exit_code(tmp_path: Path) -> None:

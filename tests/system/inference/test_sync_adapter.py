@@ -1,4 +1,4 @@
-"""Adapters that are sent to SGLang as they are: it computes with them what the trainer does."""
+"""LoRA adapters synced to SGLang without merging: it computes what the trainer computes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ LOG_PROB_TOLERANCE = 1e-4
 
 
 class RandomAdapters:
-    """As an exporter gives them."""
+    """Random adapters, as an exporter provides them."""
 
     def __init__(self, model: Path, seed: int, lora: LoRA = SPEC) -> None:
         self.arch: ModelArch = load_arch(model)
@@ -102,7 +102,7 @@ def drawn(engine: Engine) -> list[Sample]:
 
 @torch.no_grad()
 def gap(samples: list[Sample], model: Path, adapters: RandomAdapters | None) -> float:
-    """Between the engine's log-probs and those of transformers' model, into whose weights the adapters were merged."""
+    """Returns the largest log-prob difference between the engine and transformers with merged adapters."""
     reference: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     for name, a in (adapters.tensors if adapters is not None else {}).items():
         if name.endswith("lora_A.weight"):
@@ -133,7 +133,7 @@ def test_the_engine_draws_with_the_adapters_that_were_pushed_last(engine: Engine
     assert {sample.weight_version for sample in after} == {"2"}
     greedy = {"max_new_tokens": 1, "temperature": 0}
     asked = {"input_ids": [5], "sampling_params": greedy, "lora_path": report.adapters[""]}
-    with pytest.raises(EngineError, match="Failed to implicitly load"):  # the former one has gone
+    with pytest.raises(EngineError, match="Failed to implicitly load"):  # the previous adapter is unloaded
         engine.pool.client(engine.urls[0], 60.0).generate(asked)  # type: ignore[arg-type]
 
 
@@ -143,7 +143,7 @@ def test_an_engine_that_lost_the_adapter_gets_it_again_under_its_name(engine: En
         names = sync.update_weights("7").adapters
         engine.has_synced("7", names)
         engine.pool.client(url, 60.0).unload_adapter(names[""])
-        for _ in range(2):  # also where it has it
+        for _ in range(2):  # the second time it has it already
             assert sync.resync(url).adapters == names
         assert gap(drawn(engine), model, adapters) < LOG_PROB_TOLERANCE
 
@@ -200,7 +200,7 @@ def test_joined_layers_are_completed_with_zeros(model: Path) -> None:
 def test_bytes_that_changed_on_their_way_end_the_engine(
     engine: Engine, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last test of the file: the server is gone then."""
+    """Corrupted bytes end the engine. Must be the file's last test, since it ends the server."""
     adapters = RandomAdapters(model, 1)
 
     def spoilt(tensors: dict[str, Tensor]) -> str:

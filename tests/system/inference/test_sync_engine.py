@@ -1,4 +1,4 @@
-"""Weights pushed into a real SGLang server, over every transport; other families: test_engine_families.py."""
+"""Weight sync to a real SGLang server over every transport; test_engine_families.py tests other families."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights pushed into mrl's own transformers engine, which speaks the same protocol."""
+"""Weight sync to mrl's own transformers engine, which uses the same protocol."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def test_every_transport_of_this_engine(served: Any) -> None:
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in SETTINGS])
 def test_what_is_pushed_into_it_is_the_other_model_to_the_bit(family: str, tiny_models: TinyModels) -> None:
-    """Of every family, in this process: each tensor by itself, under the names that travel."""
+    """Weights synced one tensor at a time, under the names of the protocol, equal the other model's bit for bit. Every
+    family is tested in this process."""
     ids = torch.tensor([[5, 17, 99, 200, 42, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 18, 19, 20, 21, 22]])
     (old, expected), (new, wanted) = (
         (model, model(ids).logits) for model in (loaded(tiny_models(family, seed=seed)) for seed in (0, 1))

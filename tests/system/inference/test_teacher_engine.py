@@ -1,4 +1,4 @@
-"""Engines report the log-probs of given sequences: the real SGLang server, and ours, against transformers."""
+"""Engines report the log-probs of given sequences: the real SGLang server and mrl's own, against transformers."""
 
 from __future__ import annotations
 
@@ -47,6 +47,6 @@ def test_scores_are_those_of_transformers(kind: str, request: pytest.FixtureRequ
         top = log_probs.topk(TOP_K, -1)
         torch.testing.assert_close(torch.from_numpy(each.top_log_probs).double(), top.values, atol=2e-5, rtol=0)
         of_ids = log_probs.gather(1, torch.from_numpy(each.top_ids))
-        torch.testing.assert_close(of_ids, top.values, atol=4e-5, rtol=0)  # ties may swap
+        torch.testing.assert_close(of_ids, top.values, atol=4e-5, rtol=0)  # ties may be in either order
     for each, other in zip(plain, found):
         assert abs(each.log_probs - other.log_probs).max() < 1e-5 and each.top_ids.shape[1] == 0

@@ -1,4 +1,4 @@
-"""Engines of two nodes."""
+"""Engines on two nodes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from tests.unit.inference.test_nodes import KEY, wait_for
 def test_engines_of_two_nodes_sample_and_one_is_brought_back_by_its_own(
     tiny_models: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Real processes of the toy engine, both nodes in this process."""
+    """Engines on two nodes generate, and a dead one is restarted by its own node. The toy engine's processes are real;
+    both nodes are in this process."""
     monkeypatch.setitem(ENGINES, "echo", EngineKind("tests.helpers.echo_engine:echo_launch"))
     cfg, model = RolloutConfig(engine="echo"), str(tiny_models("llama", weights=False))
     machine, notes, given = Machine(1, 1, 0), [], []
@@ -42,7 +43,7 @@ def test_engines_of_two_nodes_sample_and_one_is_brought_back_by_its_own(
         port = far.url.rpartition(":")[2]
         for process in psutil.process_iter(["cmdline"]):
             if (process.info["cmdline"] or [])[-1:] == [port] and "-I" not in process.info["cmdline"]:
-                process.kill()  # not its supervisor
+                process.kill()  # its supervisor stays
         wait_for(lambda: far.has_ended)
         assert len(engine.generate(asked, SamplingParams(max_new_tokens=2))) == 80
         wait_for(lambda: far.up)

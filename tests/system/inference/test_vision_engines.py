@@ -1,5 +1,5 @@
-"""Engines of models that see pictures against each other and the trainer's files: both draw the same tokens before and
-after a push that moves the tower, whether an engine is one process or two."""
+"""Engines of vision-language models compared with each other and with the trainer's files. Both generate the same
+tokens before and after a sync that changes the vision tower, whether an engine has one process or two."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="the engine tests need sglang"),
 ]
 FAMILIES = ("qwen3_vl", *slow_cases("qwen2_5_vl"))
-PATCH = {"qwen2_5_vl": 14, "qwen3_vl": 4}  # SGLang's Qwen2.5-VL has no other
+PATCH = {"qwen2_5_vl": 14, "qwen3_vl": 4}  # SGLang's Qwen2.5-VL supports no other size
 TENSOR = {"qwen2_5_vl": 1, "qwen3_vl": 2}
-FFN = 128  # of the tower: on a CPU, cut in two, SGLang pads to a multiple of 64
-SAMPLES = 3  # of each prompt
+FFN = 128  # width of the tower's MLP; on a CPU with two ranks SGLang pads to a multiple of 64
+SAMPLES = 3  # per prompt
 
 
 @dataclass(frozen=True)
 class Both:
-    """sglang: in TENSOR processes; transformers: the other engine, with the same weights"""
+    """sglang: an engine of TENSOR processes; transformers: mrl's engine with the same weights"""
 
     sglang: Served
     transformers: Served
     prompts: list[Prompt]
 
     def draw(self) -> tuple[list[Sample], list[Sample]]:
-        """The same requests of both; every prompt, its pictures too, several times."""
+        """Returns both engines' samples of the same requests: several for each prompt with its images."""
         asked = [
             Request(n, n % len(self.prompts), self.prompts[n % len(self.prompts)], sample_seed(1, 0, n))
             for n in range(SAMPLES * len(self.prompts))
@@ -59,7 +59,7 @@ class Both:
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Both]]:
-    """All servers at once: their starts share the machine's cores."""
+    """Starts all servers at once, so that their starts share the machine's cores."""
     root, found = tmp_path_factory.mktemp("vision_engines"), {}
     write_rows(root)
     with contextlib.ExitStack() as stack:
@@ -80,7 +80,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Both]]:
 
 
 def prompts(root: Path, model: Path) -> list[Prompt]:
-    """With one picture, none and two; one has transparent pixels, one is grey, all are resized."""
+    """Returns prompts with one image, none and two. One image has transparent pixels, one is grey, all are resized."""
     cfg = DataConfig(train=str(root / "rows.jsonl"), chat_template=True, shuffle=False)
     found = PromptDataset(
         cfg.train, cfg, load_tokenizer(model), image_processor=load_image_processor(model, cfg)
@@ -99,7 +99,8 @@ def assert_the_same(samples: tuple[list[Sample], list[Sample]]) -> None:
 def test_both_engines_draw_the_same_of_the_same_pictures_before_and_after_a_push(
     both: dict[str, Both], family: str
 ) -> None:
-    """Also in the log-probs: no features of older weights are kept, and a rank of a cut engine has the whole tower."""
+    """Tokens and log-probs agree before and after a sync. No features of older weights remain cached, and each rank of
+    a split engine has the whole tower."""
     one = both[family]
     before = one.draw()
     assert_the_same(before)
@@ -124,7 +125,7 @@ def test_a_tower_over_every_transport(both: dict[str, Both], family: str, transp
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_tower_alone_changes_what_is_drawn_of_pictures_alone(both: dict[str, Both], family: str) -> None:
-    """Every tensor of the decoder stays what it is."""
+    """A sync of the tower alone changes only samples of prompts with images. The decoder's tensors stay the same."""
     one = both[family].sglang
     before, _ = both[family].draw()
     exporter, old = FileExporter(one.new), FileExporter(one.old)
@@ -147,7 +148,8 @@ def test_a_tower_alone_changes_what_is_drawn_of_pictures_alone(both: dict[str, B
 def test_a_request_with_other_tokens_than_pictures_is_an_error_of_every_engine(
     both: dict[str, Both], family: str, engine: str
 ) -> None:
-    """As many image tokens as features: SGLang takes them for as many pictures, or draws from another prompt."""
+    """Every engine refuses a prompt whose number of image tokens is that of the features. SGLang would count them as
+    images, or use another prompt."""
     one: Engine = vars(both[family])[engine].engine
     prompts = both[family].prompts
     prompt = next(

@@ -1,4 +1,4 @@
-"""Kernels in C are compiled once, and where they cannot be, torch's forms are used."""
+"""C kernels are compiled once; without a compiler the torch forms are used."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ Problem = Callable[..., str]
 
 @pytest.fixture(scope="module")
 def problem() -> Iterator[Problem]:
-    """problem(home, **environment): what a new process answers whose cache is in `home`. Each is a fork of one process,
-    which has imported the kernels' module and compiled none."""
+    """Returns `problem(home, **environment)`: the answer of a new process whose cache is in `home`. Each process is
+    forked from one that has imported the kernels' module and compiled none."""
     env, pipe = {**os.environ, "PYTHONPATH": str(ROOT)}, subprocess.PIPE
     command = [sys.executable, "-W", "ignore", "-c", ANSWERS]
     with subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, text=True) as process:

@@ -1,4 +1,4 @@
-"""Ranks that are copies of one process: what they get, what they share, and where they cannot be had."""
+"""Ranks forked from one process: what a fork inherits, what the forks share, and when there is no fork server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from tests.system.commands.test_cli import gone
 
 ROOT = Path(__file__).parents[3]
-# What it makes of the program "rank": its answers, as what it prints; or "none"
+# Prints the answers of the program "rank", which the fork server starts, or "none"
 STARTS = """
 import json, os, signal, sys, threading, time
 from mrl.launcher import RankForkServer
@@ -92,15 +92,15 @@ def test_a_copy_is_the_program_in_its_place(folder: Path, more: list[str]) -> No
     found = answers(folder)
     assert [answer["pid"] for answer in found] == [answer["session"] for answer in found] == ranks
     assert {answer["parent"] for answer in found} == {launcher}
-    (imported_by,) = {answer["imported by"] for answer in found}  # once, and not by them
+    (imported_by,) = {answer["imported by"] for answer in found}  # imported once, and in another process than the ranks
     assert imported_by not in (launcher, *ranks)
     for rank, answer in enumerate(found):
         assert answer["argv"] == ["one", "two words"] and answer["name"] == "__main__" and answer["stdin"] == ""
         assert (answer["rank"], answer["greeting"]) == (str(rank), "h\udcffi")
         assert answer["set"] == "by an import"
         assert answer["interrupt"] == "default_int_handler"
-        assert answer["collected"] == [False, True] and answer["frozen"] > 1000  # not while it imported; now again
-    assert (folder / "out").read_text().count("heavy has been imported") == 1  # by rank 0, for all
+        assert answer["collected"] == [False, True] and answer["frozen"] > 1000  # off during the imports
+    assert (folder / "out").read_text().count("heavy has been imported") == 1  # rank 0 prints it, for all
     assert "imported" not in out + err
 
 
@@ -137,7 +137,7 @@ def test_what_cannot_be_copied_is_left_to_programs(folder: Path, heavy: str) -> 
 
 
 def test_a_process_with_threads_is_not_copied(folder: Path) -> None:
-    """Copies would lack them, and could wait for what they hold."""
+    """A process with threads is not forked. Forks would lack the threads, and could wait for locks that they hold."""
     out, err = start(folder, "1", "heavy", thread="1").communicate(timeout=60)
     assert (out, err) == ("", "none\n")
 
@@ -167,6 +167,6 @@ with RankForkServer("json") as made:
 
 
 def test_a_copy_that_comes_too_late_is_no_second_rank() -> None:
-    """A program has been started in its place."""
+    """A fork that arrives too late is no second rank: a program was started instead."""
     done = subprocess.run([sys.executable, "-c", STOPPED], cwd=ROOT, capture_output=True, text=True, timeout=90)
     assert done.stdout.splitlines()[-2:] == ["None", "[True]"] and done.stderr == ""

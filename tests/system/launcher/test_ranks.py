@@ -1,4 +1,4 @@
-"""Ranks that meet, wait for each other, stop: in small worlds under each launcher."""
+"""Ranks that start, wait for each other and stop, in small worlds under each launcher."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def start(folder: Path, launcher: str, *arguments: str) -> subprocess.Popen[str]
 
 
 def listeners(folder: Path) -> list[str]:
-    """Of rank 0. Its parent has none: not the own launcher, nor torchrun's or ft_launcher's agent."""
+    """Returns the addresses on which rank 0 listens. Its parent must listen on none: neither mrl's launcher nor
+    torchrun's or ft_launcher's agent."""
     of_rank, of_parent = json.loads((folder / "listening").read_text())
     assert of_parent == []
     return [address.partition(":")[0] for address in of_rank]
@@ -57,7 +58,7 @@ LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "0000000000000000000
 
 
 def of_interfaces() -> dict[str, set[str]]:
-    """The IPv4 addresses of each that is up and has one: lo, and on most machines another."""
+    """Returns the IPv4 addresses of each interface that is up and has any: lo, and on most machines another one."""
     up = psutil.net_if_stats()
     found = {
         name: {address.address for address in every if address.family == socket.AF_INET}
@@ -71,7 +72,7 @@ def of_interfaces() -> dict[str, set[str]]:
 def test_gloo_listens_on_the_interfaces_that_the_environment_names(
     every: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the host's name resolves to."""
+    """Gloo uses the interfaces of the environment variable, whatever the host name resolves to."""
 
     def listening() -> set[tuple[str, int]]:
         own = psutil.Process().net_connections("tcp4")
@@ -88,8 +89,8 @@ def test_gloo_listens_on_the_interfaces_that_the_environment_names(
 
 
 def test_a_stopped_rank_is_noticed_and_named(tmp_path: Path) -> None:
-    """Not before: rank 0 may work for longer than run.timeout_s while the others wait. Two worlds side by side, one
-    for each victim."""
+    """A stopped rank is noticed and named after the time-out, though rank 0 may work for longer than run.timeout_s
+    while the others wait. Two worlds run at once, one for each stopped rank."""
     folders = [tmp_path / "0", tmp_path / "1"]
     with contextlib.ExitStack() as stack:
         runs = []
@@ -117,7 +118,7 @@ def test_a_stopped_rank_is_noticed_and_named(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["torchrun", "ft"])
 def test_nothing_listens_to_other_machines(kind: str, tmp_path: Path) -> None:
-    """(The own launcher's ranks: above.)"""
+    """Ranks under torchrun and ft_launcher listen on loopback only. (The test above covers mrl's own launcher.)"""
     with start(tmp_path, kind, "tests.worlds.pulse", "20", "0") as run:
         said = run.communicate(timeout=60)[0]
     assert run.returncode == 0 and "the result" in said, said
@@ -126,7 +127,7 @@ def test_nothing_listens_to_other_machines(kind: str, tmp_path: Path) -> None:
 
 @pytest.fixture
 def a_place(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """This process is a rank of a world of three, whatever one it was of in another test."""
+    """Makes this process a rank of a world of three, whatever world another test left it in."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     for name, value in {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}.items():
@@ -149,14 +150,15 @@ def test_a_world_that_did_not_form_names_who_is_missing(a_place: pytest.MonkeyPa
 
 
 def test_the_ranks_of_mrl_train_meet_where_nobody_else_can_come(a_place: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A store that listens would take what anybody on this machine writes: the addresses of groups, which unpickle."""
+    """The ranks of `mrl train` rendezvous in files. A listening store would accept pickled data, such as group
+    addresses, from any account of the machine."""
     for name, value in {"MRL_MEETING": str(tmp_path), "RANK": "0", "WORLD_SIZE": "1"}.items():
         a_place.setenv(name, value)
     before = psutil.Process().net_connections()
     store = _meet(0, 1, timedelta(seconds=1))
     store.set("key", "value")
     assert psutil.Process().net_connections() == before
-    a_place.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # a restart's ranks find nothing of what was there before
+    a_place.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # a restart's ranks must not see the former attempt's files
     with pytest.raises(platform.WorldError, match="not all 2 ranks joined within run.timeout_s = 0.2 s: rank 0 did"):
         _meet(1, 2, timedelta(seconds=0.2))
 
@@ -182,7 +184,7 @@ def test_ctrl_c_that_an_import_swallows_is_not_lost() -> None:
 
 
 def test_a_rank_that_makes_a_group_hears_ctrl_c() -> None:
-    """And does not wait for ever for the others."""
+    """A rank that creates a process group reacts to Ctrl-C instead of waiting for the others."""
 
     def stop(number: int, frame: object) -> None:
         raise KeyboardInterrupt
@@ -199,17 +201,18 @@ def test_a_rank_that_makes_a_group_hears_ctrl_c() -> None:
 
 
 def have_loaded(library: str, run: Train) -> int:
-    """How many of the run's processes."""
+    """Returns how many of the run's processes have loaded the library."""
     found = 0
     for pid in run.processes():
-        with contextlib.suppress(OSError):  # it has just ended
+        with contextlib.suppress(OSError):  # the process has just ended
             found += library in Path(f"/proc/{pid}/maps").read_text()
     return found
 
 
 @pytest.mark.parametrize(("library", "processes"), [("pydantic_core", 1), ("libtorch_cpu", 1), ("libtorch_cpu", 3)])
 def test_ctrl_c_while_it_starts(library: str, processes: int, tiny_models: TinyModels, tmp_path: Path) -> None:
-    """Whatever it is at: reading its configuration, counting GPUs and importing for its ranks, with the ranks there."""
+    """Ctrl-C ends the run in every part of its start: reading the configuration, counting GPUs, importing for the
+    ranks, and with running ranks."""
     config = write_config(tmp_path, tiny_models("llama"), actor={"parallel": {"tensor": 2}})
     with (
         fake_engine(tmp_path, "generate_hangs") as url,
@@ -243,8 +246,8 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID": "x"}
     ("where", "environment", "code"),
     [
         ("run", {}, EXIT_PREEMPTED),
-        ("run", TORCHRUN, 0),  # of what is not 0 torchrun makes a failure; the marker tells
-        ("gone", TORCHRUN, EXIT_PREEMPTED),  # nothing else tells its launcher
+        ("run", TORCHRUN, 0),  # torchrun treats other codes as failures; the marker file reports the preemption
+        ("gone", TORCHRUN, EXIT_PREEMPTED),  # only the exit code can tell the launcher
         (None, TORCHRUN, EXIT_PREEMPTED),
         (None, TORCHRUN | {"RANK": "1"}, EXIT_PREEMPTED),
         (None, {}, EXIT_PREEMPTED),
@@ -254,7 +257,8 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID": "x"}
 def test_a_rank_that_misses_the_deadline_tells_its_launcher(
     tmp_path: Path, where: str | None, environment: dict[str, str], code: int, stdout: str
 ) -> None:
-    """Before the run goes on in a directory, too, and where the disk of its log or of the marker is full."""
+    """A rank that misses the deadline reports it by exit code or marker, also before there is a run directory, and with
+    a full disk for its log or marker."""
     (tmp_path / "run").mkdir()
     run_dir = [] if where is None else [str(tmp_path / where)]
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), **environment}

@@ -1,4 +1,4 @@
-"""Runs that outlive faults: every kind of fault in every part of a run under the real ft_launcher, and signals."""
+"""Runs that survive faults: every kind of fault in every section of a run under the real ft_launcher, and signals."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ STARTING_S = 240.0
 RUN_S = 600.0
 STEPS = 12 if RUN_SLOW else 8
 FAULTS = str(ROOT / "tests/worlds/faults")
-# shorter in a reward: the others, who wait for it in their rollout, must not be the first
+# shorter for a reward: the other ranks, which wait in their rollout, must not time out first
 LIMITS = {"setup": 25.0, "rollout": 9.0, "reward": 6.0, "update": 9.0, "sync": 9.0, "checkpoint": 9.0}
 SECTIONS = tuple(LIMITS)
 KINDS = {"kill": "died", "exception": "failed", "hang": "hung"}
-OCCURRENCE = {"kill": 2, "exception": 1, "hang": 1}  # of a section in an attempt: after a first step, or in it
+OCCURRENCE = {"kill": 2, "exception": 1, "hang": 1}  # in an attempt: after a first step, or in it
 
 
 def fault(kind: str, section: str) -> dict[str, Any]:
-    """On rank 1, but on rank 0 what only that does; of the two parts of a step that update, the second."""
+    """Returns a fault of rank 1, or of rank 0 in its own sections; for updates, in the second one of a step."""
     nth = 1 if section == "setup" else OCCURRENCE[kind] * (2 if section == "update" else 1)
     return {"kind": kind, "section": section, "rank": 0 if section == "reward" else 1, "nth": nth}
 
 
-# a rank that is killed in a rollout: test_nothing_is_lost
+# test_nothing_is_lost covers a rank killed in a rollout
 ONE_OF_EACH = [("exception", "reward"), ("hang", "update"), ("kill", "sync"), ("hang", "checkpoint")]
 ALL = [(kind, section) for section in SECTIONS for kind in KINDS]
 MATRIX = [fault(kind, section) for kind, section in (ALL if RUN_SLOW else ONE_OF_EACH)]
@@ -48,7 +48,7 @@ MATRIX = [fault(kind, section) for kind, section in (ALL if RUN_SLOW else ONE_OF
 
 @dataclass
 class Folder:
-    """A configuration, the runs made by it, and an engine that outlives them all."""
+    """A configuration, its runs, and an engine that outlives all of them."""
 
     path: Path
     config: Path
@@ -59,7 +59,7 @@ class Folder:
         return [f"rollout.{key}={value}" for key, value in self.engine.items()]
 
     def train(self, name: str, *overrides: str, faults: list[Any] | None = None, slow: str | None = None) -> Train:
-        environment = {"PYTHONPATH": f"{FAULTS}:{ROOT}"} if faults or slow else {}  # the others are copies
+        environment = {"PYTHONPATH": f"{FAULTS}:{ROOT}"} if faults or slow else {}  # others are forked
         if faults is not None:
             (self.path / "faults.json").write_text(json.dumps(faults))
             environment["MRL_TEST_FAULTS"] = str(self.path / "faults.json")
@@ -68,7 +68,7 @@ class Folder:
         return Train(self.path, self.config, f"run.name={name}", *overrides, **environment)
 
     def result(self, name: str) -> dict[str, bytes | list[int]]:
-        """The trained weights, every sample, and the steps that have metrics."""
+        """Returns the trained weights, every sample, and the steps with metrics."""
         run = self.path / "runs" / name
         found: dict[str, bytes | list[int]] = {f.name: f.read_bytes() for f in sorted(run.glob("rollouts/*.jsonl"))}
         weights = run / "hf" / "model.safetensors"
@@ -100,7 +100,7 @@ def undisturbed(folder: Folder) -> dict[str, bytes | list[int]]:
 
 @pytest.fixture(scope="module")
 def disturbed(folder: Folder) -> Train:
-    """Every fault of the matrix, one after the other; the last one is one too many."""
+    """Runs with every fault of the matrix in turn; the last one exceeds the allowed restarts."""
     limits = json.dumps({**LIMITS, "out_of_section": 25.0})
     more = [f"run.max_restarts={len(MATRIX) - 1}", "run.launcher=ft", f"resilience.timeouts_s={limits}"]
     with folder.train("disturbed", *folder.given, *more, faults=MATRIX) as run:
@@ -143,7 +143,8 @@ def test_a_hang_leaves_its_stack_in_the_log(folder: Folder, disturbed: Train) ->
 
 
 def test_nothing_is_lost(folder: Folder, disturbed: Train, undisturbed: dict[str, bytes | list[int]]) -> None:
-    """The same command goes on, with an engine of its own; rank 0, whose child that is, is killed while it samples."""
+    """The same command resumes the run without losses, with its own engine. Rank 0, the engine's parent, is killed
+    while it generates."""
     kill = {"kind": "kill", "section": "rollout", "rank": 0, "nth": 2}
     with folder.train("disturbed", "run.launcher=ft", faults=[kill]) as run:
         assert run.wait(RUN_S) == 0, run.terminal
@@ -158,7 +159,7 @@ SAVED_BY_SIGNALS_ONLY = "checkpoint.every_steps=100"
 
 
 def left_after(run: Train, mark: str, number: signal.Signals, rank: int | None = None) -> None:
-    """A signal to `mrl train`, or to one rank alone, when `mark` is on the terminal: the run saves, and leaves."""
+    """Signals `mrl train`, or one rank, once `mark` is on the terminal; checks that the run saves and ends."""
     run.wait_for(mark, STARTING_S)
     if rank is None:
         run.signal(number)
@@ -182,7 +183,7 @@ def names_the_slow_rank(folder: Folder, run: Train, name: str) -> None:
 def test_a_signal_to_a_rank_saves_and_another_launcher_goes_on(
     folder: Folder, undisturbed: dict[str, bytes | list[int]]
 ) -> None:
-    """To its end, under torchrun. One rank is slow, and is named."""
+    """A signal to one rank makes the run save and end, and torchrun finishes it. The slow rank is named."""
     more = [*folder.given, SAVED_BY_SIGNALS_ONLY]
     marker = folder.path / "runs/signal/preempted"
     with folder.train("signal", *more) as run:
@@ -197,7 +198,8 @@ def test_a_signal_to_a_rank_saves_and_another_launcher_goes_on(
 
 @pytest.mark.slow
 def test_signals_save_and_leave(folder: Folder, undisturbed: dict[str, bytes | list[int]]) -> None:
-    """Under each launcher in turn, each going on where the last one left. One rank is slow, and is named."""
+    """The run saves and ends on signals under each launcher in turn, and each one resumes the former's run. One rank is
+    slow, and the run names it."""
     more = [*folder.given, SAVED_BY_SIGNALS_ONLY]
     marker = folder.path / "runs/signals/preempted"
     with folder.train("signals", *more) as run:
@@ -216,8 +218,8 @@ def test_signals_save_and_leave(folder: Folder, undisturbed: dict[str, bytes | l
 
 @pytest.mark.parametrize(("launcher", "ranks"), [("mrl", 2), pytest.param("torchrun", 1, marks=pytest.mark.slow)])
 def test_what_does_not_fit_into_the_deadline_is_left_undone(folder: Folder, launcher: str, ranks: int) -> None:
-    """The engine answers nothing: the step cannot end. Of several ranks one may fail as the others leave, which alone
-    would tell torchrun that the run is not over."""
+    """The run ends at the deadline though its step cannot end, because the engine never answers. One of several ranks
+    may fail while the others exit; that failure alone would tell torchrun that the run is not over."""
     with fake_engine(folder.path, "generate_hangs") as url:
         more = [f"rollout.urls=['{url}']", "rollout.request_timeout_s=400.0", "resilience.save_deadline_s=2.0"]
         more += [f"run.launcher={launcher}", f"run.nproc={ranks}", f"actor.parallel.tensor={ranks}"]

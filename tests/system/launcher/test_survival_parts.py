@@ -1,4 +1,4 @@
-"""Parts of what lets a run survive, each on its own."""
+"""Unit tests of the parts that let a run survive faults."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class TestStragglers:
 class TestSections:
     @pytest.fixture
     def monitor(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-        """A real monitor of this process as rank 0, with the time-outs of the file that it yields."""
+        """Starts a real monitor of this process as rank 0, with the time-outs of the file that the fixture returns."""
         file = ft_config.write(tmp_path, SectionTimeouts(update=77.0))
         cfg = FaultToleranceConfig.from_yaml_file(str(file), ignore_not_recognized=False)
         cfg.enable_nic_monitor = False
@@ -79,7 +79,7 @@ class TestSections:
                 pass
             with pytest.raises(KeyError), sections.section("update"):
                 raise KeyError
-            with sections.section("update"):  # the failed one is not still open
+            with sections.section("update"):  # the failed section must not be open any more
                 pass
 
     def test_another_one_s_are_refused(self, monitor: Path) -> None:
@@ -92,7 +92,7 @@ class TestSections:
     def test_a_monitor_that_has_gone_is_a_consequence(
         self, gone: str, monitor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """When one rank has died ft_launcher has the monitors of all ranks hang up: that one is the cause."""
+        """A lost monitor is a consequence, not a cause: ft_launcher closes all monitors when one rank dies."""
         monkeypatch.setenv(failure.FILE_VARIABLE, str(tmp_path / "rank_0.failure"))
         (server,) = multiprocessing.active_children()
 
@@ -121,7 +121,7 @@ class TestFormerEngine:
         log = tmp_path / "engine_0.log"
         former = EngineProcess("engine 0", lambda folder: SLEEP, 1, log)
         time.sleep(1)
-        os.kill(former.pid, 15)  # its supervisor's SIGTERM: it still has to end the tree
+        os.kill(former.pid, 15)  # as SIGTERM from its supervisor: it must still end its process tree
         second = EngineProcess("engine 0", lambda folder: SLEEP, 1, log)
         try:
             assert former.exit_code() is not None
@@ -140,7 +140,7 @@ class TestFormerEngine:
 
 
 def test_a_barrier_that_another_rank_has_left_is_a_consequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In torch's words: the rank that is gone is the cause."""
+    """torch's message about a missing rank in a barrier counts as lost contact. The missing rank is the cause."""
     monkeypatch.setenv(failure.FILE_VARIABLE, str(tmp_path / "rank_0.failure"))
     failure.note(RuntimeError("[Rank 0]: Ranks 1 failed to pass monitoredBarrier in 84000 ms"))
     found = failure.read(tmp_path / "rank_0.failure")
@@ -168,7 +168,8 @@ def test_a_barrier_that_another_rank_has_left_is_a_consequence(tmp_path: Path, m
 def test_only_a_lost_peer_is_a_consequence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_consequence: bool, said: str
 ) -> None:
-    """A mistake that NCCL or gloo finds on one rank is why the others lose contact with it."""
+    """Only a lost peer is a consequence. A mistake that NCCL or gloo detects on one rank is a cause: the others then
+    lose contact with that rank."""
     monkeypatch.setenv(failure.FILE_VARIABLE, str(tmp_path / "rank_0.failure"))
     failure.note(RuntimeError(said))
     found = failure.read(tmp_path / "rank_0.failure")
@@ -176,7 +177,7 @@ def test_only_a_lost_peer_is_a_consequence(
 
 
 class Silent:
-    """A heartbeat channel whose other ranks have gone."""
+    """A heartbeat channel whose other ranks are gone."""
 
     @contextlib.contextmanager
     def sent_while_working(self, what: str) -> Iterator[None]:

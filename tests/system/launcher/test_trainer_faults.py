@@ -1,4 +1,4 @@
-"""What breaks under a running `mrl train`: an end in bounded time, one error that names the cause, no orphan."""
+"""Faults under a running `mrl train`: it ends in bounded time with one error, the cause, and leaves no process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.helpers.world import ROOT
 pytestmark = pytest.mark.long
 
 FAKE_ENGINE = Path(__file__).parents[2] / "worlds" / "fake_engine.py"
-STARTING_S = 240.0  # importing torch and Megatron in two processes, on a busy machine
+STARTING_S = 240.0  # time to import torch and Megatron in two processes on a busy machine
 ENDING_S = 60.0  # from the fault to the exit
 LONG = {"sampling": {"max_new_tokens": 450}, "max_running_requests": 64, "request_timeout_s": 120.0}
 TWO_RANKS = {"parallel": {"tensor": 2}}
@@ -54,7 +54,7 @@ def fake_engine(folder: Path, behaviour: str) -> Iterator[str]:
 
 
 def wait_until_it_hangs(run: Train, url: str) -> None:
-    """Until the run waits for samples of a fake engine that gives none."""
+    """Waits until the run requests samples from a fake engine that never answers."""
     run.wait_for("waiting for the engine", STARTING_S)
     end = time.monotonic() + STARTING_S
     while True:
@@ -66,7 +66,7 @@ def wait_until_it_hangs(run: Train, url: str) -> None:
 
 
 def the_error(run: Train) -> str:
-    """The one error on the terminal, to its end; checks that there is no other."""
+    """Returns the text of the one error on the terminal. Fails if there is another one."""
     parts = run.terminal.split("mrl: error: ")
     assert len(parts) == 2, run.terminal
     assert "Traceback" not in parts[0], run.terminal
@@ -74,16 +74,15 @@ def the_error(run: Train) -> str:
 
 
 def details(error: str) -> str:
-    """The log that the error points to."""
+    """Returns the log that the error names."""
     match = re.search(r"^mrl: details: (.*)$", error, re.MULTILINE)
     assert match, error
     return Path(match[1]).read_text()
 
 
-# preflight tries it out on a row with its own answer, and finds nothing
+# preflight calls the function with a row's own answer, for which it works
 REWARD = "def reward(prompt, response, row):\n    return 1 / (response == row['answer'])\n"
-# name -> (what the fake engine does, what the error says). Other failures of engines: test_sync_failures.py and
-# test_rollout_failures.py.
+# name -> (the fake engine's behaviour, the error). test_sync_failures.py and test_rollout_failures.py have others.
 ENGINES = {
     "dies in an update": ("dies", "version 1: sending failed: .*update_weights_from_tensor: no answer"),
     "answers nothing to a rollout": ("generate_hangs", "rollout failed: .*no answer for sample .* = 4 s"),
@@ -122,7 +121,8 @@ def test_an_engine_that_makes_up_its_samples_teaches_nothing(tiny_models: TinyMo
 
 @pytest.mark.slow
 def test_an_engine_that_keeps_an_old_tensor_is_found_in_the_next_step(tiny_models: TinyModels, tmp_path: Path) -> None:
-    """A gap that would pass for bfloat16's: one matrix of 16, one update old. What honest engines say is far below."""
+    """The next step detects an engine that keeps an old tensor. The log-prob gap (one of 16 matrices, one update old)
+    is small enough for bfloat16's rounding, but far above that of a correct engine."""
     rollout = {"engine": "transformers", "sampling": {"max_new_tokens": 8}}
     config = write_config(tmp_path, tiny_models("qwen3"), rollout=rollout)
     old = "model.layers.1.mlp.gate_proj.weight"
@@ -137,18 +137,18 @@ def test_an_engine_that_keeps_an_old_tensor_is_found_in_the_next_step(tiny_model
 
 
 def test_a_reward_function_that_fails(tiny_models: TinyModels, tmp_path: Path) -> None:
-    """One that hangs: test_reward_pool.py."""
+    """A reward function that raises ends the run with its error. (For one that hangs see test_reward_pool.py.)"""
     (tmp_path / "mine.py").write_text(REWARD)
     reward = {"function": f"{tmp_path / 'mine.py'}:reward"}
     run = run_to_its_error(tmp_path, tiny_models("llama"), "ok", reward=reward)
     error = the_error(run)
     assert re.search(r"on sample \d+ .*raised:\n.*ZeroDivision", error, re.DOTALL), error
-    assert error.count("Traceback") == 1, error  # the user's own
+    assert error.count("Traceback") == 1, error  # the traceback of the user's function
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_rank_killed(rank: int, tiny_models: TinyModels, tmp_path: Path) -> None:
-    """While rank 0 waits for the engine and the others for rank 0."""
+    """A rank is killed while rank 0 waits for the engine and the others wait for rank 0."""
     with fake_engine(tmp_path, "generate_hangs") as url:
         rollout = {"urls": [url], "request_timeout_s": 400.0, "sampling": {"max_new_tokens": 4}}
         config = write_config(tmp_path, tiny_models("llama"), actor=TWO_RANKS, rollout=rollout)
@@ -177,12 +177,12 @@ class TestSGLang:
         error = the_error(run)
         assert error.startswith("rollout failed: engine died during generation"), error
         assert "SIGKILL" in error and "End of" in error and "Traceback" not in error, error
-        assert len(error.splitlines()) < 12, error  # not what the server wrote while it started
+        assert len(error.splitlines()) < 12, error  # without the server's output at its start
 
     @pytest.mark.slow
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
     def test_ended_with_the_run(self, number: signal.Signals, tiny_models: TinyModels, tmp_path: Path) -> None:
-        """Ctrl-C in a rollout; SIGTERM while the engine starts."""
+        """A signal ends the run and its engine: Ctrl-C in a rollout, or SIGTERM while the engine starts."""
         config = write_config(tmp_path, tiny_models("llama"), actor=TWO_RANKS, rollout=LONG)
         with Train(tmp_path, config, "run.steps=9", "batch.prompts_per_step=24") as run:
             run.wait_for("step 1/9" if number == signal.SIGINT else "waiting for the engine", STARTING_S)
@@ -194,7 +194,7 @@ class TestSGLang:
         assert "Traceback" not in run.terminal and "error" not in run.terminal.lower(), run.terminal
 
     def test_ended_with_a_killed_rank(self, tiny_models: TinyModels, tmp_path: Path) -> None:
-        """Rank 0 cannot close the engine that it started."""
+        """The engine ends with rank 0, which is killed and so cannot close the engine that it started."""
         config = write_config(tmp_path, tiny_models("llama"), actor=TWO_RANKS)
         with Train(tmp_path, config) as run:
             run.wait_for("waiting for the engine", STARTING_S)

@@ -1,4 +1,4 @@
-"""A full disk ends nothing but what it must."""
+"""A full disk ends only what cannot work without it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.unit.observe.test_run_dir import left_by_a_run, sft
 
 ROOT = Path(__file__).parents[3]
 
-FILLED = 1 << 16  # bytes in a file that then has no room to grow; what the tests print is less
+FILLED = 1 << 16  # size of a file that cannot grow any more; the tests print less than that
 
 
 class TestFullDisk:
@@ -75,7 +75,7 @@ class TestFullDisk:
 
     @pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="mounts a small file system: root only")
     def test_an_error_finds_room_on_a_disk_that_is_really_full(self, tmp_path: Path) -> None:
-        """The launcher has kept some for it."""
+        """An error is still written when the disk is full, because the launcher reserves space for it."""
         if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path], capture_output=True).returncode:
             pytest.skip("mount is not allowed here")
         try:

@@ -16,7 +16,7 @@ from tests.conftest import TinyModels  # noqa: E402
 from tests.helpers import zygote  # noqa: E402
 from tests.unit.observe.test_watching import sft_config  # noqa: E402
 
-# A program that takes nsys's options and becomes the command after them.
+# Accepts nsys's options and executes the command after them.
 NSYS = """#!/bin/sh
 echo "$@" > "$NSYS_SEEN.$RANK"
 shift

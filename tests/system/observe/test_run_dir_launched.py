@@ -1,4 +1,4 @@
-"""A launched run whose directory a rank removes, and whose terminal ends in the middle of a line."""
+"""A launched run whose directory a rank removes, and whose terminal output ends within a line."""
 
 from __future__ import annotations
 

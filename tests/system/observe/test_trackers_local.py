@@ -1,4 +1,4 @@
-"""The trackers' own packages, with their files on this machine: both start processes."""
+"""The trackers' own packages with local files; they start processes."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def test_mlflow_s_local_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """One run; the file is what `wandb sync` sends. Its first import takes long on a busy machine, and a process of its
-    own writes the file down, perhaps after it has said that the run is over."""
+    """wandb gets one offline run in the file that `wandb sync` uploads. Its first import takes long on a busy machine,
+    and a separate process writes the file, perhaps after wandb reports the end of the run."""
     monkeypatch.setattr("mrl.observe.remote_tracker.CLOSE_S", 120.0)
     pytest.importorskip("wandb", reason="needs wandb (the extra `trackers`)")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    for name in ("mcp", "openai", "agents", "verifiers"):  # wandb names them where another test has imported them
+    for name in ("mcp", "openai", "agents", "verifiers"):  # wandb lists those that another test imported
         monkeypatch.delitem(sys.modules, name, raising=False)
     cfg = config(tmp_path, trackers=("wandb",), wandb={"project": "sorting", "mode": "offline", "tags": ("small",)})
     [run_id] = tracked(cfg, range(1, 4)).values()
@@ -47,11 +47,11 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: p
     assert json.loads((tmp_path / "one/trackers/wandb.json").read_text()) == {"run_id": run_id, "sent_to_step": 3}
     shown = capfd.readouterr()
     assert f"wandb: offline, {file.parent} (upload it with wandb sync)" in shown.out
-    assert "wandb" not in shown.err  # threads of other tests may write there
+    assert "wandb" not in shown.err  # threads of other tests may write to stderr
 
 
 def test_trackio_s_local_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One run, which goes on by its name."""
+    """trackio gets one run in its local database, and resumes it by name."""
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     monkeypatch.setattr("mrl.observe.remote_tracker.CLOSE_S", 120.0)
     storage = pytest.importorskip("trackio.sqlite_storage", reason="needs trackio (the extra `trackio`)")
@@ -65,7 +65,7 @@ def test_trackio_s_local_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_swanlab_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """One folder for each start, with the same run's id; `swanlab sync` sends them."""
+    """swanlab gets one folder per start with the same run id; `swanlab sync` uploads them."""
     pytest.importorskip("swanlab", reason="needs swanlab (the extra `swanlab`)")
     monkeypatch.setattr("mrl.observe.remote_tracker.CLOSE_S", 120.0)
     cfg = config(tmp_path, trackers=("swanlab",), swanlab={"project": "sorting", "mode": "offline", "tags": ("small",)})

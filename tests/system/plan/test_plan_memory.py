@@ -1,4 +1,4 @@
-"""The plan's bytes against the real thing: every rank of small layouts, and large models without memory."""
+"""Planned bytes against measured ones: every rank of small layouts, and large models without allocated memory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _padded() -> Iterator[None]:
 
 @pytest.mark.parametrize(("case", "role"), ROLED, ids=str)
 def test_every_rank_holds_what_the_plan_says(case: Case, role: Role, tiny_models: TinyModels) -> None:
-    """Parameters in their order, Megatron's padded buffers, and the optimizer's shard of them."""
+    """The plan has the rank's parameters in order, Megatron's padded buffers, and the optimizer's shard of them."""
     path = directory(case, tiny_models)
     arch, train = load_arch(path), TrainConfig(parallel=ParallelConfig(**case.layout))
     grid = Grid(train.parallel, case.world)
@@ -74,7 +74,8 @@ def test_measured_bytes_of_a_trained_model(case: Case, dtype: torch.dtype, tiny_
     ],
 )
 def test_every_distinct_rank_of_a_large_model(model: str, layout: dict[str, int], world: int, overlap: bool) -> None:
-    """With overlapped sums each bucket of the first stage is padded to what data parallelism divides."""
+    """The plan matches every distinct rank of a large model. With overlapped gradient reduction each bucket of the
+    first stage is padded for data parallelism."""
     arch, train = load_arch(MODELS / model), TrainConfig(parallel=ParallelConfig(**layout))
     grid = Grid(train.parallel, world)
     distinct = {
@@ -94,7 +95,7 @@ def test_saved_activations(case: Case, recompute: Any, dtype: torch.dtype, role:
 
 @pytest.mark.parametrize("layout", [{"context": 2}, {"tensor": 2}], ids=str)
 def test_kernels_in_c_keep_no_more(layout: dict[str, int], tiny_models: TinyModels) -> None:
-    """Keys of context parallelism are not gathered for them."""
+    """C kernels keep no more activations than planned; they need no gathered keys under context parallelism."""
     case = Case("qwen3", 2, layout)
     saved, planned = saved_activations(case, "none", torch.float32, "policy", tiny_models, in_c=True)
     assert 0.7 * planned < saved < 1.05 * planned
@@ -102,11 +103,12 @@ def test_kernels_in_c_keep_no_more(layout: dict[str, int], tiny_models: TinyMode
 
 @pytest.mark.parametrize(
     ("response", "waiting", "gradient"),
-    [(8192, 3072, 8), (3500, 3500, 2), (1024, 1024, 2)],  # a GiB of them; all in one product, which needs no sum
+    [(8192, 3072, 8), (3500, 3500, 2), (1024, 1024, 2)],  # 1 GiB of logits; one product needs no sum
 )
 def test_what_the_head_s_gradients_wait_in(response: int, waiting: int, gradient: int) -> None:
-    """Of Qwen3-0.6B in bfloat16, 16,384 tokens packed: rows and their gradients, a chunk of logits in float32, the
-    gradients that wait, the room of two blocks, and the gradient of the matrix."""
+    """The planned memory of the head is the sum of its parts, for Qwen3-0.6B in bfloat16 with 16,384 packed tokens:
+    rows and their gradients, a chunk of logits in float32, waiting gradients, two work blocks, and the gradient of the
+    matrix."""
     path = str(MODELS / "Qwen3-0.6B")
     arch, grid = load_arch(path), Grid(ParallelConfig(), 1)
     model = PlannedModel("actor", path, arch, "policy", TrainConfig(), True, grid, 2, "local", True)

@@ -1,4 +1,4 @@
-"""The shipped recipes, every one of them, planned: what their names promise, and what docs/planning.md says of them."""
+"""Plans of all shipped recipes: they fit what their names promise, and match docs/planning.md."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.helpers.tiny_vl import make_tiny_vl
 from tests.unit.plan.test_plan import ROOT, plan_of, recipe
 
 YAMLS = sorted(path.stem for path in (ROOT / "yaml_configs").glob("*.yaml"))
-RECIPES = {  # and the GPUs that their names promise
+RECIPES = {  # with the number of GPUs that the name promises
     "ppo_llama70b_64gpu": 64,
     "ppo_llama70b_64gpu_16k": 64,
     "ppo_llama70b_64gpu_fp8": 64,
@@ -47,13 +47,13 @@ RECIPES = {  # and the GPUs that their names promise
 }
 
 
-DRAWING = ("ddpo_sd15_1gpu", "flow_grpo_sd3_8gpu")  # a minute each; tests/unit/diffusion/test_diffusion_plan.py
+DRAWING = ("ddpo_sd15_1gpu", "flow_grpo_sd3_8gpu")  # slow: see tests/unit/diffusion/test_diffusion_plan.py
 MODELS = {"ddpo": "drawing_model", "vl": "counting_model", "glm4": "glm_model", "moonlight": "moonlight_model"}
 
 
 @pytest.fixture(autouse=True)
 def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the recipes' paths start."""
+    """Changes to the folder to which the recipes' paths are relative."""
     monkeypatch.chdir(ROOT)
 
 
@@ -65,7 +65,7 @@ def test_every_large_recipe_is_in_the_table() -> None:
 
 @pytest.fixture(scope="module")
 def sorting_model(tiny_models: TinyModels) -> Path:
-    """For the quickstarts, which make theirs."""
+    """Returns a model for the quickstarts, whose own model a tool makes."""
     return tiny_models("qwen2", weights=False)
 
 
@@ -81,19 +81,19 @@ def moonlight_model(tiny_models: TinyModels) -> Path:
 
 @pytest.fixture(scope="module")
 def drawing_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For those of diffusion models."""
+    """Returns a model for the diffusion quickstarts."""
     pytest.importorskip("diffusers", reason="pip install 'mrl[diffusion]'")
     return tiny_directory(tmp_path_factory.mktemp("drawing"))
 
 
 @pytest.fixture(scope="module")
 def counting_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For those with pictures."""
+    """Returns a model for the vision quickstarts."""
     return make_tiny_vl(tmp_path_factory.mktemp("counting"), "qwen3_vl", weights=False)
 
 
 @pytest.mark.parametrize(
-    ("name", "gpu"),  # those of RECIPES for a GPU: test_a_recipe_fits
+    ("name", "gpu"),  # test_a_recipe_fits covers the RECIPES on a GPU
     [
         pytest.param(name, gpu, marks=[pytest.mark.slow] * (name in DRAWING))
         for name in YAMLS
@@ -104,19 +104,19 @@ def counting_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_yaml_can_be_planned(
     name: str, gpu: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As it is shipped, for GPUs and without."""
+    """Every YAML file can be planned as it is shipped, with and without GPUs."""
     own = MODELS.get(name.split("_")[1], "sorting_model")
-    has_no_model = name.startswith(("quickstart", "grpo_smollm2"))  # a tool makes it
+    has_no_model = name.startswith(("quickstart", "grpo_smollm2"))  # a tool makes its model
     keys = [f"model.path={request.getfixturevalue(own)}"] if has_no_model else []
     keys += [f"teacher.path={request.getfixturevalue(own)}"] if name == "quickstart_distill" else []
-    keys += ["rollout.sampling.max_new_tokens=256"] if "smollm2" in name else []  # the tiny model's context
+    keys += ["rollout.sampling.max_new_tokens=256"] if "smollm2" in name else []  # limit of the tiny model's context
     assert main(["plan", f"yaml_configs/{name}.yaml", *keys, "--gpu", gpu]) == 0
     *_, last = capsys.readouterr().out.splitlines()
     assert last.startswith("On CPUs: a node needs" if gpu == "none" else "The run fits: ")
 
 
 def test_from_the_laptop_to_64_gpus_is_one_block(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The one that docs/planning.md shows."""
+    """From one laptop to 64 GPUs the configuration differs by one block, which docs/planning.md shows."""
     [block] = re.findall(r"```yaml\n(base: .*?)```", (ROOT / "docs" / "planning.md").read_text(), re.S)
     file = tmp_path / "mine.yaml"
     file.write_text(block.replace("base: ", f"base: {ROOT}/"))
@@ -129,7 +129,7 @@ def test_from_the_laptop_to_64_gpus_is_one_block(tmp_path: Path, capsys: pytest.
 
 
 def test_engines_are_a_node_s_own() -> None:
-    """`rollout.servers` of each: what a machine of eight GPUs starts in the real run."""
+    """The engines of each recipe equal `rollout.servers` of a real run on machines with eight GPUs."""
     for name, gpus in RECIPES.items():
         cfg, machine = recipe(name), machine_of(recipe(name))
         if (engines := cfg.engines()) is not None:
@@ -139,7 +139,8 @@ def test_engines_are_a_node_s_own() -> None:
 
 
 def test_the_page_shows_the_ranks_of_the_largest_recipes() -> None:
-    """The numbers of tools/plan_table.py, which builds them."""
+    """docs/benchmarks/planning.md has the numbers of the largest recipes' ranks. tools/plan_table.py builds the models
+    to compute them."""
     page = (ROOT / "docs" / "benchmarks" / "planning.md").read_text()
     for name in ("ppo_llama70b_64gpu", "ppo_llama70b_64gpu_16k"):
         for model in plan_of(name).work.models.values():
@@ -152,19 +153,19 @@ def test_the_page_shows_the_ranks_of_the_largest_recipes() -> None:
 
 
 JOBS = sorted(path.stem for path in (ROOT / "slurm").glob("*.sh") if "#SBATCH --signal" in path.read_text())
-LEAVING_S = 60.0  # for what is still there at the deadline, and for Slurm to be asked for the next turn
+LEAVING_S = 60.0  # to end processes after the deadline, and to requeue the Slurm job
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in DRAWING)) for n in RECIPES])
 def test_who_is_told_to_stop_has_time_to_save(name: str) -> None:
-    """In the midst of a step, and if that takes half as long again as is planned."""
+    """A run that is told to stop in a step has time to save, even if that takes half as long again as planned."""
     cfg = load(ROOT / f"yaml_configs/{name}.yaml", planned=machine_of)
     own = trainer_of(cfg).load_plan()
     if own is None:
         needed = plan_of(name).save_seconds
     else:
         plan = own(cfg, Cluster(CHIPS["h100-80g"], machine_of(cfg).world_size))
-        needed = sum(part.seconds for part in plan.parts())  # its checkpoints are small
+        needed = sum(part.seconds for part in plan.parts())  # diffusion checkpoints are small
     assert 0 < 1.5 * needed <= cfg.resilience.save_deadline_s
 
 

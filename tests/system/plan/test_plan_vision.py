@@ -1,4 +1,4 @@
-"""The plan of models that see pictures: what it says of the tower against what is built and measured."""
+"""The plan of vision-language models: the planned vision tower against the built and measured one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.helpers.tiny_vl import VL_FAMILIES, make_tiny_vl  # noqa: E402
 from tests.unit.plan.test_plan import ROOT, plan_of  # noqa: E402
 
 LAYOUTS = [({}, 2), ({"tensor": 2, "pipeline": 2}, 4), ({"pipeline": 2, "context": 2}, 4)]
-SIDE = 16  # patches of a side of the picture that is measured
+SIDE = 16  # patches per side of the measured image
 
 
 @pytest.fixture(scope="module")
@@ -101,13 +101,13 @@ def test_a_frozen_tower_costs_its_weights_alone_on_the_first_stage() -> None:
 
 
 def test_the_tower_s_work_of_a_picture_is_what_its_products_take(models: dict[str, Path]) -> None:
-    """Against torch's own counter, where every layer looks over the whole picture."""
+    """The planned operations of the tower equal torch's own count, with full attention in every layer."""
     from torch.utils.flop_counter import FlopCounterMode
 
     arch = load_arch(models["qwen3_vl"])
     tower, counter = _tower(str(models["qwen3_vl"])), FlopCounterMode(display=False)
     assert arch.vision is not None
-    tower.set_attn_implementation("eager")  # the counter does not know the fused one of CPUs
+    tower.set_attn_implementation("eager")  # the counter does not know the fused CPU attention
     pixels = torch.randn(SIDE * SIDE, arch.vision.patch_values)
     with counter, torch.no_grad():
         tower(pixels, grid_thw=torch.tensor([[1, SIDE, SIDE]]), return_dict=True)

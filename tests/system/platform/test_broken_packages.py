@@ -1,4 +1,4 @@
-"""Packages that are only partly there, each looked at in a process of its own."""
+"""Packages that are only partly installed, each tested in its own process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from tests.helpers import fake_te
 from tests.helpers.python_process import run_python
 
-# with CUDA imitated after `install`, which is about this machine, and would hide what is for GPUs
+# CUDA is imitated after `install`, which adapts to this machine and would hide GPU packages
 WHERE = {"MRL_PLATFORM_OFF": "te_without_gpu"}
 OFTEN = "versions that differ"
 FAULTS = [OFTEN, *(pytest.param(name, marks=pytest.mark.slow) for name in fake_te.BROKEN if name != OFTEN)]
@@ -39,7 +39,7 @@ def test_a_broken_package_is_not_usable_and_megatron_does_not_believe_in_it(name
 
 @pytest.mark.slow
 def test_an_apex_without_its_kernel_is_not_usable(tmp_path: Path) -> None:
-    """PyPI's package of this name is another program; a build without CUDA has no kernels."""
+    """An apex without kernels is not usable. PyPI's is another program; a build without CUDA has none."""
     (tmp_path / "apex.py").write_text("")
     code = (
         "import torch; torch.cuda.is_available = lambda: True\nfrom mrl import platform; print(platform.apex_usable())"

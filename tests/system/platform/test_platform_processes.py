@@ -1,4 +1,4 @@
-"""Adaptations of the platform, each in a process of its own."""
+"""Adaptations of the platform, each tested in its own process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IMPORT_SPECS = "from mrl import platform; platform.install(); import megatron.co
 
 @pytest.fixture
 def shell_package(tmp_path: Path) -> Path:
-    """transformer-engine installed without its compiled part."""
+    """Makes a transformer-engine without its compiled part."""
     (tmp_path / "transformer_engine").mkdir()
     (tmp_path / "transformer_engine" / "__init__.py").write_text("raise RuntimeError('no pytorch part found')\n")
     info = tmp_path / "transformer_engine-2.9.0.dist-info"
@@ -48,7 +48,7 @@ def test_a_shell_package_is_named_by_doctor_and_does_not_stop_megatron(shell_pac
 
 @pytest.fixture
 def whole_package(tmp_path: Path) -> Path:
-    """transformer-engine and apex, both of which can be imported, and torch's cudnn."""
+    """Makes an importable transformer-engine and apex, and torch's cudnn folder."""
     for name in ("transformer_engine/pytorch", "apex", "nvidia/cudnn"):
         (tmp_path / name).mkdir(parents=True)
     for name in ("transformer_engine", "transformer_engine/pytorch", "apex"):
@@ -57,7 +57,8 @@ def whole_package(tmp_path: Path) -> Path:
 
 
 def test_without_a_gpu_megatron_takes_no_kernels_for_gpus(whole_package: Path) -> None:
-    """Wherever they can be imported it would, and end with "no CUDA-capable device is detected"."""
+    """Megatron uses no GPU packages on a machine without a GPU. It would import them, and end with "no CUDA-capable
+    device is detected"."""
     code = (
         "from mrl import platform; platform.install(); import megatron.core.optimizer, sys; "
         "print(platform.applied(), [sys.modules[name] for name in ('transformer_engine', 'apex')])"
@@ -71,7 +72,8 @@ def test_without_a_gpu_megatron_takes_no_kernels_for_gpus(whole_package: Path) -
     ("given", "wanted"), [({}, "nvidia/cudnn"), pytest.param({"CUDNN_HOME": "/own"}, "/own", marks=pytest.mark.slow)]
 )
 def test_transformer_engine_is_told_of_torch_s_cudnn(whole_package: Path, given: dict[str, str], wanted: str) -> None:
-    """It would take the CUDA toolkit's; of two in one process its attention fails."""
+    """transformer-engine uses torch's cudnn. By itself it uses the CUDA toolkit's, and its attention fails with two
+    versions in one process."""
     code = (
         "from mrl.platform import fused; fused.transformer_engine_fault(); import os; print(os.environ['CUDNN_HOME'])"
     )
@@ -142,7 +144,7 @@ print(json.dumps(found))
 
 @dataclass
 class Plain:
-    """Results and output of a process without broken packages. found: by question; said: lines before them."""
+    """Results and output of a process without broken packages. found: results by question; said: lines before them"""
 
     found: dict[str, Any]
     said: list[str]
@@ -158,7 +160,8 @@ def plain() -> Plain:
 
 
 def test_a_torch_for_cuda_sees_no_gpu_in_its_own_stand_in(plain: Plain) -> None:
-    """Ranks ask NVML, and torch then counts devices: megatron is told of one."""
+    """torch with CUDA sees no GPU in its own fallback. Ranks ask NVML, and torch then counts devices; Megatron is told
+    that there is one."""
     assert plain.found["torch for cuda"] == ["gloo", "cpu"]
 
 
@@ -166,12 +169,12 @@ def test_a_torch_for_cuda_sees_no_gpu_in_its_own_stand_in(plain: Plain) -> None:
     not kept_memory.returns_large_blocks(), reason="only glibc gives memory back at once, and only CPUs care"
 )
 def test_memory_that_was_given_back_is_had_again_without_new_pages(plain: Plain) -> None:
-    assert plain.found["new pages"] < 1000  # 64 MiB are 16,384
+    assert plain.found["new pages"] < 1000  # 64 MiB have 16,384 pages
 
 
 @pytest.mark.skipif(not kept_memory.returns_large_blocks(), reason="as above")
 def test_large_tensors_are_asked_for_in_huge_pages(plain: Plain) -> None:
-    """Whether there are any is the system's to say; 'hg' is that this process would like them."""
+    """Large tensors request huge pages ('hg' in /proc); the system decides whether there are any."""
     assert plain.found["huge pages"] is True
 
 
@@ -186,5 +189,6 @@ def test_own_warnings_survive_install(plain: Plain) -> None:
 
 
 def test_device_context_still_works_after_install(plain: Plain) -> None:
-    """transformers builds models under torch.device("meta"); real tensors there would be left uninitialised."""
+    """torch.device contexts still work after `install`. transformers builds models under torch.device("meta"); real
+    tensors there would stay uninitialized."""
     assert plain.found["in a device's context"] == "meta", plain.stderr

@@ -1,4 +1,4 @@
-"""Reward functions that no run can call are refused in one line, in bounded time."""
+"""Unusable reward functions are refused in one line and in bounded time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A reward of a user's is a function in a file; a built-in is one file and its line in the table."""
+"""A user's reward is a function in a file; a new built-in reward needs one file and a line in the table."""
 
 from __future__ import annotations
 

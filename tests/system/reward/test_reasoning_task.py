@@ -1,4 +1,4 @@
-"""The reward of the real quickstart, and pairs of judged answers."""
+"""The reward of `make quickstart-real`, and preference pairs of judged answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROW = {"prompt": "State the final answer: 4 - 7 =", "answer": "-3", "data_source
         ("-3", 1.0, 1.0),
         ("4 - 7 = -3.", 1.0, 1.0),
         ("The answer is -3", 1.0, 1.0),
-        ("-3 is the answer", 0.0, 0.0),  # goes on behind it
+        ("-3 is the answer", 0.0, 0.0),  # the text continues after the number
         ("4 - 7 = -2", 0.36, 0.0),
         ("4 - 7 = -12", 0.04, 0.0),
         ("4 - 7 = -40", 0.0, 0.0),

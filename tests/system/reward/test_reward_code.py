@@ -1,4 +1,4 @@
-"""Built-in reward "code": what counts as the program, as a test, and as passed."""
+"""The built-in reward "code": how it finds the program and the tests, and what passes."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_what_cannot_be_split_may_be_trusted() -> None:
 
 
 def test_a_long_output_that_is_wanted_is_no_more_than_is_allowed() -> None:
-    """Of 64 KiB, the default, it would be cut."""
+    """A long expected output raises the output limit, whose default of 64 KiB would truncate it."""
     lines = "\n".join(map(str, range(30_000)))
     assert UNISOLATED("for i in range(30000): print(i)", {"inputs": [""], "outputs": [lines]})["score"] == 1
 
@@ -199,7 +199,7 @@ FORGED = {
     "    try: os.write(n, b'[' * 10**6 + b'\\n{}\\n[[]]\\n[1e999]\\n\\xff\\n[[\"set\",[[\"list\",[]]]]]\\n')\n"
     "    except OSError: pass",
 }
-# What a program finds in its own process: the sources, the frames and all objects, at import and in each call.
+# A program that searches its own process: sources, frames and all objects, at import and in each call.
 LOOKS = """
 import gc, os, sys
 hits = []
@@ -232,7 +232,7 @@ def test_a_program_that_does_not_solve_it_does_not_pass(way: str) -> None:
 
 
 def test_neither_what_is_expected_nor_the_next_test_is_in_the_program_s_process() -> None:
-    """Its answer is whether it has found either."""
+    """The program's process has neither expected values nor the next test. It returns whether it found one."""
     hidden = ["assert double(1) == False", "assert double(2) == 47110815", "assert double('qzlater') == 47110815"]
     partial = CodeReward(LIMITS, "none", partial_credit=True)
     assert partial(LOOKS, hidden)["score"] == pytest.approx(1 / 3)

@@ -1,4 +1,4 @@
-"""reward.on_error: leave_out: a sample whose score fails is nowhere counted as a wrong one."""
+"""`reward.on_error: leave_out`: a sample whose score fails never counts as a wrong one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def score(prompt, response, row):
 
 
 class Parts(SimulatedEngine):
-    """Data, engine and tokenizer of a generator; each sample has a row of its own."""
+    """Data, engine and tokenizer of a generator in one object. Each sample has its own row."""
 
     def __init__(self, scores: list[float], failing: tuple[int, ...]) -> None:
         super().__init__(self.answer)
@@ -74,7 +74,7 @@ def drawn(folder: Path, scores: list[float], failing: tuple[int, ...], on_error:
     return cfg, rollout, metrics, notes
 
 
-ESTIMATORS = {  # each with the samples that are learnt from where samples 1 and 4 fail, of three groups of two
+ESTIMATORS = {  # the samples that remain if samples 1 and 4 of three groups of two fail
     "grpo": [2, 3],
     "rloo": [2, 3],
     "reinforce_plus_plus": [0, 2, 3, 5],
@@ -84,7 +84,8 @@ ESTIMATORS = {  # each with the samples that are learnt from where samples 1 and
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_what_is_learnt_is_as_if_the_sample_had_never_been_drawn(tmp_path: Path, estimator: str) -> None:
-    """With the others all right there is nothing to learn; with zero the failed ones would be discouraged."""
+    """Advantages are as if the failed samples had never been generated: all others have equal scores, so there is
+    nothing to learn. `on_error: zero` would discourage the failed ones."""
 
     def advantages(on_error: str) -> torch.Tensor:
         cfg, rollout, _, _ = drawn(tmp_path, [1.0] * 6, (1, 4), on_error, adv_estimator=estimator)
@@ -113,7 +114,8 @@ def test_it_is_counted_and_written_down(tmp_path: Path) -> None:
 
 
 def test_dynamic_sampling_and_parts_of_the_score_see_what_is_left(tmp_path: Path) -> None:
-    """Groups 0 and 1 lose a sample, so that group 2 alone can teach."""
+    """Dynamic sampling and score parts see only the remaining samples: groups 0 and 1 lose a sample each, so only group
+    2 is trained on."""
     filters = {"enable": True, "metric": "score", "max_num_gen_batches": 1, "on_shortage": "fill"}
     _, rollout, metrics, _ = drawn(tmp_path, [1.0, 0.0] * 3, (1, 2), filter_groups=filters)
     assert rollout.rows is not None and rollout.rows.tolist() == [2, 2]
@@ -148,10 +150,11 @@ def test_the_sample_says_that_it_has_no_score(tmp_path: Path) -> None:
 
 
 def test_samples_are_told_apart_by_themselves(tmp_path: Path) -> None:
-    """Numbers of objects are given again: a new sample must not get what one that is gone was scored with."""
+    """Samples are identified by the object itself, not by its id: Python reuses ids, and a new sample must not get the
+    score of a deleted one."""
     with RewardManager(config(tmp_path, "stop").reward) as rewards:
         for index in range(50):
-            rewards.submit(one(index % 9, (index % 9,)))  # dropped at once: nobody collects it
+            rewards.submit(one(index % 9, (index % 9,)))  # dropped at once: nothing collects it
         kept = [one(index) for index in range(9)]
         rewards.collect(kept)
     assert [sample.score for sample in kept] == [1.0] * 9

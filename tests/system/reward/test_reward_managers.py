@@ -1,4 +1,4 @@
-"""Managers: which functions score a sample, how their scores are mixed, and under which names they are logged."""
+"""Reward managers: which functions score a sample, how scores are combined, and their names in the log."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_data_source_that_nothing_scores_is_named(source: str | None, what: st
 
 @pytest.mark.parametrize(("tokens", "penalty"), [(1, 0), (60, 0), (61, -0.05), (70, -0.5), (80, -1.0), (100, -2.0)])
 def test_dapo_takes_off_for_length(tokens: int, penalty: float) -> None:
-    """The paper's equation, with L_max 80, L_cache 20, factor 1."""
+    """The length penalty follows the DAPO paper's equation with L_max 80, L_cache 20 and factor 1."""
     one = of(None, 0, "7", tokens)
     overlong = {"buffer_tokens": 20}
     with open_manager(80, manager="dapo", function="exact_match", overlong=overlong) as manager:
@@ -135,7 +135,7 @@ def test_a_batch_function_is_called_once_with_all_samples(user: str) -> None:
         assert [s.score for s in samples] == [(i + 1) / 100 for i in range(100)]
         assert {s.score_parts["calls"] for s in samples} == {1}
         again, later = [of(None, 0, "xx"), of(None, 1, "x")], of(None, 2, "xxxx")
-        manager.submit(later)  # of another step, which is scored with its own
+        manager.submit(later)  # a sample of another step, which is scored with that step
         manager.collect(again)
         manager.collect([later])
     assert (later.score, later.score_parts) == (1, {"calls": 3})

@@ -1,4 +1,4 @@
-"""A reward model gives transformers' scores: run by Megatron under every layout, and served by SGLang."""
+"""A reward model has transformers' scores, computed by Megatron under every layout and by an SGLang server."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def gap(scores: list[float], wanted: Tensor) -> float:
 
 @pytest.fixture(scope="module")
 def found(reward_model: Path, sequences: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """result.json: mrl's scores by layout; exported: the model as mrl writes it."""
+    """Returns a folder with result.json, mrl's scores by layout, and `exported`, the model as mrl exports it."""
     folder = tmp_path_factory.mktemp("found")
     (folder / "sequences.json").write_text(json.dumps(sequences))
     files = (reward_model, folder / "sequences.json", folder / "result.json")
@@ -99,7 +99,8 @@ def test_transformers_scores_a_padded_batch_of_the_export_alike(
 def test_a_real_server_gives_the_scores_of_transformers_for_what_mrl_exports(
     found: Path, sequences: list[list[int]], wanted: Tensor, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """SGLang as a user starts it for a reward model, with --is-embedding; its head has a bias, random unless given."""
+    """SGLang, started with --is-embedding as a user starts it, serves mrl's export with transformers' scores. Its head
+    has a bias, which is random if the export has none."""
     cfg, port = RolloutConfig(server_args=("--is-embedding",)), free_port()
 
     def launch(folder: Path) -> Launch:
@@ -159,7 +160,7 @@ def test_of_an_ensemble_s_scores_one_is_made(heads: str, std_coef: float, want: 
 def test_the_padding_of_an_export_is_no_end(
     tmp_path: Path, config: dict[str, Any], settings: dict[str, Any], want: tuple[int, str | None]
 ) -> None:
-    """With EOS as padding transformers would take the score of the token before it."""
+    """An export's padding token is not EOS. With EOS as padding transformers would take the score one token earlier."""
     make_tiny(tmp_path / "model", "llama", weights=False)
     named = json.loads((tmp_path / "model/tokenizer_config.json").read_text()) | settings
     (tmp_path / "model/tokenizer_config.json").write_text(json.dumps(named))

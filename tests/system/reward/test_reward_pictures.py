@@ -1,4 +1,4 @@
-"""The prompts' pictures on their way to what scores: functions of files, one by one and in batches, and servers."""
+"""Images of the prompts reach all scorers: user functions, single and batched, and reward servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reward pool: whatever a user's function does, the other samples are scored and nothing waits or stays behind."""
+"""The reward pool: whatever a user's function does, the other samples are scored, and no process hangs or remains."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def open_pool(function: str, **kwargs: object) -> RewardManager:
 
 
 def gone(pid: int, within_s: float = 60.0) -> bool:
-    """Whether the process ends (a zombie counts: its new parent may be slow to reap)."""
+    """Returns True if the process ends in time. A zombie counts as ended, because its new parent may reap it late."""
     end = time.monotonic() + within_s
     while time.monotonic() < end:
         try:
@@ -126,7 +126,7 @@ def test_stop_names_sample_function_and_reason(function: str, do: str) -> None:
 
 
 def test_calls_that_travel_in_one_message_each_have_their_own_time(function: str) -> None:
-    samples = [todo(i, "slow") if i < 8 else sample(i) for i in range(28)]  # 7 slow ones follow the first together
+    samples = [todo(i, "slow") if i < 8 else sample(i) for i in range(28)]  # 7 slow ones share a message
     with open_pool(function, workers=1, timeout_s=1.5) as pool:
         pool.collect(samples)
     assert [s.score for s in samples] == list(range(28))

@@ -1,4 +1,4 @@
-"""Untrusted programs in the sandbox: what they try to reach, what they try to use up, and what is left of them."""
+"""Untrusted programs in the sandbox: attempts to escape, attempts to exhaust resources, and remaining processes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_it_may_write_in_its_own_folder_and_finds_it_empty() -> None:
     assert [run(program).stdout for _ in range(2)] == ["[]\n", "[]\n"]
 
 
-# Each prints "out" if it got through.
+# Each program prints "out" if it succeeds.
 ESCAPES = {
     "read the trainer's files": "print('out', open({secret!r}).read())",
     "read /etc/passwd": "print('out', open('/etc/passwd').read())",
@@ -124,7 +124,7 @@ def CALL(*arguments):
 
 @contextlib.contextmanager
 def outside(folder: Path) -> Iterator[dict[str, object]]:
-    """A file, a port and an abstract socket that a program should not reach, as the attempts name them."""
+    """Opens a file, a port and an abstract socket that a program must not reach, and returns their names."""
     secret, abstract = folder / "secret", f"\0mrl_test_{os.getpid()}"
     secret.write_text("the answers")
     folder.chmod(0o777)
@@ -153,7 +153,8 @@ def test_there_is_no_way_out(attempt: str, tmp_path: Path, monkeypatch: pytest.M
 def test_without_isolation_the_same_attempts_succeed(
     attempt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or the tests above would prove nothing. The environment alone is never given away."""
+    """Without isolation the attempts succeed, or the tests above would prove nothing; only the environment is
+    hidden."""
     monkeypatch.setenv("MRL_SECRET", "1")
     with outside(tmp_path) as names:
         program = HELP + ESCAPES[attempt].format(**names)
@@ -161,7 +162,7 @@ def test_without_isolation_the_same_attempts_succeed(
     assert ("out" in ended.stdout) == (attempt != "read the environment"), ended
 
 
-BOMBS = {  # how it ends, or what it says
+BOMBS = {  # how the program ends, or what it prints
     "endless loop": ("while True: pass", "time out"),
     "sleeps": ("import time; time.sleep(1000)", "time out"),
     "deaf to signals": (
@@ -206,7 +207,7 @@ BOMBS = {  # how it ends, or what it says
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_a_bomb_ends_at_its_limits(bomb: str) -> None:
     program, end = BOMBS[bomb]
-    wall_s = 1.0 if "time out" in end else 30.0  # only where nothing else ends it
+    wall_s = 1.0 if "time out" in end else 30.0  # a time limit only if nothing else ends the program
     ended = run(program, limits=Limits(wall_s=wall_s, memory_mib=128, disk_mib=4, output_kib=16))
     said = f"{ended.how}\n{ended.stderr}"
     assert not ended.ok and any(text in said for text in end.split("|")), said
@@ -230,7 +231,8 @@ def test_processes_up_to_the_limit_may_be_had_and_end_with_the_program() -> None
 
 @needs_bubblewrap
 def test_two_at_once_do_not_share_a_limit() -> None:
-    """As root each caller's processes have a user of their own: here two callers are two processes."""
+    """Two concurrent programs have separate process limits: as root, each caller's programs run as another user. The
+    two callers here are two processes."""
     code = (
         "from mrl.reward.sandbox import *; "
         "print(run_python('import os, time; child = os.fork(); time.sleep(1); print(os.getuid()); child and os.wait()',"
@@ -243,7 +245,7 @@ def test_two_at_once_do_not_share_a_limit() -> None:
 
 @needs_bubblewrap
 def test_each_run_has_a_user_of_its_own() -> None:
-    """A process's number is no such user: in another namespace another process has it too."""
+    """Each run has its own user id. It cannot be the process id, which another namespace may also use."""
     if os.geteuid() != 0:
         pytest.skip("without root the kernel counts by user namespace")
     assert len({run("import os; print(os.getuid())").stdout for _ in range(3)}) == 3
@@ -262,7 +264,7 @@ def test_a_control_group_bounds_memory_and_is_gone_afterwards() -> None:
 @needs_bubblewrap
 @pytest.mark.skipif(groups.problem() is not None, reason=f"no control group: {groups.problem()}")
 def test_a_program_is_in_a_control_group_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seen by a limit below the program's own."""
+    """A program runs in its own control group, as a limit below the program's own shows."""
     monkeypatch.setattr(groups, "OF_SANDBOX_MIB", -200)
     hold = "x = bytearray(200 << 20); print('out')"
     assert run(hold).how == "signal SIGKILL"
@@ -323,7 +325,7 @@ def test_it_dies_with_who_started_it(tmp_path: Path) -> None:
     starter.wait()
     _, alive = psutil.wait_procs(started, timeout=60)
     assert started and not alive
-    for above in groups._parents() if groups.problem() is None else []:  # what a later start would clear away
+    for above in groups._parents() if groups.problem() is None else []:  # folders that a later start would remove
         for left in above.glob(f"{groups.PREFIX}{starter.pid}_*"):
             groups._remove(left)
 

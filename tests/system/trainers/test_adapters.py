@@ -1,4 +1,4 @@
-"""Several LoRA adapters of one base in one run: each becomes what a run of it alone makes."""
+"""Several LoRA adapters of one base in one run: each equals the result of a run with it alone."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ STEPS = 3
 
 
 def second(folder: Path) -> dict[str, Any]:
-    """The sections in which the second adapter differs: data, reward, algorithm, optimizer, rank and lengths."""
+    """Returns the second adapter's own sections: data, reward, algorithm, optimizer, rank and lengths."""
     (folder / "upper.py").write_text(UPPER)
     rows = (json.dumps({"prompt": f"Name {n}:", "answer": "x"}) for n in range(12))
     (folder / "names.jsonl").write_text("\n".join(rows) + "\n")
@@ -82,7 +82,7 @@ def engine(folder: Path, config: Path, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture(scope="module")
 def run_dir(folder: Path, config: Path, engine: Engine) -> Path:
-    """The run of both adapters, which ends after two steps and is resumed."""
+    """Trains both adapters for two steps and resumes the run; returns its directory."""
     told = [f"rollout.{key}={value}" for key, value in given(engine, folder).items()]
     for steps in (2, STEPS):
         train(folder, config, *told, "run.name=both", f"run.steps={steps}")
@@ -90,7 +90,7 @@ def run_dir(folder: Path, config: Path, engine: Engine) -> Path:
 
 
 def alone(folder: Path, engine: Engine, model: Path, name: str) -> Path:
-    """The directory of a run of this adapter alone."""
+    """Trains this adapter alone and returns the run's directory."""
     sections: dict[str, Any] = second(folder) if name == "upper" else {}
     own = {key: value for key, value in sections.items() if key not in ("optimizer", "lora", "sampling")}
     actor = SHARED["actor"] | {key: sections[key] for key in ("optimizer", "lora") if key in sections}
@@ -147,7 +147,7 @@ def test_samples_are_of_the_adapter_that_is_trained(run_dir: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_whose_engine_dies_gives_all_adapters_to_the_next_one(folder: Path, config: Path, run_dir: Path) -> None:
-    """Its own engine, killed in the second step."""
+    """After its own engine is killed in the second step, the run gives all adapters to the restarted engine."""
     with Train(folder, config, "run.name=killed", f"run.steps={STEPS}", "rollout.max_restarts=2") as run:
         run.wait_for("step 1/3", 240)
         os.kill(run.pid_of("sglang::scheduler"), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Whole runs with teachers: they learn, and a run that is killed and started again is the run that was never killed."""
+"""Complete runs with teachers: the student learns, and resuming after a kill reproduces the uninterrupted run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SETTINGS: dict[str, Any] = {
     "rollout": {"engine": "transformers"},
     "checkpoint": {"every_steps": 2, "export_hf": True},
 }  # fmt: skip
-QUICK: dict[str, Any] = {  # of a student that approaches its teacher in few steps
+QUICK: dict[str, Any] = {  # settings with which a student approaches its teacher in few steps
     "actor": {"optimizer": {"lr": 1e-2}},
     "batch": {"prompts_per_step": 16, "samples_per_prompt": 2, "samples_per_minibatch": 16},
     "rollout": {"engine": "transformers"},
@@ -34,7 +34,7 @@ STEPS = 8
 
 
 def with_sources(folder: Path, config: Path) -> Path:
-    """Half of the rows from another file, so that each teacher has some."""
+    """Moves half of the rows to another file, so that each teacher gets some."""
     tree = yaml.safe_load(config.read_text())
     rows = (folder / "train.jsonl").read_text().splitlines()
     for name, some in (("even", rows[::2]), ("odd", rows[1::2])):
@@ -46,7 +46,8 @@ def with_sources(folder: Path, config: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Actor and two teachers of other sizes and another family, TP2; teachers are offloaded in the killed run only."""
+    """Runs an actor with two teachers of other sizes and another family at TP2. The teachers are offloaded in the
+    killed run only."""
     folder = tmp_path_factory.mktemp("distillation")
     teachers = {
         "even": {"path": str(tiny_models("llama", seed=4, hidden_size=96)), "offload": "all"},
@@ -59,7 +60,7 @@ def runs(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> R
 
 @pytest.fixture(scope="module")
 def served_teacher(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Keys of a nearly uniform teacher on an engine."""
+    """Starts an engine with a nearly uniform teacher, and returns the keys of `teacher` that name it."""
     folder = tmp_path_factory.mktemp("served_teacher")
     path = str(tiny_models("llama", seed=4, hidden_size=96, initializer_range=0.01))
     with start_engine(RolloutConfig(engine="transformers"), path, "float32", folder) as engine:
@@ -79,7 +80,8 @@ def test_a_killed_and_resumed_run_is_the_same(runs: Runs) -> None:
 
 @pytest.mark.parametrize("divergence", [pytest.param("reverse_kl", marks=pytest.mark.slow), "sampled"])
 def test_a_student_approaches_its_teacher(tiny_models: TinyModels, tmp_path: Path, divergence: str) -> None:
-    """By distillation alone: the reward has no weight. The teacher is nearly uniform, which is quickly learnt."""
+    """A student approaches its teacher by distillation alone, without weight on the reward. The nearly uniform teacher
+    is learned quickly."""
     path = str(tiny_models("llama", seed=4, hidden_size=96, initializer_range=0.01))
     teacher = {"path": path, "divergence": divergence, "policy_coef": 0.0}
     config = write_config(tmp_path, tiny_models("qwen2", tied=True), teacher=teacher, **QUICK)

@@ -1,4 +1,4 @@
-"""`trainer: dpo` as a user runs it: what it reports, its references, going on after a death, and what is refused."""
+"""`trainer: dpo` as a user runs it: metrics, references, resuming after a kill, and refusals."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ WEIGHTS = ("preference.loss.kto.desirable_weight=1.5",)
 
 @pytest.fixture(scope="module")
 def folder(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with cached log-probs of the reference, which is killed, whose cache is then spoiled; the same undisturbed;
-    the same with a live reference at TP2."""
+    """Returns the folder of three runs: `whole` and `killed` with cached reference log-probs, and `live` with a live
+    reference at TP2. The killed run's cache is corrupted before it resumes."""
     folder = tmp_path_factory.mktemp("dpo")
     preference = {"loss": {"sigmoid": {"beta": 0.2}, "sft": {"weight": 0.5}}}
     data = {"validation": str(folder / "pairs.jsonl"), "train": str(folder / "pairs.jsonl")}
@@ -60,7 +60,8 @@ def test_a_cache_of_something_else_is_made_again_and_that_is_said(folder: Path) 
 
 
 def test_a_live_reference_at_tp2_is_the_cached_one_in_one_process(folder: Path) -> None:
-    """But for pairs that are tied: there the smallest rounding says which half is ahead."""
+    """A live reference at TP2 gives the metrics of the cached one in one process, except the accuracy of tied pairs,
+    which depends on rounding."""
     cached, live = (results(folder / "runs" / name) for name in ("whole", "live"))
     for step, row in cached.items():
         wanted = {name: value for name, value in row.items() if step > 1 or "accuracies" not in name}
@@ -79,7 +80,7 @@ def test_a_live_reference_is_part_of_what_a_step_computes(folder: Path) -> None:
 
 
 def test_what_the_first_step_reports(folder: Path) -> None:
-    """Policy and reference are the same: a loss of log 2, no pair won, no gap."""
+    """In the first step policy and reference are equal: the loss is log 2, no pair is won, and there is no gap."""
     first = results(folder / "runs/whole")[1]
     assert first["dpo/first_gap"] < 1e-4
     assert first["dpo/loss_by_type/sigmoid"] == pytest.approx(math.log(2), rel=1e-4)
@@ -100,8 +101,8 @@ def test_later_ones_show_that_it_learns(folder: Path) -> None:
 
 
 def test_held_out_rows_are_one_batch_of_the_same_numbers(folder: Path) -> None:
-    """These are the rows that are learnt, in their order: before the first step what any model says of itself, then
-    what the next steps say of their halves."""
+    """The held-out rows, here the training rows, are measured as one batch before the first step and after every step.
+    The best step by these metrics is kept."""
     rows = results(folder / "runs/whole")
     held = {step: {k[11:]: v for k, v in row.items() if k.startswith("validation/")} for step, row in rows.items()}
     assert list(held) == [0, 1, 2, 3, 4]
@@ -122,7 +123,7 @@ def test_the_export_is_what_was_trained(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def labels(folder: Path, tiny_models: TinyModels) -> Path:
-    """A run on labelled rows with a moving reference and a moving threshold; its configuration."""
+    """Trains on labelled rows with a moving reference and a moving threshold; returns the configuration."""
     data = {"train": str(folder / "labels.jsonl"), "max_prompt_tokens": 16, "max_tokens": 32}
     ref = {"policy": "refreshed", "refresh_every_steps": 1, "refresh_share": 0.5}
     loss = {"loss": {"bco": {}, "kto": {}}}

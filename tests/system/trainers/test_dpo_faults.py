@@ -1,4 +1,4 @@
-"""`trainer: dpo` survives killed ranks, signals, a full disk, and a loss that is not finite."""
+"""`trainer: dpo` survives killed ranks, signals, a full disk, and a non-finite loss."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ RUN_S = 400.0
 STEPS = 6
 MATRIX: list[dict[str, Any]] = [
     {"kind": "kill", "section": "setup", "rank": 1, "nth": 1},  # while the reference's sums are computed
-    {"kind": "kill", "section": "setup", "rank": 1, "nth": 1, "early": True},  # as soon as its monitor knows of it
+    {"kind": "kill", "section": "setup", "rank": 1, "nth": 1, "early": True},  # before its monitor is told
     {"kind": "kill", "section": "update", "rank": 1, "nth": 2},
     {"kind": "kill", "section": "checkpoint", "rank": 0, "nth": 1},
-]  # exceptions and hangs, which the launcher sees alike for every trainer: tests/system/launcher/test_survival.py
+]  # test_survival.py covers exceptions and hangs, for which the launcher does the same for every trainer
 LIMITS = {"setup": 40.0, "update": 12.0, "checkpoint": 12.0, "out_of_section": 40.0}
 TWO = {"actor": {"optimizer": {"lr": 1e-3}, "parallel": {"tensor": 2}, "max_tokens_per_microbatch": 64}}
 
 
 @pytest.fixture(scope="module")
 def folder(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A configuration of two ranks with a cached reference, and a run by it that nothing has disturbed."""
+    """Returns the folder of a two-rank configuration with a cached reference, and of its undisturbed run."""
     folder = tmp_path_factory.mktemp("dpo_faults")
     more = {"preference": {"loss": {"sigmoid": {}, "sft": {"weight": 0.2}}}, "ref": {"policy": "cached"}}
     config = write(folder, tiny_models("llama"), **TWO, checkpoint={"every_steps": 1, "export_hf": True}, **more)
@@ -88,7 +88,7 @@ def test_sigterm_saves_and_leaves(folder: Path) -> None:
 
 
 def test_a_cache_that_does_not_fit_on_the_disk(tmp_path: Path) -> None:
-    """What was there stays; nothing is left of the new one."""
+    """If a new cache does not fit on the disk, the old one stays and no part of the new one remains."""
     file, sums = tmp_path / CACHE, torch.randn(12, 2)
     reference._write(file, "old", sums)
     with full_disk(100), pytest.raises(Exception, match="File too large"):
@@ -100,7 +100,8 @@ def test_a_cache_that_does_not_fit_on_the_disk(tmp_path: Path) -> None:
     "loss", ["sigmoid", pytest.param({"aot": {}, "sft": {"with_prompt": True}}, marks=pytest.mark.slow)]
 )
 def test_a_pair_whose_loss_is_not_finite_is_named_and_skipped(loss: Any, tmp_path: Path) -> None:
-    """In one pass and in two, with prompts that are learnt; in the chosen half alone."""
+    """A pair with a non-finite loss is named and skipped: in one pass, in two passes, and with trained prompts. Only
+    its chosen response is at fault."""
     config = write(tmp_path, letter_model(tmp_path), preference={"loss": loss})
     settings = yaml.safe_load(config.read_text())
     settings["data"]["shuffle"] = False

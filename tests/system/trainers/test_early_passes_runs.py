@@ -1,4 +1,4 @@
-"""`rollout.early_passes` in whole runs."""
+"""`rollout.early_passes` in complete runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.unit.trainers.test_early_passes import PPO
 
 @pytest.fixture(scope="module")
 def folder(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of two runs: `whole` computes its passes in four parts, `at_once` in one."""
+    """Returns the folder of two runs: `whole` computes its passes in four parts, `at_once` in one."""
     folder = tmp_path_factory.mktemp("early")
     config = write_config(folder, tiny_models("llama"), **PPO)
     train(folder, config, "run.name=whole", "rollout.early_passes=4")
@@ -36,7 +36,7 @@ def test_passes_begin_before_the_last_sample_is_there(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_bit(folder: Path) -> None:
-    """After step 2."""
+    """A run killed after step 2 resumes bit for bit."""
     config, killed = folder / "config.yaml", folder / "runs/killed"
     early = ("run.name=killed", "rollout.early_passes=4")
     train_and_kill(folder, killed, config, *early, "run.steps=50")

@@ -1,6 +1,6 @@
-"""A trainer of one's own, as docs/extending.md tells it: its configuration, its loop, and a row of the table.
+"""A user's own trainer as docs/extending.md describes it: its configuration, its loop, and a row in the table.
 
-The trainer is in this file. It minimises the answers' mean log-likelihood, so that the model forgets them.
+The trainer is in this file. It minimizes the mean log-likelihood of the answers, so that the model forgets them.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def check(cfg: ForgetConfig, archs: Archs, machine: Machine) -> Iterator[Problem
 
 
 def make_loop(cfg: ForgetConfig, callbacks: Any) -> Any:
-    """In the file, a class; here it would import Megatron."""
+    """Returns the loop. In a user's file it is a class at top level; here that would import Megatron."""
     from mrl.trainers.shared.loop import Loop
 
     class ForgetLoop(Loop[Any]):
@@ -180,7 +180,7 @@ def test_it_trains_saves_and_goes_on(config: Path) -> None:
 
 
 def train(config: Path, *overrides: str) -> str:
-    """What the one rank of `mrl train` prints, with the row in the table."""
+    """Trains on the one rank of `mrl train`, with the row in the table, and returns its output."""
     from mrl.ports import free_port
 
     world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
@@ -195,7 +195,7 @@ def test_every_row_names_a_program() -> None:
 
 
 def test_nobody_else_asks_which_trainer_it_is() -> None:
-    """Else a new one would have to be added there too; "not SFT" has meant RL once."""
+    """No other module asks for the trainer's type, or each new trainer would have to be added there too."""
     asks = re.compile(r"isinstance\([^)]*\b(RL|SFT)Config|\.trainer (==|!=|in|not in)\b")
     found = {str(file) for file in (ROOT / "mrl").rglob("*.py") if asks.search(file.read_text())}
     assert not found

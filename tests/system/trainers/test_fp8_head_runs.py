@@ -1,4 +1,4 @@
-"""The loss head in emulated fp8 in a whole run."""
+"""The lm_head in emulated fp8 in a complete run."""
 
 from __future__ import annotations
 

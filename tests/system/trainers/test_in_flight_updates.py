@@ -1,4 +1,5 @@
-"""Groups that are under way over pushes: none too old, each learnt once, in order; which weights drew which token."""
+"""Partial rollouts across weight syncs: no sample is too old, each is trained on once and in order, and each token has
+its weight version."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ pytestmark = pytest.mark.longest
 WANTED, MEMBERS, STEPS = 3, 2, 40
 WAIT_S, RUN_S = 60.0, 300.0
 FAULTS = ROOT / "tests/worlds/faults"
-FAR = ("rollout.mismatch={warn: null, stop: null, warn_sample: null, stop_sample: null}",)  # of what fp8 rounds here
+FAR = ("rollout.mismatch={warn: null, stop: null, warn_sample: null, stop_sample: null}",)  # fp8 rounds by more
 
 
 def prompted(group: int, member: int) -> Request:
@@ -50,7 +51,7 @@ def prompted(group: int, member: int) -> Request:
 def test_each_token_has_the_log_prob_of_the_weights_that_it_names(
     tiny_models: TinyModels, request: pytest.FixtureRequest, tmp_path: Path, engine: str
 ) -> None:
-    """All weights are exchanged in the middle of long responses, again and again."""
+    """Each token has the log-prob of its weight version, though weights change repeatedly during long responses."""
     weights = [tiny_models("llama"), tiny_models("llama", seed=1)]
     with ExitStack() as stack:
         if engine == "sglang":
@@ -100,13 +101,13 @@ def change(client: EngineClient, weights: Path, version: str) -> None:
 
 
 async def generated(engine: Engine, asked: list[Request], sampling: SamplingParams) -> list[Sample]:
-    """Samples of an asynchronous run."""
+    """Returns samples that are generated as in an asynchronous run."""
     how = engine.generation(sampling, is_background=True, is_interruptible=True)
     return await asyncio.gather(*(engine.dispatcher.generate(one, how) for one in asked))
 
 
 def gap(model: Any, sample: Sample) -> np.ndarray:
-    """[n]: the engine's log-probs against those of a whole forward pass."""
+    """Returns the differences, [n], between the engine's log-probs and those of one forward pass."""
     ids = torch.from_numpy(sample.token_ids.astype(np.int64))
     with torch.no_grad():
         log_probs = model(ids[None]).logits[0, :-1].log_softmax(-1)
@@ -154,8 +155,11 @@ def test_a_bound_of_nothing_is_the_synchronous_loop_to_the_bit(
 def test_other_ways_of_pushing_and_learning(
     tiny_models: TinyModels, sglang_engine: Engine, tmp_path: Path, ways: tuple[str, ...], numerics: float | None
 ) -> None:
-    """numerics: of engine and trainer under the same weights, in nats a token. None: no more than a single token of the
-    first step has, for a step may have one token that is so new"""
+    """Other combinations of sync transports and training settings work.
+
+    numerics: difference of engine and trainer with the same weights, in nats per token; None: at most that of the first
+    step, since a step may have only one token of the newest weights
+    """
     behind = {"interrupt": "at_sync", "max_staleness": 1}
     file = config(tmp_path, tiny_models("llama"), **behind, **given(sglang_engine, tmp_path))
     train(tmp_path, file, "run.steps=4", *ways)
@@ -188,7 +192,7 @@ def test_no_prompt_is_lost_or_learnt_twice_over_a_resume(
     train(tmp_path, file, "run.steps=6")
     rows, drawn = results(tmp_path / "runs/run"), samples(tmp_path / "runs/run")
     learnt = [row["index"] for step in range(1, 7) for row in drawn[f"step_{step}.jsonl"][::2]]
-    most = 2 if how.get("interrupt") == "at_step_end" or "order" in how else 1  # some of the next pass may come earlier
+    most = 2 if how.get("interrupt") == "at_step_end" or "order" in how else 1  # some of the next pass may be early
     assert len(learnt) == 24 and max(map(learnt.count, learnt)) <= most
     assert max(row["staleness/max"] for step, row in rows.items() if step) > 0, "no token is of earlier weights"
     assert max(row["staleness/max"] for step, row in rows.items() if step) <= how.get("max_staleness", 6)
@@ -197,7 +201,7 @@ def test_no_prompt_is_lost_or_learnt_twice_over_a_resume(
 
 
 class Held(Train):
-    """A run that is held before these calls of engines."""
+    """A run that is held before the given engine calls."""
 
     def __init__(self, folder: Path, config: Path, *overrides: str, calls: list[dict[str, Any]]) -> None:
         self._calls = folder / "held.json"
@@ -215,7 +219,8 @@ class Held(Train):
 
 
 def learnt_once(run_dir: Path, steps: int) -> None:
-    """4 of 24 rows a step, each once a pass; no token too old, and those of the newest weights are of the trainer's."""
+    """Checks that 4 of 24 rows are trained on per step, each once per pass, that no token is too old, and that tokens
+    of the newest weights have the trainer's log-probs."""
     rows, drawn = results(run_dir), samples(run_dir)
     assert [step for step in rows if step] == [*range(1, steps + 1)]
     learnt = [[row["index"] for row in drawn[f"step_{step}.jsonl"][::2]] for step in range(1, steps + 1)]
@@ -231,7 +236,7 @@ def learnt_once(run_dir: Path, steps: int) -> None:
 def test_over_a_kill_in_a_push_no_prompt_is_lost_or_learnt_twice(
     tiny_models: TinyModels, sglang_engine: Engine, tmp_path: Path
 ) -> None:
-    """The trainer is killed during a weight sync, and goes on with the same engine."""
+    """No prompt is lost or trained on twice if the trainer is killed in a weight sync and keeps its engine."""
     behind = {"interrupt": "at_sync", "max_staleness": 2}
     file = config(tmp_path, tiny_models("llama"), **behind, **given(sglang_engine, tmp_path))
     by = "sync.transport=shared_memory"
@@ -252,7 +257,7 @@ def test_over_a_kill_in_a_push_no_prompt_is_lost_or_learnt_twice(
 def test_engines_that_are_killed_in_a_weight_sync_cost_no_prompt(
     tiny_models: TinyModels, sglang_engine: Engine, tmp_path: Path
 ) -> None:
-    """With long responses under way; the run's own SGLang."""
+    """The run's own SGLang is killed during weight syncs, with long responses in flight, and no prompt is lost."""
     behind = {"interrupt": "at_sync", "max_staleness": 2}
     file = config(tmp_path, tiny_models("llama"), **behind, sampling={"max_new_tokens": 100})
     calls = [{"call": "begin_weight_update", "nth": 3}, {"call": "end_weight_update", "nth": 6}]
@@ -280,7 +285,7 @@ def light_engine(tiny_models: TinyModels, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def kill(engine: Engine) -> None:
-    """Returns once it has ended: until then it may answer."""
+    """Kills the engine and waits until it has ended; until then it may answer."""
     [process] = engine.pool.processes
     os.killpg(os.getpgid(process.pid), signal.SIGKILL)
     while process.exit_code() is None:
@@ -288,7 +293,8 @@ def kill(engine: Engine) -> None:
 
 
 def test_a_lost_engine_is_started_again_and_gets_its_weights_from_the_main_thread(light_engine: Engine) -> None:
-    """At once, or with the next sync of all; until then it is asked nothing."""
+    """A lost engine is restarted and gets its weights from the main thread, at once or with the next sync of all
+    engines. Until then it gets no requests."""
     notes, given_to, main = list[str](), list[str](), threading.current_thread()
     light_engine.pool.restarts.allow(
         lambda line: notes.append(f"{line} {threading.current_thread() is main}"), given_to.append

@@ -1,4 +1,4 @@
-"""Runs that train adapters: PPO and DPO against the actor without them, after a death, and what is refused."""
+"""Runs with LoRA adapters: PPO and DPO with the adapter-free actor as reference, resuming, and refusals."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PPO: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def ppo(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run."""
+    """Runs PPO with adapters and returns its folder."""
     folder = tmp_path_factory.mktemp("lora_ppo")
     config = write_config(folder, tiny_models("llama", tied=True), **PPO)
     train(folder, config, "run.name=whole", "run.steps=4")
@@ -40,7 +40,7 @@ def ppo(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.mark.slow
 def test_killed_and_started_again_is_the_same_run_to_the_bit(ppo: Path) -> None:
-    """After step 3."""
+    """A run killed after step 3 resumes bit for bit."""
     config, whole, killed = ppo / "config.yaml", ppo / "runs/whole", ppo / "runs/killed"
     train_and_kill(ppo, killed, config, "run.name=killed", "run.steps=50")
     train(ppo, config, "run.name=killed", "run.steps=4")
@@ -73,7 +73,7 @@ def test_what_is_exported_is_adapters_and_at_the_end_the_whole_model_too(ppo: Pa
 
 @pytest.mark.slow
 def test_a_run_does_not_go_on_beside_other_weights(ppo: Path, tiny_models: TinyModels) -> None:
-    """Of the same shapes, in the same place."""
+    """A run does not resume with other base weights, even of the same shapes and in the same directory."""
     file = tiny_models("llama", tied=True) / "model.safetensors"
     before = file.read_bytes()
     save_file({name: tensor * 1.01 for name, tensor in load_file(file).items()}, file, metadata={"format": "pt"})

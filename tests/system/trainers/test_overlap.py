@@ -1,4 +1,4 @@
-"""Samples drawn while the trainer learns: whose weights they are of, and that a run that is killed is the same run."""
+"""Asynchronous training: the weight versions of samples, and resuming after a kill."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ONE_STEP: dict[str, Any] = {
 
 
 class Runs:
-    """An undisturbed run with real SGLang; `kill` makes a second one, killed after step 3 and started again.
+    """An undisturbed run with real SGLang. `kill` makes a second run, which is killed after step 3 and resumed.
     Responses are generated one step ahead, in segments of 4 tokens. One token of seven ends a response."""
 
     def __init__(self, folder: Path, model: Path, engine: Engine) -> None:
@@ -49,7 +49,7 @@ class Runs:
         train(folder, self.config, "run.name=whole", "run.steps=4")
 
     def kill(self) -> int:
-        """Returns the last step before the kill."""
+        """Kills and resumes a second run. Returns the last step before the kill."""
         train_and_kill(self.folder, self.killed, self.config, "run.name=killed", "run.steps=50")
         steps = max(results(self.killed))
         train(self.folder, self.config, "run.name=killed", "run.steps=4")
@@ -82,7 +82,7 @@ def test_every_token_has_the_log_prob_that_the_weights_give_it_which_are_named(r
 
 
 def gap(runs: Runs, samples: list[dict[str, torch.Tensor]], version: int) -> torch.Tensor:
-    """[R]: the engine's log-probs against those of a whole forward pass of these weights by transformers."""
+    """Returns the log-prob differences, [R], between the engine and transformers with these weights."""
     path = runs.whole / f"hf_step_{version}" if version else runs.model
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     found = []

@@ -1,4 +1,4 @@
-"""`checkpoint.push_to_hub`: what huggingface_hub sends to a hub on loopback, and what is left when it cannot."""
+"""`checkpoint.push_to_hub`: the upload of huggingface_hub to a hub on loopback, and what remains if it fails."""
 
 from __future__ import annotations
 

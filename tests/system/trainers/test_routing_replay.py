@@ -1,4 +1,4 @@
-"""Routing replay: experts that the engine or the trainer chose are given to the trainer's passes."""
+"""Routing replay: the trainer's passes use experts that the engine or the trainer recorded."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ SHAPE = RoutedShape(layers=(1, 2), num_layers=3, per_token=2, count=4)
 
 @pytest.fixture(scope="module")
 def world(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A model whose first of four layers is dense: what one rank finds, and every layout of four against it."""
+    """Runs a model whose first of four layers is dense: on one rank, and in every layout of four ranks."""
     root, model = tmp_path_factory.mktemp("routing"), tiny_models("glm4_moe", weights=False, num_hidden_layers=4)
     files = [root / name for name in ("reference.pt", "one.json", "layouts.json")]
     run_world(1, "routing.py", model, *files[:2], "one")
@@ -68,7 +68,7 @@ def test_a_models_own_experts_change_nothing_and_others_do(world: dict[str, Any]
 
 
 def test_replayed_log_probs_do_not_depend_on_what_the_router_would_choose(world: dict[str, Any]) -> None:
-    """Its scores of the experts that were not given have neither an effect nor a gradient."""
+    """With replay the router's scores of other experts have neither an effect nor a gradient."""
     assert world["router moved: chosen otherwise"] > 0.1 and world["router moved: log-probs, free"] > 0.1
     assert world["router moved: log-probs, replayed"] == 0.0
     assert world["gradient of the others"] == 0.0 < world["gradient of the chosen"]
@@ -91,7 +91,8 @@ def test_each_term_of_an_update_has_its_own_experts_or_none(world: dict[str, Any
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_rank_receives_its_share_of_the_experts(world: dict[str, Any], layout: str) -> None:
-    """Each token's experts of a layer are on one rank, but for padding; sizes are as rank 0 has them for all."""
+    """Each rank receives only its share of the experts: every token's experts of a layer are on one rank, except for
+    padding. Sizes are compared with those of all tokens on rank 0."""
     whole_bytes, whole = world[layout]["all"]
     shares = world[layout]["shares"]
     assert sum(tokens for _, tokens in shares) == whole, "layers times tokens"
@@ -124,7 +125,7 @@ def drawn(number: int, prompt: tuple[int, ...], response: list[int]) -> Sample:
 
 def test_experts_go_where_their_tokens_go() -> None:
     two = [drawn(0, (5, 6), [7, 8, 9]), drawn(1, (5,), [7])]
-    again = [restored(one.request, plain(one)) for one in two]  # through a checkpoint
+    again = [restored(one.request, plain(one)) for one in two]  # as from a checkpoint
     rollout = collate(0, again)
     assert rollout.routed_experts is not None and rollout.routed_experts.dtype == torch.uint8
     assert torch.equal(rollout.routed_experts, torch.from_numpy(np.concatenate([one.routed_experts for one in two])))  # type: ignore[misc]
@@ -204,7 +205,7 @@ def test_answers_that_cannot_be(meta: dict[str, Any], message: str) -> None:
         SHAPE.read(meta, 3)
 
 
-# ---- what is asked for
+# ---- requests of experts
 
 
 def config(tmp_path: Path, mode: str = "engine", **sections: dict[str, Any]) -> RLConfig:
@@ -278,7 +279,7 @@ def test_engines_are_told_at_their_start(tiny_models: TinyModels) -> None:
 
 
 def test_the_transformers_engine_says_its_experts(tiny_models: TinyModels, tmp_path: Path) -> None:
-    """Also after a push of each tensor by itself, of a family whose experts lie in a tensor each."""
+    """The transformers engine reports its experts, also for fused experts after a sync of one tensor at a time."""
     jobs, found, drawn = tmp_path / "jobs.json", tmp_path / "found.json", []
     for family in (*slow_cases("glm4_moe"), "gpt_oss"):
         old, new = tiny_models(family), tiny_models(family, seed=1)
@@ -334,7 +335,7 @@ REPLAYED: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def replayed(tiny_models: TinyModels, served: Engine, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run by GRPO at EP2 with real SGLang, the samples of a step drawn one step ahead, in segments."""
+    """Runs GRPO at EP2 with real SGLang, with partial rollouts one step ahead; returns the folder."""
     folder = tmp_path_factory.mktemp("replayed")
     rollout = {"max_staleness": 1, **given(served, folder), "sampling": {"max_new_tokens": 16}}
     rollout |= {"interrupt": "at_step_end", "segment_tokens": 8, "oversample": 1.5}
@@ -358,7 +359,7 @@ def test_a_run_learns_by_the_engines_experts(replayed: Path) -> None:
 def test_experts_are_replayed_over_in_flight_weight_updates(
     tiny_models: TinyModels, served: Engine, tmp_path: Path
 ) -> None:
-    """Those of a token are of the weights that generated it."""
+    """The replayed experts of each token are of the weights that generated it."""
     rollout = {
         "max_staleness": 2,
         "interrupt": "at_sync",
@@ -384,7 +385,7 @@ def test_a_checkpoint_has_the_experts_of_what_was_drawn_ahead(replayed: Path) ->
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on_with_the_experts_of_what_was_drawn_ahead(replayed: Path) -> None:
-    """After step 3."""
+    """A run killed after step 3 resumes with the experts of samples that were generated ahead."""
     file, whole, killed = replayed / "config.yaml", replayed / "runs/whole", replayed / "runs/killed"
     train_and_kill(replayed, killed, file, "run.name=killed", "run.steps=50")
     train(replayed, file, "run.name=killed", "run.steps=4")
@@ -408,7 +409,7 @@ class Talks:
 def test_a_run_learns_from_turns_by_the_engines_experts(
     tiny_models: TinyModels, served: Engine, tmp_path: Path
 ) -> None:
-    """Of a trajectory, with the words of its environment, the engine's experts are those that the trainer chooses."""
+    """In trajectories with environment tokens, the engine's experts are those that the trainer chooses."""
     (tmp_path / "program.py").write_text(TALKS)
     actor = {k: v for k, v in REPLAYED["actor"].items() if k != "parallel"}
     file = write_config(
@@ -432,8 +433,8 @@ def test_a_run_learns_from_turns_by_the_engines_experts(
 def test_a_run_of_experts_in_one_tensor_goes_on_by_the_transformers_engine(
     tiny_models: TinyModels, tmp_path: Path
 ) -> None:
-    """gpt-oss at EP2: what is pushed and proved is what was trained, to the engine's experts; and from the checkpoint
-    of step 2 on the run is the same again, to the bit."""
+    """gpt-oss at EP2, whose experts are fused: verified syncs give the engine the trained experts, and resuming from
+    step 2 is bitwise the same."""
     actor = {k: v for k, v in REPLAYED["actor"].items() if k != "recompute"}
     rollout = {"engine": "transformers", "sampling": {"max_new_tokens": 24}}
     sections = {**REPLAYED, "actor": actor, "run": {"nproc": 2}, "sync": {"verify": "checksum"}, "rollout": rollout}

@@ -1,5 +1,5 @@
-"""`trainer: sft` as a user runs it: held-out rows, early stop and the best checkpoint, a death, epochs, and what is
-refused."""
+"""`trainer: sft` as a user runs it: held-out rows, early stopping and the best checkpoint, resuming after a kill,
+epochs, and refusals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.longest
 
 @pytest.fixture(scope="module")
 def folder(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on two ranks that ends early; the same, killed after step 3 and started again, then once more."""
+    """Runs on two ranks until early stopping. Kills the same run after step 3, resumes it, and starts it once more."""
     folder = tmp_path_factory.mktemp("sft")
     config = write(folder, tiny_models("llama"), actor={"parallel": {"tensor": 2}})
     (folder / "terminal").write_text(train(folder, config, "run.name=whole").terminal)
@@ -64,7 +64,7 @@ def test_the_best_checkpoint_stays_besides_the_last_and_is_exported(folder: Path
 
 @pytest.mark.slow
 def test_a_best_checkpoint_that_cannot_be_written_costs_no_earlier_one(folder: Path) -> None:
-    """A link to nowhere is in its place."""
+    """A best checkpoint that cannot be written, because a dangling link is in its place, removes no earlier one."""
     found, run_dir = losses(folder / "runs/whole"), folder / "runs/unsaved"
     best = min(range(1, len(found)), key=lambda step: found[step])
     before = min(range(1, best), key=lambda step: found[step])
@@ -89,7 +89,7 @@ def test_validations_are_no_part_of_what_a_step_computes(folder: Path) -> None:
 
 
 def nll(model_dir: Path, rows: list[dict[str, Any]]) -> dict[str, float]:
-    """What transformers says of the answers and their EOS, over all their tokens; of each kind, too."""
+    """Returns transformers' metrics of the answers and their EOS over all tokens, in total and by kind."""
     tokenizer, model = AutoTokenizer.from_pretrained(model_dir), AutoModelForCausalLM.from_pretrained(model_dir).float()
     sums: dict[str, list[float]] = {}
     for row in rows:

@@ -1,4 +1,4 @@
-"""The export of a run says where turns end."""
+"""The export of a run names the tokens that end a turn."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.unit.data.test_sft_data import CHATML, TALK, with_template
 
 
 def test_a_run_exports_what_it_has_learnt_to_stop_with(tmp_path: Path, tiny_models: TinyModels) -> None:
-    """Its model, its adapters, and what they are merged to."""
+    """A run exports the end-of-turn token that it has learned, with its model, its adapters, and their merged model."""
     shutil.copytree(tiny_models("llama", vocab_size=272), tmp_path / "model")
     end = with_template(tmp_path / "model", CHATML).hf.convert_tokens_to_ids("<|im_end|>")
     (tmp_path / "model/generation_config.json").write_text('{"eos_token_id": 2, "top_p": 0.9}')

@@ -1,4 +1,4 @@
-"""A tiny model learns by its reward alone what only its picture says: small letters where that is dark, else large."""
+"""A tiny model learns by reward alone what only its image shows: small letters for a dark image, else large ones."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def test_what_only_the_picture_says_is_learnt(folder: Path, name: str) -> None:
 
 
 def scores(run: Path, steps: range) -> dict[str, float]:
-    """By what the picture asks for; saying the same to all would be worth at most 1 to one and 0 to the other."""
+    """Returns the mean scores by the answer that the image asks for. The same response to all images would score at
+    most 1 for one answer and 0 for the other."""
     files = [run / f"rollouts/step_{step}.jsonl" for step in steps]
     rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     return {kind: fmean(row["score"] for row in rows if row["row"]["answer"] == kind) for kind in ("small", "large")}

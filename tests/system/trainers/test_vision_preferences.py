@@ -1,5 +1,5 @@
-"""Preferences of rows with pictures: `trainer: reward_model` and `dpo`, a death and going on, what is exported against
-transformers, and the export as the reward of PPO; what is refused."""
+"""Preferences of rows with images: `trainer: reward_model` and `dpo`, resuming after a kill, exports compared with
+transformers and used as the reward of PPO, and refusals."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from tests.helpers.vision_rows import vision_settings, write_rows
 pytestmark = pytest.mark.long
 
 SPELLED = "<|vision_start|><|image_pad|><|vision_end|>"
-SEEN = (0, 3)  # rows with one RGB picture
+SEEN = (0, 3)  # rows with one opaque RGB image
 CHOSEN, REJECTED = "yes", "no."
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six pairs on pictures, one row's in itself; held out are the same in another order."""
+    """Writes six pairs with images, one of them with inline images. The held-out rows are the same in reverse order."""
     root = tmp_path_factory.mktemp("vision_preferences")
     write_rows(root, inline=(0,))
     rows = [json.loads(line) for line in (root / "rows.jsonl").read_text().splitlines()]
@@ -79,15 +79,15 @@ def write(folder: Path, config: dict[str, Any]) -> Path:
 
 @pytest.fixture(scope="module")
 def rewarded(folder: Path) -> Path:
-    """The run directory of a reward model trained at TP2, its vision tower included."""
+    """Trains a reward model with its vision tower at TP2; returns the run directory."""
     train(folder, write(folder, settings(folder, "reward_model")), "run.name=whole")
     return folder / "runs/whole"
 
 
 @torch.no_grad()
 def theirs(model: Path, texts: list[tuple[str, list[Image.Image]]]) -> list[float]:
-    """Scores by transformers' body and the exported head, a text at a time, and by its processor. Each text says where
-    its pictures are."""
+    """Returns the scores of transformers' body with the exported head and processor, one text at a time. Each text
+    marks the places of its images."""
     body = AutoModel.from_pretrained(model, dtype=torch.float32).eval()
     with safe_open(model / "model.safetensors", "pt") as file:
         head = file.get_tensor("score.weight")
@@ -116,7 +116,7 @@ def picture(folder: Path, row: int) -> Image.Image:
 
 @pytest.mark.slow
 def test_a_killed_reward_model_is_the_same_run(rewarded: Path, folder: Path) -> None:
-    """After step 3."""
+    """A reward model's run killed after step 3 resumes bit for bit."""
     config, killed = write(folder, settings(folder, "reward_model")), folder / "runs/killed"
     train_and_kill(folder, killed, config, "run.name=killed", "run.steps=50")
     train(folder, config, "run.name=killed", "run.steps=4")
@@ -137,7 +137,8 @@ def test_a_reward_model_learns_with_its_tower(rewarded: Path, folder: Path) -> N
 
 @pytest.mark.slow
 def test_what_is_reported_is_what_transformers_scores(rewarded: Path, folder: Path, tmp_path: Path) -> None:
-    """Of a set of the rows whose pictures are opaque, by one more run from the export, which changes nothing."""
+    """The reported scores equal those of transformers, for rows with opaque images. One more run, which starts from the
+    export and changes nothing, reports them."""
     kept = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
     write_jsonl(folder / "opaque.jsonl", [kept[3]])
     config = settings(folder, "reward_model", checkpoint={}, validation={"every_steps": 1})
@@ -177,8 +178,8 @@ def test_a_checkpoint_is_converted_and_the_card_says_how_it_is_loaded(rewarded: 
 
 @pytest.mark.slow
 def test_ppo_is_rewarded_by_it_under_another_layout(rewarded: Path, folder: Path) -> None:
-    """The pictures of training and of validation rows, which have other numbers, go to it; the critic starts from it
-    too."""
+    """PPO uses the model as its reward under another layout, and starts its critic from it. The reward model gets the
+    images of training and validation rows, whose row numbers differ."""
     judge = rewarded / "hf"
     reward = {"manager": "model", "model": {"path": str(judge), "parallel": {"pipeline": 2}}}
     critic = {"path": str(judge), "optimizer": {"lr": 0.005}, "max_tokens_per_microbatch": 150}
@@ -205,7 +206,7 @@ def test_ppo_is_rewarded_by_it_under_another_layout(rewarded: Path, folder: Path
 
 
 def is_text(sample: dict[str, Any]) -> bool:
-    """Its text says all of its tokens: bytes, and an EOS."""
+    """Returns True if the response's text contains all of its tokens: bytes and an EOS."""
     said = sample["response"]
     return bool(said.isascii() and len(said.removesuffix("</s>")) + said.endswith("</s>") == sample["tokens"])
 
@@ -274,14 +275,14 @@ def test_what_is_not_there_is_refused(folder: Path, trainer: str, override: str,
 
 
 def make_judge(directory: Path) -> Path:
-    """A model that scores and sees pictures, by its config.json."""
+    """Makes a vision-language model that is a reward model by its config.json."""
     config = json.loads((make_tiny_vl(directory, "qwen3_vl") / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen3VLForSequenceClassification"]}))
     return directory
 
 
 def test_a_judge_may_see_what_the_actor_does_not(folder: Path, tmp_path: Path) -> None:
-    """Then no key of pictures has an effect."""
+    """The reward model may see images that the actor does not. Then no key of images has an effect."""
     text = make_tiny(tmp_path / "text", "qwen3", vocab_size=320)
     reward = {"manager": "model", "model": {"path": str(make_judge(tmp_path / "judge"))}}
     config = vision_settings(folder, text, "blind", {"tensor": 2}, reward=reward)
@@ -309,7 +310,7 @@ def sample(prompt: Prompt, *response: int) -> Sample:
 
 
 def test_what_models_and_servers_of_text_alone_are_told_of_a_picture() -> None:
-    """One image token; a response that says one is no picture."""
+    """Text-only reward models and servers get one image token per image. One in a response is no image."""
     seen = Prompt(4, (5, START, IMAGE, IMAGE, END), {}, images=((2, 4, 7),),
                   unexpanded_token_ids=(5, START, IMAGE, END), picture_row=9)  # fmt: skip
     one, plain = sample(seen, IMAGE, 8), sample(Prompt(0, (5, 6), {}), IMAGE)

@@ -1,5 +1,5 @@
-"""PPO on rows with pictures, tower and all: a run that is killed and started again is the run that was never killed,
-samples of earlier steps keep their pictures, and nothing that a run writes down holds any."""
+"""PPO on rows with images and a trained tower: resuming after a kill reproduces the uninterrupted run, samples of
+earlier steps keep their images, and no file of the run contains image data."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.helpers.vision_rows import vision_settings, write_rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.longest]
 
-PICTURES = 6  # of the six rows
-INLINE = (0, 2)  # rows that are their pictures
+PICTURES = 6  # images in the six rows
+INLINE = (0, 2)  # rows with inline images
 TRAIN = {"optimizer": {"lr": 0.005, "warmup_steps": 4}, "max_tokens_per_microbatch": 150}
 PPO = {
     "actor": {"parallel": {"tensor": 2}, **TRAIN},
@@ -37,7 +37,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[bytes]]
 
 @pytest.fixture(scope="module")
 def ppo(stored: tuple[Path, list[bytes]]) -> Runs:
-    """Actor TP2 and critic PP2, both of which train their towers; steps of four of the six rows, older samples too."""
+    """Runs actor TP2 and critic PP2, which train their towers. A step uses four of six rows, and replay."""
     root, _ = stored
     model = make_tiny_vl(root / "model", "qwen3_vl")
     config = vision_settings(root, model, "run", {}, **PPO)
@@ -67,7 +67,7 @@ def test_what_is_exported_is_transformers_model_with_a_tower_that_has_moved(ppo:
 
 
 def test_nothing_that_is_written_down_holds_a_picture(ppo: Runs, stored: tuple[Path, list[bytes]]) -> None:
-    """Neither samples and metrics nor the logs of ranks and engines, whether the row names a file or is one."""
+    """Samples, metrics and logs of ranks and engines contain no image data, of image files or inline images."""
     root, pictures = stored
     assert len(pictures) == PICTURES
     told = [file for file in ppo.killed.rglob("*") if file.is_file() and not {"checkpoints", "hf"} & {*file.parts}]

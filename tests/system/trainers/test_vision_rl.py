@@ -1,5 +1,5 @@
-"""Runs of `trainer: rl` on rows with pictures: PPO with a critic by the transformers engine, GRPO by SGLang; what is
-not supported is refused before a process starts."""
+"""Runs of `trainer: rl` on rows with images: PPO with a critic and the transformers engine, GRPO with SGLang.
+Unsupported settings are refused before a process starts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("vision_rl")
     for family in LAYOUT:
         make_tiny_vl(root / family, family)
-    make_tiny_vl(root / "patch_14", "qwen2_5_vl", patch=14)  # SGLang's Qwen2.5-VL has no other
+    make_tiny_vl(root / "patch_14", "qwen2_5_vl", patch=14)  # SGLang's Qwen2.5-VL supports no other size
     write_rows(root)
     return root
 
@@ -70,7 +70,7 @@ PPO = {
 
 @pytest.fixture(scope="module")
 def whole(folder: Path) -> str:
-    """The terminal output of PPO with a critic and a reward function that gets the pictures."""
+    """Runs PPO with a critic and a reward function that gets the images; returns the terminal output."""
     (folder / "seeing.py").write_text(SEEING)
     reward = {"function": f"{folder / 'seeing.py'}:score", "pictures": True}
     return train(folder, settings(folder, FAMILY, "whole", reward=reward, **PPO))

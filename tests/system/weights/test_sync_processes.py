@@ -34,7 +34,7 @@ for text in sys.stdin.read().split():
 
 
 def test_payloads_arrive_in_another_process() -> None:
-    """By value, and in shared memory."""
+    """Tensors arrive in another process by value and through shared memory."""
     metas = [meta("a", 4, 3), meta("b", 6, dtype=torch.bfloat16), meta("c", 2)]
     shared = SharedBuffer(1 << 12)
     named = fill(metas, shared.flat)
@@ -59,7 +59,7 @@ assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 def test_signals_while_torchs_process_starts_are_heard_after_it() -> None:
-    """Torch, left to itself, would go on reading for ever."""
+    """Signals during the start of torch's process take effect afterwards. torch alone would read forever."""
     done = subprocess.run([sys.executable, "-c", INTERRUPTED], stdout=subprocess.PIPE, text=True, timeout=60)
     assert done.returncode == 0 and done.stdout.startswith("heard")
 
@@ -83,7 +83,8 @@ print("shm_manager" in manager.exe(), len(mine) >= 2, mine & open_files(manager.
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_a_dead_sender_leaves_no_connection_open() -> None:
-    """In torch's process for shared memory, which outlives it by seconds: other ranks would wait for it as long."""
+    """A dead sender leaves no open connection in torch's shared-memory process, which outlives it by seconds. Other
+    ranks would wait as long."""
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     done = subprocess.run([sys.executable, "-c", SENDER], env=environment, capture_output=True, text=True, timeout=120)
     assert done.stdout == "True True set()\n", done.stderr

@@ -1,4 +1,4 @@
-"""Worker pools: a session that hangs or crashes costs itself, and its process is replaced."""
+"""Worker pools: a session that hangs or crashes affects only itself, and its process is replaced."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_process_that_died_between_calls_costs_none(open_pool: Open) -> None:
     pool = open_pool()
     before = call(pool, b"x")["pid"]
     os.kill(before, signal.SIGKILL)
-    with contextlib.suppress(ChildProcessError):  # the pool has noticed first
+    with contextlib.suppress(ChildProcessError):  # the pool may have reaped it first
         os.waitid(os.P_PID, before, os.WEXITED | os.WNOWAIT)
     assert call(pool, b"x")["pid"] != before
 
@@ -99,7 +99,8 @@ def test_calls_wait_for_a_free_process_and_start_in_order(open_pool: Open) -> No
 
 
 def test_a_silent_session_of_a_shared_process_ends_alone(open_pool: Open) -> None:
-    """The process still answers: its other session goes on, and new ones get another process."""
+    """A silent session of a shared process ends alone. The process still answers, so its other session continues; new
+    sessions get another process."""
     pool = open_pool(is_shared=True)
 
     async def both() -> tuple[int, int, int]:

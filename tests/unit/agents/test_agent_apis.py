@@ -1,5 +1,4 @@
-"""Requests and answers in the forms of Anthropic's Messages API and OpenAI's Responses API, as their clients write
-them."""
+"""Requests and answers of Anthropic's Messages API and OpenAI's Responses API, in the forms of the vendors' clients."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ TALK = [
     {"role": "tool", "content": "", "tool_call_id": "call_1_1"},
     {"role": "user", "content": "and?"},
 ]
-# as the `anthropic` client sends them, with the marks of its cache
+# requests of the `anthropic` client, with its cache markers
 MESSAGES: dict[str, Any] = {
     "model": "claude",
     "max_tokens": 1024,
@@ -57,7 +56,7 @@ MESSAGES: dict[str, Any] = {
         },
     ],
 }
-# as the `openai` client and Codex send them
+# requests of the `openai` client and of Codex
 RESPONSES: dict[str, Any] = {
     "model": "gpt",
     "instructions": "Be brief.",
@@ -197,7 +196,7 @@ def test_requests_of_responses_are_refused_by_what_is_wrong(more: dict[str, Any]
 
 
 def sent_back(form: Any, whole: dict[str, Any]) -> dict[str, Any]:
-    """The message that an answer is, in the next request of a client that appends it as it came."""
+    """Returns the message that a client sends back when it appends the answer unchanged to its next request."""
     if form is anthropic_messages:
         body = {"messages": [*GOOD, {"role": "assistant", "content": whole["content"]}, *GOOD]}
     else:
@@ -254,7 +253,7 @@ def test_the_answer_in_the_form_of_responses() -> None:
 
 
 def test_the_events_of_messages_make_up_the_answer() -> None:
-    """As Anthropic's client puts them together."""
+    """The streamed events, assembled as Anthropic's client does, give the complete answer."""
     answer, asked = Answer(1, TALK[2], "stop", [5, 7]), ChatRequest([], TOOLS, has_stream=True)
     first, *between, changes, last = anthropic_messages.events(answer, asked)
     assert first["type"] == "message_start" and first["message"]["content"] == []
@@ -277,7 +276,7 @@ def test_the_events_of_messages_make_up_the_answer() -> None:
 
 
 def test_the_events_of_responses_make_up_the_answer() -> None:
-    """As OpenAI's client puts them together."""
+    """The streamed events, assembled as OpenAI's client does, give the complete answer."""
     answer, asked = Answer(1, TALK[2], "stop", [5, 7]), ChatRequest([], TOOLS, has_stream=True)
     found = list(openai_responses.events(answer, asked))
     assert [event["sequence_number"] for event in found] == list(range(len(found)))

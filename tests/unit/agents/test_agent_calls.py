@@ -1,4 +1,4 @@
-"""Tool calls in what a model says, beside SGLang's parsers of the same formats; programs that the model has run."""
+"""Tool calls in model output, compared with SGLang's parsers of the same formats, and model-written programs."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_an_error_of_several_lines_is_told_whole(tmp_path: Path) -> None:
     file.write_text('raise KeyError("first\\nsecond")\n')
     with pytest.raises(FunctionError, match=r"failed: KeyError: 'first.nsecond' \(line 1\)"):
         load_parser(f"{file}:parse")
-    file = tmp_path / "fails_too.py"  # of the same length and second: Python would run what it compiled before
+    file = tmp_path / "fails_too.py"  # a new name, or Python would run its cached bytecode
     file.write_text('raise RuntimeError("first\\n\\n")\n')
     with pytest.raises(FunctionError, match=r"failed: RuntimeError: first \(line 1\)"):
         load_parser(f"{file}:parse")

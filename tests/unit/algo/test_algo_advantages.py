@@ -1,4 +1,4 @@
-"""Advantages against references written token by token from the formulas, in float64."""
+"""Advantages against token-by-token references in float64, written from the formulas."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mrl.algo.scan import discounted_suffix_sum
 
 
 def random_mask(gen: torch.Generator, rows: int, length: int, holes: bool) -> Tensor:
-    """Left-aligned lengths from 0 up; with holes, a third of the tokens inside them are observations."""
+    """Returns a mask with left-aligned lengths from 0 up. With holes, a third of the tokens inside are observations."""
     lens = torch.randint(0, length + 1, (rows,), generator=gen)
     lens[0], lens[-1] = 0, length
     mask = torch.arange(length)[None] < lens[:, None]
@@ -23,7 +23,7 @@ def random_mask(gen: torch.Generator, rows: int, length: int, holes: bool) -> Te
 
 
 def gae_reference(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Right to left, one token at a time: a masked token hands on the next value and the running sum untouched."""
+    """Computes GAE right to left, one token at a time. A masked token passes on next value and sum unchanged."""
     adv, ret = torch.zeros_like(rewards), torch.zeros_like(rewards)
     for i in range(rewards.shape[0]):
         next_value, running = 0.0, 0.0
@@ -144,7 +144,7 @@ def test_grpo(norm: bool, holes: bool) -> None:
     for rows, length in [(2, 1), (9, 5), (40, 33)]:
         mask = random_mask(gen, rows, length, holes)
         group = torch.randint(-3, 8, (rows,), generator=gen) * 1000
-        group[1] = 77  # a group of one
+        group[1] = 77  # a group of one sample
         rewards = torch.randn(rows, length, generator=gen, dtype=torch.float64)
         want = grpo_reference(rewards, mask, group, norm)
         adv, ret = compute("grpo", rewards, mask, group=group, norm_adv_by_std_in_grpo=norm)

@@ -1,5 +1,5 @@
-"""verl's names: each function against the references of the flat forms, on masks with holes and empty rows, with NaN
-outside; small cases by hand; and signatures as verl has them."""
+"""Functions under verl's names: each against the reference of its flat form, on masks with holes and empty rows and NaN
+outside the mask; small cases by hand; and verl's signatures."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def aggregate_reference(loss: Tensor, mask: Tensor, mode: str) -> float:
 
 
 class Dense:
-    """The tokens of a Batch at any columns of their rows; NaN elsewhere."""
+    """The tokens of a Batch at random columns of their rows, with NaN elsewhere."""
 
     def __init__(self, spread: float, seed: int = 4) -> None:
         lengths = [7, 0, 1, 20, 12]
@@ -335,7 +335,8 @@ def test_gae_and_rewards_to_go() -> None:
 
 
 def test_small_groups_by_hand() -> None:
-    """Scores 1 and 0 of one prompt, 5 of another; the second response has a hole, the third is one token."""
+    """Advantages of small groups equal values computed by hand: scores 1 and 0 for one prompt, 5 for another. The
+    second response has a hole, the third has one token."""
     rewards = torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.0, 0.0], [5.0, 0.0, 0.0]])
     mask = torch.tensor([[1, 1, 1], [1, 0, 1], [1, 0, 0]])
     index = np.array(["a", "a", "b"], dtype=object)
@@ -354,7 +355,7 @@ def test_small_groups_by_hand() -> None:
         core.compute_grpo_outcome_advantage(rewards, mask, ["a", "b"])
 
 
-# --- signatures: names, order and defaults of verl's documentation, and of its code where that has more
+# --- signatures: names, order and defaults in verl's documentation, and in its code where that has more
 
 WITH_INDEX = "token_level_rewards response_mask index epsilon=1e-06"
 POLICY = "old_log_prob log_prob advantages response_mask loss_agg_mode={} config=None rollout_is_weights=None"

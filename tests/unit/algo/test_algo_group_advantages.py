@@ -1,4 +1,4 @@
-"""The group estimators against references written response by response from the formulas, in float64."""
+"""Group estimators against references in float64, written response by response from the formulas."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_group_estimators(name: str, rows: int, length: int, holes: bool) -> Non
     if name == "grpo_passk":
         group = torch.arange(rows).remainder(max(1, rows // 2))[torch.randperm(rows, generator=gen)]
     else:
-        group[1] = 77  # a group of one
+        group[1] = 77  # a group of one sample
     rewards = torch.randn(rows, length, generator=gen, dtype=torch.float64)
     rewards[2] = 0
     want = reference(name, rewards, mask, group)

@@ -1,4 +1,4 @@
-"""Losses, KL and aggregation against references written from the formulas, in float64."""
+"""Losses, KL and aggregation against references in float64, written from the formulas."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def randn(gen: torch.Generator, *shape: int) -> Tensor:
 
 
 def ppo_token(lp: float, old: float, adv: float, low: float, high: float, c: float) -> tuple[float, float, float]:
-    """(loss, clipped?, dual-clipped?) of one token."""
+    """Returns (loss, clipped?, dual-clipped?) of one token."""
     ratio = math.exp(min(max(lp - old, -20.0), 20.0))
     plain, clipped = -adv * ratio, -adv * min(max(ratio, 1 - low), 1 + high)
     loss = max(plain, clipped)
@@ -196,7 +196,7 @@ def test_kl_penalty(name: str, spread: float) -> None:
 def test_kl_gradient_flows_to_the_policy_only(name: str, slope: Callable[[Tensor], Tensor]) -> None:
     gen = torch.Generator().manual_seed(10)
     log_probs = (0.5 * randn(gen, 50)).requires_grad_()
-    ref = (0.5 * randn(gen, 50)).requires_grad_()  # k3 stays below its bound, where the gradient ends
+    ref = (0.5 * randn(gen, 50)).requires_grad_()  # k3 stays below its bound, above which its gradient is 0
     kl.penalty(name, log_probs, ref).sum().backward()
     torch.testing.assert_close(log_probs.grad, slope((log_probs - ref).detach()))
     assert ref.grad is None
@@ -219,11 +219,11 @@ def test_unknown_kl_penalty() -> None:
 
 def test_adaptive_controller() -> None:
     controller = kl.AdaptiveController(0.1, target=6.0, horizon_samples=1000)
-    controller.update(6.6, 100)  # +10% of a tenth of the horizon
+    controller.update(6.6, 100)  # +10% over a tenth of the horizon
     assert controller.value == pytest.approx(0.1 * 1.01)
     controller.update(1000.0, 100)  # bounded at +20%
     assert controller.value == pytest.approx(0.1 * 1.01 * 1.02)
-    controller.update(0.0, 500)  # and at -20%
+    controller.update(0.0, 500)  # bounded at -20%
     assert controller.value == pytest.approx(0.1 * 1.01 * 1.02 * 0.9)
 
     resumed = kl.make_controller("adaptive", coef=0.1, target=6.0, horizon_samples=1000)
@@ -304,7 +304,7 @@ def test_the_gradient_does_not_depend_on_how_a_mini_batch_is_split(mode: str) ->
     weights = aggregate.token_weights(mode, mask).double()
 
     def loss(part: Tensor) -> Tensor:
-        """The loss of the tokens in `part`, flat as in training."""
+        """Returns the loss of the tokens in `part`, as flat tensors."""
         lp, w = parameter[part], weights[part]
         policy, _ = policy_loss.compute(
             "vanilla", log_probs=lp, old_log_probs=old[part], advantages=adv[part], weights=w
@@ -315,7 +315,7 @@ def test_the_gradient_does_not_depend_on_how_a_mini_batch_is_split(mode: str) ->
     (whole,) = torch.autograd.grad(loss(mask), parameter)
     assert whole.abs().sum() > 0
     for parts in (1, 2, 5, 30):
-        owner = torch.randint(0, parts, (rows, length), generator=gen)  # token by token: context parallelism too
+        owner = torch.randint(0, parts, (rows, length), generator=gen)  # by tokens, as with context parallelism
         total = torch.zeros_like(whole)
         for part in range(parts):
             total += torch.autograd.grad(loss(mask & (owner == part)), parameter)[0]

@@ -1,5 +1,5 @@
-"""remax, gdpo and the optimal token baselines against references written one response and token at a time, in float64;
-and what must not matter to any estimator."""
+"""remax, gdpo and the optimal token baselines against references in float64, written one response and token at a time,
+and invariances of all estimators."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ WHITENED = ("gae", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
 
 
 def inputs(rows: int, length: int, holes: bool, seed: int = 0) -> dict[str, Any]:
-    """Everything that any estimator reads; an empty response, a full one, a group of one, a group of equal scores."""
+    """Returns all estimators' inputs, with an empty and a full response, a group of one, and a group of equal
+    scores."""
     gen = torch.Generator().manual_seed(1000 * rows + length + seed)
     logits = 3 * torch.randn(rows, length, 7, generator=gen, dtype=torch.float64)
     p = logits.softmax(-1)
@@ -43,7 +44,7 @@ def inputs(rows: int, length: int, holes: bool, seed: int = 0) -> dict[str, Any]
 
 
 def to_go(rewards: Tensor, mask: Tensor, i: int) -> dict[int, float]:
-    """position -> sum of the rewards from there on, inside the mask"""
+    """Returns position -> sum of the rewards from there on, inside the mask."""
     out, running, row = {}, 0.0, rewards[i].tolist()
     for t in reversed(mask[i].nonzero().flatten().tolist()):
         running += row[t]
@@ -60,7 +61,7 @@ def remax_reference(x: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def token_baseline_reference(x: dict[str, Any], tir: bool) -> tuple[Tensor, Tensor]:
-    """B_t over the responses that have a token at t; with `tir`, t counts the tokens inside the mask."""
+    """Computes the baseline B_t over the responses with a token at t. With `tir`, t counts tokens inside the mask."""
     mask, group = x["response_mask"], x["group"].tolist()
     adv, ret = torch.zeros_like(x["token_rewards"]), torch.zeros_like(x["token_rewards"])
     at: dict[tuple[int, int], list[tuple[int, int, float, float]]] = {}  # (group, t) -> (row, column, G, W)
@@ -130,12 +131,13 @@ def test_whitening_can_be_switched_off(name: str) -> None:
     white, returns = advantages.compute(name, **x)
     plain, same = advantages.compute(name, **x, whiten=False)
     torch.testing.assert_close(whiten_reference(plain, x["response_mask"]), white, rtol=1e-9, atol=1e-9)
-    if name != "gdpo" and not name.endswith("baseline"):  # of these the returns are the advantages
+    if name != "gdpo" and not name.endswith("baseline"):  # the other estimators return their advantages
         assert torch.equal(returns, same)
 
 
 def test_certain_tokens_have_no_weight_and_break_nothing() -> None:
-    """pi = 1 gives an energy of 0, or a little less in float32: the baseline is then 0, and nothing is divided by 0."""
+    """Certain tokens have no weight and cause no division by zero: with pi = 1 the energy is 0, or slightly less in
+    float32, and the baseline is 0."""
     ones = torch.ones(2, 4)
     adv, _ = advantages.compute(
         "optimal_token_baseline",

@@ -1,4 +1,5 @@
-"""Losses of whole responses, of few tokens, and with a trust region: token by token from their papers, in float64."""
+"""Policy losses over whole responses, over selected tokens, and with a trust region, by token in float64 from
+papers."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ OPTIONS = dict.fromkeys(NAMES, {"clip_ratio_low": LOW, "clip_ratio_high": HIGH})
 
 
 class Batch:
-    """Responses of some lengths (0 is one without tokens), flat; log-probs are below 0."""
+    """Flat responses of these lengths (0 means no tokens); log-probs are below 0."""
 
     def __init__(self, lengths: Sequence[int], spread: float, seed: int, sequence_advantage: bool = False) -> None:
         gen = torch.Generator().manual_seed(seed)
@@ -54,7 +55,7 @@ class Batch:
         )
 
     def rows(self) -> list[list[int]]:
-        """Places of every response's tokens."""
+        """Returns the positions of each response's tokens."""
         return [(self.sequences.member == row).nonzero()[:, 0].tolist() for row in range(self.mask.shape[0])]
 
     def seq_mean_token_mean(self) -> Tensor:
@@ -70,7 +71,7 @@ def binary_kl(old: float, new: float) -> float:
 
 
 def token_reference(name: str, lp: float, old: float, adv: float, chosen: bool) -> tuple[float, bool]:
-    """(loss, clipped?) of a token."""
+    """Returns (loss, clipped?) of a token."""
     ratio, p, p_old = math.exp(lp - old), math.exp(lp), math.exp(old)
     if name == "kl_cov":
         return -adv * ratio + (COEF * abs(lp - old) if chosen else 0), chosen
@@ -89,7 +90,7 @@ def test_token_losses(name: str, spread: float) -> None:
     lists = (x.tolist() for x in (b.log_probs, b.old, b.advantages, b.chosen))
     want = [token_reference(name, *row) for row in zip(*lists, strict=True)]
     got, metrics = b.loss(name, b.log_probs)
-    rel = 1e-7 if name == "dppo_kl" else 1e-13  # of which only the first has an epsilon of its own
+    rel = 1e-7 if name == "dppo_kl" else 1e-13  # only dppo_kl has an epsilon of its own
     total = sum(w * x for w, (x, _) in zip(b.weights.tolist(), want, strict=True))
     assert float(got) == pytest.approx(total, rel=rel)
     clipfrac = sum(w for w, (_, clipped) in zip(b.weights.tolist(), want, strict=True) if clipped)
@@ -106,7 +107,8 @@ def test_gradients(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
 def test_a_trust_region_is_one_sided_and_caps_the_ratio(name: str) -> None:
-    """Rare to likely: A > 0 has gone too far; A < 0 may come back, with a ratio of at most 20."""
+    """A trust region is one-sided and caps the ratio. Here a rare token becomes likely: with A > 0 it is outside, with
+    A < 0 it may move back, with a ratio of at most 20."""
     old = torch.full((2,), -6.0, dtype=torch.float64)
     log_probs = torch.full((2,), -0.1, dtype=torch.float64, requires_grad=True)
     loss, metrics = policy_loss.compute(
@@ -128,7 +130,7 @@ def test_binary_kl_stays_finite_where_a_probability_is_1() -> None:
 
 
 def sequence_reference(name: str, b: Batch) -> float:
-    """Means over responses, from the papers: GSPO eq. 5, GMPO eq. 4, VESPO with the kernel W^k exp(l (1 - W))."""
+    """Returns the mean over responses: GSPO eq. 5, GMPO eq. 4, VESPO with the kernel W^k exp(l (1 - W))."""
     losses = []
     for places in b.rows():
         if not places:
@@ -161,7 +163,7 @@ def test_sequence_losses(name: str, spread: float) -> None:
 
 @pytest.mark.parametrize("name", ["gspo", "geo_mean"])
 def test_the_gradient_of_a_sequence_loss_is_that_of_the_whole_response(name: str) -> None:
-    """With one advantage a response: autograd through the mean gives what the token form gives."""
+    """With one advantage per response the gradient equals autograd through the mean of the response."""
     b = Batch([7, 1, 24, 3], 0.1, seed=2, sequence_advantage=True)
     x = b.log_probs.clone().requires_grad_()
     (got,) = torch.autograd.grad(b.loss(name, x, b.seq_mean_token_mean())[0], x)
@@ -196,7 +198,8 @@ def test_the_log_ratio_of_gspo_is_at_most_10() -> None:
 
 
 def test_a_token_that_geo_mean_does_not_clip_keeps_its_whole_log_ratio() -> None:
-    """One of 100 tokens has moved by -24 against its advantage of 1: exp(-24 / 100), a hundredth of it each token's."""
+    """A token that geo_mean does not clip keeps its whole log-ratio. One of 100 tokens moves by -24 against its
+    advantage of 1, so the ratio is exp(-24 / 100), of which each token has a hundredth."""
     log_probs = torch.zeros(100, dtype=torch.float64).index_fill(0, torch.tensor([7]), -24.0).requires_grad_()
     batch = FlatBatch.of_mask(torch.ones(1, 100), "seq-mean-token-mean", dtype=torch.float64)
     same = torch.zeros(100, dtype=torch.float64)
@@ -244,7 +247,7 @@ def test_geo_mean_says_what_it_clips() -> None:
 def test_no_order_and_no_split_of_tokens_matters(
     name: str, lengths: list[int], spread: float, seed: int, data: st.DataObject
 ) -> None:
-    """Tokens in any order, in parts on several ranks: `total` is then the sum over the parts."""
+    """Neither the order of the tokens nor their split over ranks changes the loss; `total` then sums over the parts."""
     b = Batch(lengths, spread, seed)
     x = b.log_probs.clone().requires_grad_()
     whole, metrics = b.loss(name, x)
@@ -275,7 +278,7 @@ def test_no_order_and_no_split_of_tokens_matters(
 
 
 class OnTwoRanks:
-    """Stands for the all-reduce: adds what the other rank's tokens contribute, found by running its loss."""
+    """Stands for the all-reduce: adds the contribution of the other rank's tokens, by running its loss."""
 
     def __init__(self, b: Batch, name: str, other: Tensor) -> None:
         self.b, self.name, self.other = b, name, other
@@ -318,7 +321,7 @@ def test_rejected_tokens_are_as_if_they_were_not_there(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_gradient_at_ratio_1(name: str) -> None:
-    """The policy gradient, but at tokens that clip_cov leaves out."""
+    """At ratio 1 the gradient is the policy gradient, except at tokens that clip_cov drops."""
     b = Batch([4, 0, 9, 1], 0.0, seed=1, sequence_advantage=True)
     x = b.log_probs.clone().requires_grad_()
     (grad,) = torch.autograd.grad(b.loss(name, x)[0], x)

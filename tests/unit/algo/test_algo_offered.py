@@ -1,5 +1,6 @@
-"""What users of TRL and verl look for, against references written from their definitions in float64: bias-corrected KL,
-the off-policy mask, resampling by scores, corrections of the token baselines; and the forms for use as a library."""
+"""Features that users of TRL and verl expect, against references in float64 written from their definitions:
+bias-corrected KL, the off-policy mask, resampling by scores, corrections of token baselines, and the forms for use as a
+library."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def masked(rows: int = 5, length: int = 7) -> Tensor:
-    """Rows of all lengths, the first one empty."""
+    """Returns a mask with rows of different lengths; the first one is empty."""
     return torch.arange(length) < torch.tensor([0, 1, 3, 7, 5])[:rows, None]
 
 
@@ -39,7 +40,8 @@ def masked(rows: int = 5, length: int = 7) -> Tensor:
 
 
 def test_the_bias_corrected_kl_is_exact_in_value_and_gradient() -> None:
-    """Summed over a vocabulary with the old policy's probabilities, it and its gradient are those of KL(p, ref)."""
+    """The bias-corrected KL is exact: summed over a vocabulary with the old policy's probabilities, its value and
+    gradient are those of KL(p, ref)."""
     logits, old, ref = randn(9, seed=1).requires_grad_(), randn(9, seed=2), randn(9, seed=3).log_softmax(-1)
     log_p, log_old = logits.log_softmax(-1), old.log_softmax(-1)
     want = (log_p.exp() * (log_p - ref)).sum()
@@ -55,7 +57,7 @@ def test_the_bias_corrected_kl_is_exact_in_value_and_gradient() -> None:
 
 
 def test_the_off_policy_mask() -> None:
-    """0 where A < 0 and the mean of (sampling - present) over the response is above the threshold, as in TRL."""
+    """The mask is 0 if A < 0 and the response's mean of (sampling - present) exceeds the threshold, as in TRL."""
     mask = masked()
     now, sampling, adv = randn(5, 7, seed=1), randn(5, 7, seed=2), randn(5, 7, seed=3)
     sampling[3] = now[3] + 0.5
@@ -118,7 +120,7 @@ def test_token_baselines_with_importance_weights_and_tails(name: str, zero_tail:
         baseline = 0.0 if tails and len(others) == 1 else baseline
         assert float(adv[i, t]) == pytest.approx(float(to_go[i, t]) - baseline, rel=1e-6, abs=1e-6)
     torch.testing.assert_close(returns[mask], to_go[mask])
-    assert bool((adv[3, 5:].abs() > 1e-6).any()) == tails  # the longest of its group, past the others
+    assert bool((adv[3, 5:].abs() > 1e-6).any()) == tails  # the longest of its group
 
 
 # --- resampling
@@ -146,7 +148,7 @@ def test_a_draw_follows_from_its_generator_and_equal_scores_are_all_right() -> N
     def drawn(seed: int, scores: Tensor) -> list[int]:
         return resampling.draw("pow", scores, torch.Generator().manual_seed(seed)).tolist()
 
-    zeros = torch.zeros(50)  # as verl: an epsilon is added, so that nothing is divided by 0
+    zeros = torch.zeros(50)  # as in verl an epsilon prevents a division by zero
     assert drawn(1, zeros) == drawn(1, zeros) != drawn(2, zeros)
     with pytest.raises(ValueError, match="not finite"):
         drawn(1, torch.tensor([1.0, math.nan]))
@@ -249,7 +251,7 @@ def test_counts_that_cannot_be_the_whole_are_refused() -> None:
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
 def test_gspo_from_dense_tensors(mode: str) -> None:
-    """By the mean over tokens too, where that is what one asks for."""
+    """gspo from dense tensors equals the formula, also with the mean over tokens if that is requested."""
     mask = masked()
     new, old, adv = randn(5, 7, seed=1), randn(5, 7, seed=2), randn(5, 7, seed=3)
     batch = FlatBatch.of_mask(mask, mode, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""The other policy losses token by token from their formulas, their gradients, and the KL forms with k2's gradient."""
+"""The other policy losses token by token from their formulas, their gradients, and KL forms with the gradient of k2."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The losses of preference learning, in value and gradient, against their papers' formulas in arithmetic of 60 digits,
-one pair at a time; and finite however far the policy has moved."""
+"""Values and gradients of preference losses against their papers' formulas with 60 digits, one pair at a time. They
+stay finite however far the policy has moved."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mrl.algo.registry import arguments
 from mrl.options.preference import PREFERENCE_LOSSES, FDivergence
 
 mp.dps = 60
-Number = Any  # mpf
+Number = Any  # an mpf
 
 
 def sigma(x: Number) -> Number:
@@ -27,7 +27,7 @@ def sigma(x: Number) -> Number:
 
 
 def divergence(kind: str, alpha: float, d: Number) -> Number:
-    """f' of the papers' generators at u = e^d, up to a constant."""
+    """Returns f' of the papers' generators at u = e^d, up to a constant."""
     u = exp(d)
     return {
         "reverse_kl": lambda: log(u),  # f = u log u
@@ -38,7 +38,7 @@ def divergence(kind: str, alpha: float, d: Number) -> Number:
 
 
 class Pair:
-    """One pair: policy's and reference's sums of both halves, and their lengths."""
+    """One pair: log-prob sums of policy and reference for both responses, and the lengths."""
 
     def __init__(self, pc: Number, pr: Number, rc: float, rr: float, nc: int, nr: int, o: dict[str, Any]) -> None:
         self.pc, self.pr, self.nc, self.nr, self.b = pc, pr, nc, nr, mpf(o.get("beta", 1))
@@ -116,7 +116,7 @@ def cases() -> list[tuple[str, dict[str, Any]]]:
 
 
 def data(spread: float, count: int = 7) -> tuple[Tensor, Tensor, Tensor]:
-    """Policy's and reference's sums, lengths, [2, count] each: chosen, rejected."""
+    """Returns the sums of the policy, those of the reference, and the lengths, [2, count] each: chosen, rejected."""
     g = torch.Generator().manual_seed(5)
     tokens = torch.randint(1, 30, (2, count), generator=g)
     reference = -3 * tokens * torch.rand(2, count, generator=g, dtype=torch.float64) - 0.5
@@ -130,7 +130,7 @@ def as_pairs(policy: Tensor, reference: Tensor, tokens: Tensor) -> PreferencePai
 
 
 def computed(name: str, options: dict[str, Any], policy: Tensor, reference: Tensor, tokens: Tensor) -> Any:
-    """(values, gradient of their sum)"""
+    """Returns (values, gradient of their sum)."""
     policy = policy.clone().requires_grad_()
     loss = PAIR_LOSSES.get(name)
     values = loss(as_pairs(policy, reference, tokens), **arguments(loss, options))
@@ -237,7 +237,7 @@ def test_every_offered_loss_has_its_function_and_was_looked_at() -> None:
 
 
 def test_the_first_step_and_exchanged_halves() -> None:
-    """Policy = reference: log 2; the other way round the margin has the other sign."""
+    """If policy and reference are equal, the loss is log 2. Exchanged responses change the sign of the margin."""
     policy, reference, tokens = data(1.0)
     options = PREFERENCE_LOSSES["sigmoid"].filled({})
     same, _ = computed("sigmoid", options, reference, reference, tokens)

@@ -1,5 +1,5 @@
-"""The losses of reward models, in value and gradient, against their papers' formulas one unit at a time in float64; and
-finite however far scores lie apart."""
+"""Values and gradients of reward model losses against their papers' formulas in float64, one unit at a time. They stay
+finite however far scores are apart."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mrl.algo.registry import arguments
 from mrl.algo.reward_losses import REWARD_LOSSES, LabelledScores, ScoreLists, ScorePairs
 from mrl.options import reward_losses as options
 
-LISTS = ((1, 2), (2, 1, 3), (1, 1, 2), (3, 1, 2, 2), (1, 1))  # ranks, some of them tied
+LISTS = ((1, 2), (2, 1, 3), (1, 1, 2), (3, 1, 2, 2), (1, 1))  # ranks; some of them are tied
 Scores = list[float]
 
 
@@ -48,7 +48,7 @@ def pairwise(scores: Scores, ranks: tuple[int, ...], c: float, e: float) -> floa
 
 
 def table(scores: Tensor) -> ScoreLists:
-    """scores [..., sum of the lists' lengths], after each other."""
+    """Returns the lists of scores [..., sum of the lists' lengths], which are concatenated."""
     most = max(map(len, LISTS))
     present = torch.tensor([[i < len(ranks) for i in range(most)] for ranks in LISTS])
     place = torch.zeros(present.shape, dtype=torch.int64).masked_scatter_(present, torch.arange(scores.size(-1)))

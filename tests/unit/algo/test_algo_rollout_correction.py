@@ -1,4 +1,4 @@
-"""Importance weights, rejection and mismatch, number by number in float64; how the configuration reads thresholds."""
+"""Importance weights, rejection and mismatch, number by number in float64, and the configuration's thresholds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ONES = torch.ones(1, 2, dtype=torch.bool)
 
 
 def log_ratios(spread: float, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """With holes, an empty response and extreme ratios; NaN outside the mask."""
+    """Returns log-ratios with holes, an empty response and extreme values, and NaN outside the mask, with the mask."""
     gen = torch.Generator().manual_seed(seed)
     mask = torch.rand(6, 8, generator=gen) < 0.7
     mask[2] = False
@@ -175,7 +175,8 @@ def test_padding_and_the_order_of_responses_do_not_matter(seed: int, level: str,
 
 
 def test_the_decoupled_loss() -> None:
-    """Eq. 5 of arXiv 2505.24298; behaviour weights above a cap count 0, and the denominator all tokens, as in AReaL."""
+    """The decoupled loss equals eq. 5 of arXiv 2505.24298. As in AReaL, tokens with a behaviour weight above the cap
+    count 0, and the denominator includes all tokens."""
     gen = torch.Generator().manual_seed(0)
     behaviour, proximal, policy, adv = (torch.randn(3, 9, generator=gen, dtype=torch.float64) for _ in range(4))
     mask = torch.rand(3, 9, generator=gen) < 0.8
@@ -197,7 +198,7 @@ def test_the_decoupled_loss() -> None:
 
 
 def test_a_bench_takes_the_correction_back() -> None:
-    """tools/bench/overlap.py: as if there were no weights, which would change the gradients."""
+    """The estimator of tools/bench/overlap.py removes the importance weights, which would change the gradients."""
     gen = torch.Generator().manual_seed(0)
     lr, rewards, old = (torch.randn(6, 8, generator=gen) for _ in range(3))
     mask = torch.rand(6, 8, generator=gen) < 0.7

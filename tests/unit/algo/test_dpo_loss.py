@@ -64,4 +64,4 @@ def test_every_pair_loss_is_there_and_mistakes_are_named() -> None:
         dpo_loss(policy[0], policy[1, :3], *reference)
     names = ["policy_chosen_logps", "policy_rejected_logps", "reference_chosen_logps", "reference_rejected_logps"]
     parameters = inspect.signature(dpo_loss).parameters
-    assert [*parameters][:4] == names and parameters["reference_free"].default is False  # TRL's
+    assert [*parameters][:4] == names and parameters["reference_free"].default is False  # as TRL's

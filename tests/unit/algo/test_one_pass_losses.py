@@ -1,4 +1,4 @@
-"""Losses in one pass over blocks of tokens, against their composed forms (which other tests hold against formulas)."""
+"""Losses in one pass over blocks of tokens, against their composed forms, which other tests compare with formulas."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tokens(n: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Log-ratios of some tokens far apart; zero advantages and weights among them."""
+    """Returns log-ratios, some of them far apart, with zeros among advantages and weights."""
     gen = torch.Generator().manual_seed(n)
     old, advantages, noise = torch.randn(3, n, generator=gen, dtype=torch.float64)
     advantages[::7] = 0
@@ -33,7 +33,7 @@ def tokens(n: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
 
 
 def both(inputs: dict[str, Tensor], ceiling: float) -> list[list[Tensor]]:
-    """[loss, its gradient, each metric] in one pass and composed."""
+    """Returns [loss, its gradient, each metric], in one pass and composed."""
     made = []
     for form in ("vanilla", LOSSES.get("vanilla")):
         leaf = inputs["log_probs"].clone().requires_grad_()
@@ -52,7 +52,7 @@ def test_the_clipped_loss_is_that_of_its_composed_form(n: int, ceiling: float) -
     exact = both({name: x.double() for name, x in inputs.items()}, ceiling)[1]
     for mine, theirs, want in zip(one_pass, composed, exact, strict=True):
         assert mine.dtype == torch.float32
-        rounding = 1e-7 * (1 if want.ndim == 0 else 1 / n)  # terms of a sum cancel: its error is a part of theirs
+        rounding = 1e-7 * (1 if want.ndim == 0 else 1 / n)  # relative to the sum's terms, which cancel
         torch.testing.assert_close(mine.double(), want, rtol=1e-6, atol=rounding)
         torch.testing.assert_close(theirs.double(), want, rtol=1e-6, atol=rounding)
     if n == 300:
@@ -60,10 +60,11 @@ def test_the_clipped_loss_is_that_of_its_composed_form(n: int, ceiling: float) -
 
 
 def test_a_token_is_clipped_alike_whatever_its_neighbours_are() -> None:
-    """The head forms gradients of a chunk of tokens, and the whole's must be the same at the very bound."""
+    """A token is clipped independently of its neighbours: the head computes gradients by chunks of tokens, which must
+    equal those of the whole even exactly at a bound."""
     ends = torch.tensor([0.8, 1.28, 3.0], dtype=torch.float64).log().float()
     steps = torch.arange(-40, 40)[:, None] * torch.finfo(torch.float32).eps / 4
-    log_ratios = torch.cat([(ends + steps).flatten(), torch.tensor([9.0, -9.0, 21.0])])  # in the last block
+    log_ratios = torch.cat([(ends + steps).flatten(), torch.tensor([9.0, -9.0, 21.0])])  # these are in the last block
     n = log_ratios.numel()
     advantages = torch.where(torch.arange(n) % 2 == 0, 1.0, -1.0)
 

@@ -1,4 +1,4 @@
-"""TRL's score controls against statistics of everything seen so far."""
+"""Score controls as in TRL, against statistics of all scores so far."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mrl.config.schema import AlgorithmConfig
 from mrl.core import Rollout
 from mrl.trainers.rl.scores import ScoreControl
 
-EPS = 2.0**-23  # float32's
+EPS = 2.0**-23  # epsilon of float32
 
 
 def rollout(scores: list[float], greedy: list[float] | None = None) -> Rollout:

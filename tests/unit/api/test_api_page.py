@@ -1,4 +1,4 @@
-"""docs/api.md names everything that is public."""
+"""docs/api.md names all public objects."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_every_public_name_and_method_is_on_the_page() -> None:
     classes = [getattr(module, name) for module, names in PUBLIC.items() for name in names]
     methods = {name for each in classes for name, value in vars(each).items() if inspect.isfunction(value)}
     names = {name for names in PUBLIC.values() for name in names} | {name for name in methods if name[0] != "_"}
-    names -= {"result"}  # what fit returns
+    names -= {"result"}  # the result of fit
     assert not [name for name in names if not re.search(rf"\b{name}\b", PAGE)]
 
 

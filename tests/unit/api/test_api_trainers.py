@@ -1,4 +1,4 @@
-"""Trainers as classes: forms of a configuration, data sets and rewards as Python objects, and what is refused."""
+"""Trainers as classes: forms of a configuration, data sets and rewards as Python objects, and refusals."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_an_exception_in_a_callback_names_it() -> None:
 
 
 class Seen(TrainerCallback):
-    """Notes what is called, and ends the run after a step."""
+    """A callback that records its calls and stops the run after step `last`."""
 
     def __init__(self, last: int) -> None:
         self.calls: list[Any] = []

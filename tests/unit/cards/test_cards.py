@@ -1,4 +1,4 @@
-"""Model cards: what an export says of itself, from its run's files alone."""
+"""Model cards: an export's description, made from its run's files alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROWS = [
 
 @pytest.fixture
 def base(tiny_models: TinyModels, tmp_path: Path) -> Path:
-    """A model's directory as the hub's cache has it, with a card."""
+    """Copies a model's directory, with a card, to the layout of the hub's cache."""
     snapshot = tmp_path / "secret_home" / "models--Org--Tiny" / "snapshots" / ("a" * 40)
     shutil.copytree(tiny_models("llama"), snapshot)
     (snapshot / "README.md").write_text("---\nlicense: apache-2.0\ntags: [x]\n---\n# Tiny\n")
@@ -73,8 +73,8 @@ def test_a_card_is_one_of_the_hubs_and_says_what_the_run_has_measured(
     data = ModelCard(text).data
     assert (data.base_model, data.license, data.pipeline_tag) == ("Org/Tiny", "apache-2.0", "text-generation")
     assert [(r.metric_name, r.metric_value) for r in data.eval_results] == [("validation/score", 0.875)]
-    assert "| `reward/mean` | 0.25 | 0.75 (step 2) | 0.625 |" in text  # of the steps that the weights have had
-    assert "| `kl/ref` | 0 |  | 0.25 |" in text  # neither more nor less is better
+    assert "| `reward/mean` | 0.25 | 0.75 (step 2) | 0.625 |" in text  # only steps up to the exported weights count
+    assert "| `kl/ref` | 0 |  | 0.25 |" in text  # neither more nor less of it is better
     assert "after 3 steps of PPO on `train.jsonl`, with the reward `reward.py:score`" in text
     assert "The run was planned for 4 steps" in text and "not finite: 1." in text
     assert "| `train.jsonl` | 2.048 KB | blake2b feedfeed" in text

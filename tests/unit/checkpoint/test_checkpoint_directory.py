@@ -1,4 +1,4 @@
-"""Directories of checkpoints: which are kept, which are complete, and what is removed."""
+"""Directories of checkpoints: which are kept, which are complete, and which are removed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_latest_is_by_number_of_steps(tmp_path: Path) -> None:
 def test_latest_sees_only_complete_checkpoints(tmp_path: Path) -> None:
     good, unmarked, killed = write(tmp_path, 1), write(tmp_path, 2), write(tmp_path, 3)
     (unmarked / "complete").unlink()
-    killed.rename(killed.with_name("step_3.tmp"))  # all but the rename was done
+    killed.rename(killed.with_name("step_3.tmp"))  # everything was done except the rename
     assert latest(tmp_path) == good
     with pytest.raises(ValueError, match="step_2 is not a complete checkpoint"):
         directory.read(unmarked)
@@ -70,7 +70,7 @@ def test_every_nth_is_kept_besides_the_last(tmp_path: Path) -> None:
 def test_a_best_one_stays_until_a_better_one_is_written(tmp_path: Path) -> None:
     write(tmp_path, 10, keep_last=1, best=10)
     directory.link_best(tmp_path, 10)
-    write(tmp_path, 30, keep_last=1, best=20)  # that of step 20 could not be written
+    write(tmp_path, 30, keep_last=1, best=20)  # the checkpoint of step 20 could not be written
     assert names(tmp_path) == ["best", "step_10", "step_30"]
     write(tmp_path, 40, keep_last=1, best=40)
     assert names(tmp_path) == ["best", "step_40"]

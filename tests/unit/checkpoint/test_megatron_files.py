@@ -1,4 +1,4 @@
-"""Reading Megatron's checkpoint files: blocks put together, and one clear error for all that can be wrong with them."""
+"""Reading Megatron's checkpoint files: blocks are assembled, and every defect gives one clear error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FILE = "__0_0.distcp"
 
 
 def write_blocks(directory: Path, *starts: int, files: tuple[str, ...] = (FILE, FILE, FILE)) -> None:
-    """The tensor `w`, in blocks of two rows from each of `starts`. files: where `.metadata` says that they are."""
+    """Writes `w` in blocks of two rows from each of `starts`. files: the files that `.metadata` names for them"""
     items, stream = [], io.BytesIO()
     for start, file in zip(starts, files, strict=True):
         at = stream.tell()
@@ -70,7 +70,7 @@ def test_no_block_is_read_outside_of_the_directory(number: int, outside: str, tm
 
 
 def test_whatever_byte_is_damaged_is_an_error_or_a_value(tmp_path: Path, arch: ModelArch) -> None:
-    """One byte at a time of all that describes a block."""
+    """Every damaged byte of a block's description gives an error or a value; the bytes are changed one at a time."""
     write_blocks(tmp_path, 0, 2, 4)
     sound = (tmp_path / FILE).read_bytes()
     begin = sound.index(b"data.pkl")

@@ -1,4 +1,4 @@
-"""Section `adapters`: what each adapter's configuration is, and what is refused."""
+"""Section `adapters`: the configuration of each adapter, and refusals."""
 
 from __future__ import annotations
 

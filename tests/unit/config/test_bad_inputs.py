@@ -107,7 +107,7 @@ def model(tiny_models: TinyModels) -> Path:
 
 @pytest.mark.parametrize("key", ["policy_loss", "advantage"])
 def test_an_algorithm_of_the_user_s_own_that_fails(model: Path, key: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Tried out on a few tokens."""
+    """A failing user's algorithm is found by a trial on a few tokens."""
     write_run(model)
     Path("mine.py").write_text("def f(inputs): return inputs.gone\n")
     estimator = "algorithm.adv_estimator=" + ("function" if key == "advantage" else "reinforce_plus_plus")
@@ -118,7 +118,7 @@ def test_an_algorithm_of_the_user_s_own_that_fails(model: Path, key: str, capsys
 @pytest.mark.usefixtures("files")
 @pytest.mark.parametrize("value", [".nan", "null", "[1]"])
 def test_an_option_that_no_function_can_take(value: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line, of the key as it is written."""
+    """An option of an unsupported type is refused in one line that names the key as it is written."""
     Path("mine.py").write_text("def f(inputs, slope=1): ...\n")
     Path("c.yaml").write_text(PPO)
     options = f"{{function: mine.py:f, options: {{slope: {value}}}}}"

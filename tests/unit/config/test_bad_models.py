@@ -1,4 +1,4 @@
-"""Model directories that are broken or hostile: one line each that names the file, before a process is started."""
+"""Broken or hostile model directories: one line each that names the file, before any process starts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize(
     ("command", "bad"),
-    [*(("train", bad) for bad in BAD_MODELS), ("data", BAD_MODELS[0])],  # both load the configuration alike
+    [*(("train", bad) for bad in BAD_MODELS), ("data", BAD_MODELS[0])],  # both load it the same way
     ids=lambda value: value if isinstance(value, str) else value.id,
 )
 def test_a_bad_model_is_one_line_before_anything_starts(command: str, bad: Bad, model: Path, capfd: Any) -> None:
@@ -124,7 +124,7 @@ def test_a_tokenizer_without_tokenizer_json_is_measured_when_it_is_loaded(tmp_pa
 
 @pytest.mark.parametrize("change", [settings(auto_map={"AutoTokenizer": ["mine.Mine", None]}), tokenizer(model={})])
 def test_a_tokenizer_that_is_refused_is_so_for_every_reader(change: Any, model: Path, monkeypatch: Any) -> None:
-    """Nobody is asked whether its code may run, and it does not."""
+    """Every reader refuses such a tokenizer. It neither asks to run the tokenizer's code nor runs it."""
     (model / "mine.py").write_text("open('ran', 'w')\nclass Mine: ...\n")
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     change(model)

@@ -1,4 +1,4 @@
-"""Configurations: what is read, what is refused, and what the refusal says."""
+"""Configurations: what is read, what is refused, and the error messages."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mrl.cli import main
 from mrl.config.builtin_rewards import BUILTIN_REWARDS
 from mrl.config.derived import Machine, smallest_world
 from mrl.config.loader import dump_resolved, load
@@ -80,7 +81,7 @@ def refusal(text: str, *overrides: str, machine: Machine | None = None, gpus: in
 
 @pytest.mark.parametrize("bad", EVERY_BAD, ids=lambda bad: bad.id)
 def test_a_bad_configuration_is_refused_with_place_key_and_reason(bad: Bad) -> None:
-    """Settings that disagree are all named, and nothing is reported that follows from something already reported."""
+    """The error names every key that disagrees, and no problem that follows from another one."""
     text = bad.base.replace(bad.old, bad.new)
     before = text[: text.index(bad.at)] if bad.at else text[: text.index(bad.new) + len(bad.new.rstrip("\n"))]
     line = before.count("\n") + 1
@@ -133,7 +134,8 @@ def test_every_mistake_is_reported_at_once() -> None:
 
 
 def test_a_mistake_does_not_echo_in_the_cross_checks() -> None:
-    """A misspelt samples_per_prompt leaves 1 behind, which grpo refuses: saying so would mislead."""
+    """A mistake causes no further errors. A misspelt samples_per_prompt leaves the default 1, which grpo refuses;
+    reporting that would mislead."""
     text = PPO.replace("gae", "grpo").replace("critic:\n  warmup_steps: 2\n", "")
     error = refusal(text.replace("  samples_per_minibatch: 8", "  samples_per_promt: 4"))
     assert [problem.keys[0] for problem in error.problems] == ["batch.samples_per_promt"]
@@ -270,12 +272,43 @@ def test_the_later_override_wins() -> None:
 
 @pytest.mark.parametrize("text", [PPO, SFT, PPO.replace(GAE, KL_ON)], ids=["ppo", "sft", "kl"])
 def test_a_dumped_configuration_loads_back(text: str) -> None:
-    """Written-out defaults are no contradictions, and strings that look like numbers stay strings."""
+    """A dumped configuration loads to the same values: written defaults do not contradict each other, and strings that
+    look like numbers stay strings."""
     cfg = loaded(text, "run.name='1e-6'", "actor.optimizer.eps=1e-08", "run.root='yes'", "data.answer_key=answer")
     dumped = dump_resolved(cfg)
     assert "max_tokens_per_microbatch: 16384" in dumped
     assert loaded(dumped) == cfg
     assert dump_resolved(loaded(dumped)) == dumped
+
+
+def test_the_command_prints_a_configuration_as_it_is_loaded(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file with its base and overrides, and a run directory; `run.root` is where that directory is."""
+    (files / "base.yaml").write_text(PPO)
+    (files / "own.yaml").write_text("base: base.yaml\nrun: {seed: 2}\n")
+    assert main(["config", "own.yaml", "run.steps=7"]) == 0
+    printed = capsys.readouterr().out
+    assert printed == dump_resolved(loaded(PPO, "run.seed=2", "run.steps=7"))
+    (files / "some_run").mkdir()
+    (files / "some_run" / "config.yaml").write_text(printed)
+    assert main(["config", "some_run"]) == 0
+    own = (f"run.root={json.dumps(str(files))}", "run.name=some_run")
+    assert capsys.readouterr().out == dump_resolved(loaded(printed, *own))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["own.yaml", "run.sed=3"], "run.sed: unknown key; did you mean seed?"),
+        (["nothere.yaml"], "cannot read nothere.yaml"),
+        (["rollout", "run.seed=3"], "KEY=VALUE goes with a YAML file or run directory"),
+        (["rollout", "--markdown"], "--markdown stands alone"),
+    ],
+)
+def test_the_command_refuses(arguments: list[str], said: str, files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (files / "own.yaml").write_text(PPO)
+    assert main(["config", *arguments]) == 2
+    found = capsys.readouterr()
+    assert said in found.err and not found.out
 
 
 def test_a_dumped_list_loads_back() -> None:
@@ -355,12 +388,12 @@ def test_settings_that_are_unusual_and_right_are_accepted(setting: str) -> None:
     ("reward", "metrics"),
     [
         ("function: exact_match", ["null", "score"]),
-        ("function: rewards.py:mine", ["null", "anything"]),  # which only it knows
+        ("function: rewards.py:mine", ["null", "anything"]),  # only the function knows its metrics
         ("function: sorted_digits", ["right_positions"]),
         ("manager: remote\n  servers: {judge: {url: 'http://judge:1'}}", ["judged"]),
         ("manager: dapo\n  overlong: {buffer_tokens: 4}\n  function: math", ["math", "overlong", "score"]),
         ("manager: dapo\n  overlong: {buffer_tokens: 4}\n  function: rewards.py:mine", ["mine", "mine/right"]),
-        ("function: length\n  length: {full_tokens: 2, zero_tokens: 8}", ["null"]),  # the length is what it is about
+        ("function: length\n  length: {full_tokens: 2, zero_tokens: 8}", ["null"]),  # its score is the length
     ],
 )
 def test_groups_may_be_compared_by_what_the_reward_has(files: Path, reward: str, metrics: list[str]) -> None:
@@ -435,7 +468,7 @@ THEIRS = (
     "path", sorted((Path(__file__).parents[3] / "yaml_configs").glob("*.yaml")), ids=lambda p: p.name
 )
 def test_the_shipped_configurations_are_valid_but_for_files_that_runs_write(path: Path) -> None:
-    """And for machines that this one is not."""
+    """Shipped configurations are valid except for files that runs write, and for sizes of other machines."""
     try:
         load(path)
     except ConfigError as error:

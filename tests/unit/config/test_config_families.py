@@ -1,4 +1,4 @@
-"""What a family cannot have, or an engine not serve, refused before a process starts, with what to do."""
+"""Settings that a model family or an engine does not support are refused before a process starts, with a remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mrl config` and docs/configuration.md, which are made from the sections."""
+"""`mrl config` and docs/configuration.md, which are generated from the sections."""
 
 from __future__ import annotations
 

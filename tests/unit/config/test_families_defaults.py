@@ -1,4 +1,4 @@
-"""What a family makes of a config.json that lacks a key: what transformers makes of it, or a refusal."""
+"""A key that is missing in config.json gets the default of transformers, or is refused."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from tests.helpers.tiny import FAMILIES
 from tests.helpers.tiny_vl import make_tiny_vl
 
 PICTURES = ("qwen2_5_vl", "qwen3_vl")
-HEADS = 128  # which the usual number of key-value heads of every family divides
-DEPTH = 27  # of a tower, whose usual deep layers are within
+HEADS = 128  # a multiple of every family's default number of key-value heads
+DEPTH = 27  # the vision tower's depth; its default deepstack layers are below it
 TABLES = ("text_config", "vision_config")
 FAST = ("qwen2", "gemma3_text", "qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_vl")
-NOT_READ = ("eos_token_id",)  # what ends an answer is the tokenizer's to say
+NOT_READ = ("eos_token_id",)  # the tokenizer, not config.json, decides where an answer ends
 
 
 @pytest.fixture(
     params=[name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in (*FAMILIES, *PICTURES)]
 )
 def config(request: Any, tiny_models: TinyModels, tmp_path: Path) -> dict[str, Any]:
-    """Of a model of the family that has as many heads, of 16 channels, as the hub's."""
+    """Returns config.json of a model with 128 heads of 16 channels each, with which the family's defaults are valid."""
     name = request.param
     made = make_tiny_vl(tmp_path / name, name, weights=False) if name in PICTURES else tiny_models(name, weights=False)
     whole: dict[str, Any] = json.loads((made / "config.json").read_text())
@@ -53,7 +53,7 @@ def test_a_missing_key_is_what_transformers_takes_it_to_be(config: dict[str, Any
 
 
 def _without_each(config: dict[str, Any]) -> Iterator[str]:
-    """The keys, also of tables, while `config` is without them."""
+    """Yields each key, also of nested tables, while `config` lacks it."""
     for table in (config, *(config[name] for name in TABLES if name in config)):
         for key in [key for key in table if key not in NOT_READ]:
             value = table.pop(key)
@@ -67,11 +67,11 @@ def _read(config: dict[str, Any], folder: Path) -> ModelArch:
 
 
 def _completed(config: dict[str, Any], folder: Path) -> ModelArch:
-    """The model of a config.json in which transformers has written all that it takes."""
+    """Returns the model of a config.json after transformers has written its defaults into it."""
     (folder / "config.json").write_text(json.dumps(config))
     found = AutoConfig.from_pretrained(folder)
     text = found.get_text_config()
-    if getattr(text, "head_dim", None) is None:  # where its attention divides, and nothing is written of it
+    if getattr(text, "head_dim", None) is None:  # its attention divides, but config.json does not contain the result
         text.head_dim = text.hidden_size // text.num_attention_heads
     found.to_json_file(folder / "config.json", use_diff=False)
     return load_arch(folder)

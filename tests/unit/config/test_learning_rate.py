@@ -1,4 +1,4 @@
-"""Learning rates: those of transformers after the warm-up, and none of 0 that nobody has asked for."""
+"""Learning rates equal those of transformers after the warm-up, and are never 0 by accident."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def of_transformers(decay: str, warmup: int) -> list[float]:
 
 
 def of_mrl(cfg: OptimizerConfig, updates: int = STEPS, begun: int = 0) -> list[float]:
-    """Of updates begun + 1 ... updates, as the learner has them; begun: of a checkpoint."""
+    """Returns the learning rates of updates begun + 1 to `updates`. begun: number of updates in the checkpoint"""
     groups: Any = SimpleNamespace(param_groups=[{}])
     schedule, found = LearningRateSchedule(cfg, groups), []
     schedule.num_steps = begun

@@ -1,4 +1,4 @@
-"""What docs/preference.md says to those who come from TRL: all its arguments are there, and mrl has the keys."""
+"""docs/preference.md for users of TRL: it lists all of TRL's arguments, and mrl has the keys that it names."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ discopop_tau f_alpha_divergence_coef f_divergence_type generate_during_eval is_e
 loss_type loss_weights max_completion_length max_length model_init_kwargs pad_to_multiple_of pad_token padding_free
 padding_value precompute_ref_batch_size precompute_ref_log_probs ref_model_mixup_alpha ref_model_sync_steps
 router_aux_loss_coef rpo_alpha simpo_gamma sync_ref_model truncation_mode trust_remote_code undesirable_weight
-use_weighting""".split()  # the fields of its four configurations that are not TrainingArguments'
+use_weighting""".split()  # the fields of TRL's four configurations that TrainingArguments lacks
 
 
 def test_every_argument_is_in_the_table() -> None:
@@ -42,7 +42,7 @@ FORMS = [(left, form) for left, right in TABLE for form in re.findall(r"`prefere
 
 @pytest.mark.parametrize(("trl", "form"), FORMS, ids=[form for _, form in FORMS])
 def test_every_loss_that_is_shown_loads(trl: str, form: str, tiny_models: TinyModels, tmp_path: Path) -> None:
-    """With a number in the place of names in capitals, and defaults for what is left out."""
+    """Every loss in the table loads, with a number for names in capitals and defaults for `...`."""
     losses = yaml.safe_load(re.sub(r"[A-Z]+_[A-Z]+", "0.5", form.replace("...", "")))
     losses = {name: {k: v for k, v in (keys or {}).items() if v is not None} for name, keys in losses.items()}
     preference = {"loss": losses, "reference_free": trl.startswith("CPO `loss_type: sigmoid`")}

@@ -47,7 +47,7 @@ def test_changes_are_found_named_and_accepted_by_name(tmp_path: Path) -> None:
 
     file = write_config(tmp_path, tmp_path)
     stored, before = snapshot(made()), made()
-    del stored["config"]["checkpoint"]["on_error"]  # a key of a later version
+    del stored["config"]["checkpoint"]["on_error"]  # as if a later version added the key
     assert check_resume(stored, before, tmp_path) == []
     moved = made(actor={"optimizer": {"lr": 1e-3}, "parallel": {"tensor": 2}})
     assert [str(change) for change in check_resume(stored, moved, tmp_path)] == ["actor.parallel.tensor: 1 -> 2"]
@@ -99,7 +99,7 @@ def test_data_edited_without_a_change_of_its_size_is_noticed(tmp_path: Path) -> 
 
 
 def test_functions_that_were_edited_are_noticed(tmp_path: Path) -> None:
-    """With what they import of their folder, and nothing else of it."""
+    """Edits of a user's function are noticed, also in modules of its folder that it imports, but not in other files."""
 
     def made(*accepted: str) -> RLConfig:
         text = yaml.safe_load(file.read_text()) | {"checkpoint": {"accept_changes": accepted}}
@@ -134,14 +134,14 @@ def test_functions_that_were_edited_are_noticed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("key", ["model.path", "ref.path", "critic.path", "reward.model.path"])
 def test_other_weights_of_a_model_that_no_checkpoint_has_are_noticed(tmp_path: Path, key: str) -> None:
-    """Of equal shapes, under the same path."""
+    """Other weights of a model that is not in the checkpoint are noticed, even with equal shapes and the same path."""
     file, frozen = write_config(tmp_path, tmp_path / "actor"), str(tmp_path / "frozen")
     for name in ("actor", "frozen"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_bytes(bytes(1000))
     text, kl = yaml.safe_load(file.read_text()), {"kl": {"use_in_loss": True, "coef": 0.1}}
     more: dict[str, Any] = {
-        "model.path": {"algorithm": text["algorithm"] | kl},  # the actor's first weights are the reference
+        "model.path": {"algorithm": text["algorithm"] | kl},  # the reference has the actor's first weights
         "ref.path": {"algorithm": text["algorithm"] | kl, "ref": {"path": frozen}},
         "critic.path": {"critic": {"path": frozen, "frozen": True}},
         "reward.model.path": {"reward": {"manager": "model", "model": {"path": frozen}}},
@@ -203,7 +203,8 @@ def test_every_file_that_a_run_is_made_of_anew_is_named() -> None:
 
 
 def test_a_long_file_is_looked_at_in_a_few_places(tmp_path: Path) -> None:
-    """To read 140 GiB of zeros would take minutes. In the other file one of fifty layers was trained."""
+    """A long file is sampled in a few places, because reading 140 GiB of zeros would take minutes. In the other file
+    one of fifty layers differs."""
 
     def made(name: str, size: int, trained: range = range(0)) -> dict[str, str]:
         (tmp_path / name).mkdir()

@@ -1,4 +1,4 @@
-"""Configurations of on-policy distillation: what is refused, and how the models are laid out."""
+"""Configurations of on-policy distillation: refusals, and the layouts of the models."""
 
 from __future__ import annotations
 

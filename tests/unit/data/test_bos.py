@@ -1,4 +1,4 @@
-"""Special tokens that a text has already are not added once more."""
+"""Special tokens that a text already has are not added again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.helpers.tiny import BOS, EOS, tiny_tokenizer
 
 
 def with_bos(folder: Path, model: Path | None = None, trailing: bool = False) -> Path:
-    """FOLDER: a tokenizer that puts <s> before every text, as Llama's does, and with `trailing` </s> behind it."""
+    """Makes a tokenizer in FOLDER that puts <s> before each text, as Llama's does; `trailing` appends </s>."""
     if model is not None:
         shutil.copytree(model, folder)
     fast = tiny_tokenizer()
@@ -30,7 +30,7 @@ USES = ("prompts", "validation", "ptx", "answers", "text", "pairs", "whole pairs
 
 
 def rows_of(use: str, tokenizer: Tokenizer, folder: Path, row: dict[str, Any]) -> list[int]:
-    """All tokens of one row, as the trainer that is named has them."""
+    """Returns all tokens of one row as the named trainer reads it."""
     (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
     keys: dict[str, Any] = {"train": str(folder / "rows.jsonl")}
     if use in ("prompts", "validation", "ptx"):

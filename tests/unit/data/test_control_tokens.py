@@ -1,4 +1,4 @@
-"""Control tokens in the text of rows: never turns of a conversation, and said where that cannot be had."""
+"""Control tokens in the text of rows never become turns of a conversation, or a note says that they can."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CORPUS = ["user system assistant hi obey im_start im_end s the quick brown fox <
 
 
 def trained(kind: str) -> PreTrainedTokenizerFast:
-    """Small tokenizers as families have them; control tokens are added ones, of the "unigram" in its vocabulary too."""
+    """Returns a tokenizer of a kind. Control tokens are added ones, for "unigram" also in the vocabulary."""
     alphabet, special = pre_tokenizers.ByteLevel.alphabet(), ["<unk>", *NAMES]
     if kind == "unigram":
         backend = Backend(models.Unigram([("<unk>", 0.0), *((name, -1.0) for name in NAMES), *((c, -5.0) for c in
@@ -63,7 +63,7 @@ def dataset(tokenizer: Tokenizer, folder: Path, *prompts: Any, chat: bool = True
 
 
 def said(tokenizer: Tokenizer, data: PromptDataset) -> list[str]:
-    """Of the rows."""
+    """Returns the notes about the rows."""
     return [note for note in data_notes(tokenizer, {"data.train": data}) if note.startswith("data.train")]
 
 
@@ -125,7 +125,7 @@ def test_rows_without_control_tokens_are_encoded_as_ever(tokenizer: Tokenizer, t
 
 @given(parts=st.lists(st.sampled_from([*NAMES, "hi", " ", "\n", "user", "the quick", "é", "<|", "s"]), max_size=8))
 def test_private_names_change_no_ids(tokenizer: Tokenizer, parts: list[str]) -> None:
-    """Of a text whose control tokens are meant: the same ids as the tokenizer's own."""
+    """The private names of control tokens change no ids: intended control tokens get the tokenizer's own ids."""
     text = "".join(parts)
     assert tokenizer.control.encode(text) == tokenizer.hf(text, add_special_tokens=False)["input_ids"]
 
@@ -152,7 +152,7 @@ def test_a_vocabulary_that_holds_the_names_as_words_is_not_trusted(tmp_path: Pat
 
 
 def test_a_template_that_looks_at_the_words_keeps_its_say(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """Hidden names must not change what a template makes of a conversation."""
+    """Hidden names must not change the result of a template that inspects the message text."""
     own = Tokenizer(trained("bytes"), [])
     own.hf.chat_template = "{{ 'bad' if '</s>' in messages[0].content else 'good' }}<|im_end|>"
     [prompt] = dataset(own, tmp_path, FORGED).first(1)

@@ -1,4 +1,4 @@
-"""Packing and balancing: nothing lost, nothing doubled, and exactly what a slow reference builds."""
+"""Packing and balancing: no token is lost or duplicated, and the result equals a slow reference's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mrl.families.flops import ForwardFlops
 
 
 def make_rollout(lens: list[tuple[int, int]], seed: int = 0, holes: bool = False) -> Rollout:
-    """lens: (prompt, response) tokens of each sample. holes: an environment has said half of the responses' tokens."""
+    """Makes a rollout. lens: (prompt, response) tokens; holes: half of the responses' tokens are the environment's"""
     generator = torch.Generator().manual_seed(seed)
     prompt_lens = torch.tensor([p for p, _ in lens])
     seq_lens = torch.tensor([p + r for p, r in lens])
@@ -38,11 +38,11 @@ def make_rollout(lens: list[tuple[int, int]], seed: int = 0, holes: bool = False
 
 
 def slow_pack(rollout: Rollout, ids: list[int], cp: int, cp_rank: int, align_total: int) -> dict[str, list[int]]:
-    """The same in plain loops, one token at a time."""
+    """Packs with plain loops, one token at a time."""
     align = 2 * cp if cp > 1 else 1
     everything = [o >= p for n, p in zip(rollout.seq_lens, rollout.prompt_lens, strict=True) for o in range(n)]
     drawn = everything if rollout.action_mask is None else rollout.action_mask.tolist()
-    sequences = []  # of (token, position, label, dest); label -1 where the next token is no response token
+    sequences = []  # lists of (token, position, label, dest); label -1 if the next token is no response token
     for i in ids:
         start = int(rollout.seq_lens[:i].sum())
         length = int(rollout.seq_lens[i])
@@ -121,7 +121,7 @@ def test_every_response_token_is_predicted_once_over_all_ranks(cp: int, tp: int)
 
 
 def zig_zag_inverse(parts: list[PackedBatch]) -> list[int]:
-    """Local tokens of all context-parallel ranks -> the uncut packed sequence."""
+    """Returns the packed sequence before it was split, from the tokens of all context-parallel ranks."""
     cp = len(parts)
     out: list[int] = []
     bounds = parts[0].cu_seqlens.tolist()
@@ -134,7 +134,7 @@ def zig_zag_inverse(parts: list[PackedBatch]) -> list[int]:
 
 
 def test_zig_zag_parts_reassemble_to_the_uncut_batch() -> None:
-    rollout = make_rollout([(8, 8), (4, 12), (3, 5)])  # multiples of 8: the cut adds no padding
+    rollout = make_rollout([(8, 8), (4, 12), (3, 5)])  # multiples of 8, so the split adds no padding
     uncut = pack(rollout, [0, 1, 2], 1, 0, 8)
     parts = [pack(rollout, [0, 1, 2], 4, r, 8) for r in range(4)]
     assert zig_zag_inverse(parts) == uncut.tokens[0].tolist()
@@ -184,9 +184,9 @@ def test_alignment_counts_against_the_bound() -> None:
     [
         ([60] * 10, 100, 10),  # no two fit together
         ([70, 30, 60, 40, 50, 50, 100], 100, 4),  # a perfect fit exists
-        ([500, 10, 10], 100, 2),  # too long: alone
+        ([500, 10, 10], 100, 2),  # too long: gets a bin of its own
         ([], 100, 1),
-        ([32, 21, 36, 24, 39, 43, 54, 49, 51, 33], 100, 4),  # longest first alone needs 5
+        ([32, 21, 36, 24, 39, 43, 54, 49, 51, 33], 100, 4),  # longest-first alone needs 5 bins
     ],
 )
 def test_as_few_micro_batches_as_possible(lens: list[int], max_tokens: int, expected: int) -> None:
@@ -215,8 +215,8 @@ def test_balance_of_a_large_batch(shape: str) -> None:
 
 
 def test_ranks_share_the_cost_of_attention_too() -> None:
-    """Of a model of two layers: a sequence of 8,192 tokens costs more than two of 4,096. Within the bound on tokens,
-    which costs know nothing of."""
+    """Ranks share the cost of attention as well: in this two-layer model a sequence of 8,192 tokens costs more than two
+    of 4,096. The limit on tokens still holds, though costs ignore it."""
     rng = np.random.default_rng(1)
     lens = torch.from_numpy(rng.lognormal(7, 1, 2048).clip(10, 8192).astype(np.int64))
     costs = costs_of(ForwardFlops(per_token=10**6, per_pair=10**3, per_output=0), lens, lens)

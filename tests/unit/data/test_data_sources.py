@@ -1,4 +1,4 @@
-"""Where rows come from: formats, nested keys, mixing, cutting, and what is said about rows that cannot be used."""
+"""Sources of rows: formats, nested keys, mixing, truncation, and notes about unusable rows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def tokenizer() -> Tokenizer:
-    """A token a byte, 3 + its place in the byte alphabet; no BOS in front."""
+    """Returns a tokenizer with one token per byte (3 + its index in the byte alphabet) and no BOS."""
     return Tokenizer(tiny_tokenizer(), [])
 
 
@@ -74,7 +74,7 @@ def test_every_format_gives_the_same_prompts(tmp_path: Path, tokenizer: Tokenize
 
 
 def test_rows_of_json_stay_as_they_were_written(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """A table would give each row all keys, and all answers one type."""
+    """JSON rows keep their own keys and types. A table would give each row all keys, and all answers one type."""
     rows = [{"prompt": "a", "answer": 1, "meta": {"x": 1}}, {"prompt": "b", "answer": "2", "meta": {"y": None}}]
     data = prompts(tokenizer, SourceConfig(path=write(tmp_path / "rows.jsonl", rows)))
     assert [p.row for p in data.first(2)] == rows
@@ -119,7 +119,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, tokenizer: Tokenizer) -> N
 
 
 def test_rows_as_verl_prepares_them(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """Messages in a table, where each has the keys of all as nulls, and the answer one level down."""
+    """Reads rows in verl's format: messages in a table, each with all keys and nulls, and a nested answer."""
     conversation = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "2?", "name": "ann"}]
     row = {"data_source": "sums", "prompt": conversation, "reward_model": {"ground_truth": "2", "style": "rule"}}
     plain = {"data_source": None, "prompt": conversation[:1], "reward_model": {"ground_truth": "3", "style": "rule"}}
@@ -220,7 +220,7 @@ def test_a_mixture_is_even_everywhere(sizes: list[int], weights: list[float] | N
 
 
 def test_one_source_keeps_the_order_it_always_had(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """Runs that go on from older checkpoints see the same prompts."""
+    """One source keeps its order, so that runs resumed from older checkpoints see the same prompts."""
     data = prompts(tokenizer, SourceConfig(path=write(tmp_path / "rows.jsonl", ROWS)))
     for step in range(5):
         order = [

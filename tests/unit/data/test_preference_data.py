@@ -1,4 +1,4 @@
-"""Pairs and labelled responses: their forms, where the prompt ends, what is cut or left out, and what is refused."""
+"""Preference pairs and labelled responses: formats, the end of the prompt, truncation, dropped rows, and refusals."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_text_with_and_without_a_prompt(tmp_path: Path) -> None:
     rows = [
         {"prompt": "2+2=", "chosen": "4", "rejected": "22"},
         {"chosen": "2+2=4", "rejected": "2+2=22"},
-        {"chosen": "2+2=4", "rejected": "2+2=4!"},  # one begins with the other
+        {"chosen": "2+2=4", "rejected": "2+2=4!"},  # one response is a prefix of the other
     ]
     data = read(tmp_path, rows)
     assert texts(data, 0) == texts(data, 1) == ("2+2=", "4</s>", "22</s>")
@@ -84,12 +84,12 @@ def test_conversations_in_every_form_give_the_same_tokens(tmp_path: Path, chat: 
         {"chosen": [user("hi"), assistant("yes")], "rejected": [user("hi"), assistant("no")]},
     ]
     rows += [
-        {"prompt": "hi", "chosen": rows[2]["chosen"], "rejected": rows[2]["rejected"]},  # a prompt that they repeat
+        {"prompt": "hi", "chosen": rows[2]["chosen"], "rejected": rows[2]["rejected"]},  # the responses repeat it
         {"prompt": "hi", "completions": [{"rank": 2, "completion": "no"}, {"rank": 1, "completion": "yes"}]},
         {"completions": [{"rank": 5, "completion": rows[2]["rejected"]}, {"rank": 0, "completion": rows[2]["chosen"]}]},
     ]
     data = read(tmp_path, rows, tokenizer=chat, chat_template=True)
-    want = ("<user>hi</s><assistant>", "yes</s>", "no</s>")  # the template's end of turn, no other
+    want = ("<user>hi</s><assistant>", "yes</s>", "no</s>")  # only the template's end of turn
     assert [texts(data, i) for i in range(6)] == [want] * 6
 
 
@@ -106,7 +106,7 @@ RANKED = [{"rank": rank, "completion": text} for rank, text in ((3, "c"), (1, "a
 
 
 def test_ranked_lists(tmp_path: Path) -> None:
-    """Their ends or all pairs of them; as lists, the best first, with the number of those that are worse."""
+    """Ranked lists become extremes or all pairs, or stay lists, best first, with each one's number of worse ones."""
     tied = [{"rank": 1, "completion": text} for text in "xy"]
     rows = [{"context": "1", "completions": RANKED}, {"context": "2", "completions": tied}]
     ends = read(tmp_path, rows, prompt_key="context")
@@ -174,9 +174,9 @@ def test_the_prompt_ends_before_a_token_that_lies_over_its_end(tmp_path: Path) -
 
 def test_what_is_cut_and_left_out_is_counted(tmp_path: Path) -> None:
     rows = [
-        {"prompt": "1234", "chosen": "abcdefgh", "rejected": "x"},  # the response is cut
-        {"prompt": "1234567890", "chosen": "a", "rejected": "b"},  # the prompt fills all there is
-        {"prompt": "12", "chosen": "abcdefghij", "rejected": "abcdefghiX"},  # the same after the cut
+        {"prompt": "1234", "chosen": "abcdefgh", "rejected": "x"},  # the response is truncated
+        {"prompt": "1234567890", "chosen": "a", "rejected": "b"},  # the prompt fills the whole context
+        {"prompt": "12", "chosen": "abcdefghij", "rejected": "abcdefghiX"},  # equal after truncation
         {"prompt": "12", "chosen": "same", "rejected": "same"},
         {"prompt": "12", "chosen": "a", "rejected": "b"},
     ]

@@ -1,4 +1,4 @@
-"""`mrl data` shows the rows that training learns from: the same cuts, counts and limits."""
+"""`mrl data` shows the rows that training uses: the same truncation, counts and limits."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def write(folder: Path, model: Path, trainer: str = "sft", **sections: Any) -> P
 
 
 class Ready(Exception):
-    """The trainer has read its rows."""
+    """Raised once the trainer has read its rows."""
 
 
 def notes_of_training(config: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[int], Any]:
@@ -98,7 +98,7 @@ def notes_of_training(config: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[li
 def agreed(config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[str, Any]:
     """Compares `mrl data` with the trainer's messages; returns its output and the trainer's configuration."""
     notes, counts, cfg = notes_of_training(config, monkeypatch)
-    notes = [note for note in notes if not note.startswith("validation: ")]  # the preview says it beside the source
+    notes = [note for note in notes if not note.startswith("validation: ")]  # the preview prints it next to the source
     assert cli.main(["data", str(config)]) == 0
     shown = capsys.readouterr().out
     said = shown.partition("\n\n")[0].splitlines()

@@ -1,4 +1,4 @@
-"""Problems of reasoning-gym as rows, by name: rows and scores are the library's own."""
+"""Problems of reasoning-gym tasks as rows: rows and scores are the library's own."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_rows_and_scores_are_the_librarys(task: str) -> None:
     rows, library = open_rows(SourceConfig(path=name)), gym.create_dataset(task, size=6, seed=3)
     assert len(rows) == 6
     for i, problem in enumerate(library):
-        row = json.loads(json.dumps(rows[i]))  # as it comes to a worker
+        row = json.loads(json.dumps(rows[i]))  # as a worker receives it
         assert (row["prompt"], row["answer"], row["data_source"]) == (problem["question"], problem["answer"], task)
         for answer in (problem["answer"], problem["answer"][:-1], "0", "", f"x {problem['answer']}"):
             want = library.score_answer(answer.strip(), problem)

@@ -1,4 +1,4 @@
-"""A row means the same to every trainer: its system message, tools, template variables, pictures and weights."""
+"""A row's columns mean the same to every trainer: system message, tools, template variables, images and weights."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ IDLE = {
 def test_a_column_without_effect_is_named_once(tmp_path: Path, use: str) -> None:
     tokenizer = with_template(tmp_path / "tokenizer", CHATML)
     row = ROW | {"tools": [{"name": "add"}], "weight": 2.0, "images": ["a.png"], "margin": 1.0}
-    chat = use == "rl"  # a template, so that messages have weights; then it is told of the others
+    chat = use == "rl"  # with a template, since only messages have weights
     row |= {"prompt": [{"role": "user", "content": "hi", "weight": 0}]} if chat else {}
     (tmp_path / "rows.jsonl").write_text(2 * (json.dumps(row) + "\n"))
     keys = {"train": str(tmp_path / "rows.jsonl"), "chat_template": chat}

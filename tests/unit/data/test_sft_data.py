@@ -1,4 +1,4 @@
-"""Rows to imitate: which tokens of them are learnt and what each counts, what is left out or cut, texts joined."""
+"""Rows for SFT: which tokens are trained on and with which weight, dropped and truncated rows, and packed texts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LLAMA3 = (
     "{{ m['content'] | trim }}<|eot_id|>{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
-# earlier turns lose what was thought in them, as in Qwen3
+# reasoning of earlier turns is dropped, as in Qwen3
 FORGETFUL = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' and not loop.last %}"
     "{{ m['content'].split('</think>')[-1] }}{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
@@ -52,7 +52,7 @@ TALK = [
 
 
 def with_template(folder: Path, template: str) -> Tokenizer:
-    """One token a byte, and one for each of the NAMES."""
+    """Returns a tokenizer with one token per byte, and one for each of the NAMES."""
     fast = tiny_tokenizer()
     fast.add_special_tokens({"additional_special_tokens": [AddedToken(name, special=True) for name in NAMES]})
     fast.chat_template = template
@@ -69,7 +69,7 @@ def dataset(folder: Path, template: str, *rows: Any, **keys: Any) -> SFTDataset:
 
 
 def learnt(data: SFTDataset, number: int = 0) -> list[tuple[str, float]]:
-    """The texts that are learnt of a row, and what their tokens count."""
+    """Returns the trained texts of a row, with the weight of their tokens."""
     batch = data.batch(0, [number])
     counts = torch.ones(batch.num_response_tokens) if batch.loss_weights is None else batch.loss_weights
     counts = torch.cat([torch.zeros(int(batch.prompt_lens[0])), counts])
@@ -162,7 +162,7 @@ def test_names_of_control_tokens_in_a_message_are_text_and_end_no_turn(tmp_path:
 
 
 def test_icons_are_text_and_what_stands_for_control_tokens_is_refused(tmp_path: Path) -> None:
-    icons = "\U000f02a2 \U00100185"  # of Nerd Fonts, of SF Symbols
+    icons = "\U000f02a2 \U00100185"  # characters of Nerd Fonts and of SF Symbols
     talk, forged = ([*TALK[:1], {"role": "assistant", "content": text}] for text in (icons, icons + "<|im_end|>"))
     data = dataset(tmp_path, CHATML, {"messages": talk}, {"messages": forged}, form="messages")
     plain, whole = (data.tokenizer.render_conversation(each) for each in (talk, forged))
@@ -272,7 +272,7 @@ def test_rows_are_cut_at_their_end_and_counted(tmp_path: Path) -> None:
 
 
 def by_hand(data: SFTDataset, epoch: int, length: int, buffer: int) -> list[list[list[int]]]:
-    """Rows of the buffers of an epoch, before they are shuffled."""
+    """Returns the rows of an epoch by buffer, before they are shuffled."""
     buffers: list[list[list[int]]] = []
     joined: list[int] = []
     texts = [data.rows[number].ids.tolist() for number in data.of_step(epoch, len(data), 3)]
@@ -300,7 +300,7 @@ def test_wrapped_texts_are_a_join_by_hand(tmp_path: Path, shuffle: bool) -> None
         part, got = got[: len(buffer)], got[len(buffer) :]
         assert sorted(part) == sorted(buffer) and (part == buffer or shuffle)
     again = [row for buffer in by_hand(data, 1, 16, 4) for row in buffer]
-    later = WrappedRows(data, cfg, seed=3).batch(len(wrapped), 1)  # a run that goes on there
+    later = WrappedRows(data, cfg, seed=3).batch(len(wrapped), 1)  # as in a run resumed there
     assert later.tokens.tolist() in again
     assert (sorted(again) == sorted(row for buffer in wanted for row in buffer)) == (not shuffle)
 
@@ -317,7 +317,7 @@ def test_packs_hold_every_row_once_and_no_more_tokens_than_they_may(tmp_path: Pa
     seen = sorted(ids.tolist() for pack in packs for ids in pack.tokens.split(pack.seq_lens.tolist()))
     whole = [row.ids.tolist() for row in data.rows]
     parts = [row[i : i + 16] for row in whole for i in range(0, len(row), 16)]
-    assert seen == sorted(part for part in parts if len(part) > 1)  # of a token alone nothing is learnt
+    assert seen == sorted(part for part in parts if len(part) > 1)  # a single token is never trained on
     later = PackedRows(data, PackingConfig(strategy=strategy, seq_length=16), seed=3).batch(len(made), 1)
     assert later.tokens.tolist() not in [pack.tokens.tolist() for pack in packs[:1]], "the second epoch is another"
 
@@ -329,7 +329,8 @@ def test_best_fit_by_hand() -> None:
 
 
 def test_a_split_row_is_learnt_as_it_would_be_whole() -> None:
-    """But for the first token of a later part, before which nothing is seen; what counts 0 goes on doing so."""
+    """A split row is trained like the whole row, except for the first token of each later part, which has no context.
+    Weights of zero stay zero."""
     row = SFTExample(4, np.arange(10, dtype=np.int32), 3, np.array([1, 0, 1, 1, 2, 0, 0], dtype=np.float32), "s", False)
     first, second, *rest = pieces_of(row, 4)
     parts = [(part.ids.tolist(), part.prompt, part.weights) for part in (first, second)]

@@ -1,4 +1,4 @@
-"""The tokens that a model learns to stop with: what is said of them before a run, and what its export says."""
+"""The tokens with which a model learns to end a turn: notes before a run, and the export's generation config."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.conftest import TinyModels
 from tests.helpers.tiny import tiny_tokenizer
 from tests.unit.data.test_sft_data import CHATML, LLAMA3, TALK, learnt, with_template
 
-# as GLM-4.5's own: a turn ends where the next one begins
+# like GLM-4.5's template: a turn ends where the next one begins
 GLM = (
     "[gMASK]<sop>{% for m in messages %}<|{{ m['role'] }}|>"
     "{% if m['role'] == 'assistant' %}{{ '\\n<think></think>' }}{% endif %}{{ '\\n' + m['content'] }}{% endfor %}"
@@ -60,7 +60,7 @@ def test_every_row_form_says_that_the_template_does_not_write_the_eos(
         data = SFTDataset(imitated.train, imitated, tokenizer)
         notes = [*tokenizer.turn_notes(), *sft_notes("data.train", data)]
     assert any(f"ends the assistant's turns with {end!r}, and the EOS token is '</s>'" in note for note in notes)
-    if form == "answers":  # mrl puts the EOS there
+    if form == "answers":  # here mrl appends the EOS
         assert data.end_tokens == {tokenizer.eos_id}
     else:
         assert data.end_tokens == {tokenizer.hf.convert_tokens_to_ids(end)}
@@ -119,7 +119,7 @@ def test_a_template_whose_turns_have_no_end_is_refused_with_the_way_out(tmp_path
     cfg = SFTDataConfig.model_validate(keys | {"form": "messages"})
     with pytest.raises(DataError, match=r"would not learn to stop: set model.chat_template"):
         SFTDataset(cfg.train, cfg, tokenizer)
-    row = {"prompt": "1", "chosen": "<think></think>a", "rejected": "b"}  # tokens of its own, and none at its end
+    row = {"prompt": "1", "chosen": "<think></think>a", "rejected": "b"}  # control tokens, but none at the end
     pair = PreferenceDataConfig.model_validate(sources(tmp_path, row))
     data = PreferenceDataset(pair.train, pair, tokenizer, "pairs")
     assert data.end_tokens == set()

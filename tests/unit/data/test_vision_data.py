@@ -1,4 +1,4 @@
-"""Rows with pictures: what becomes of them, and which are refused, each with file, row and reason."""
+"""Rows with images: how they are read, and which are refused, each with file, row and reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rows with pictures take of memory: neither opening them nor training on them keeps their pictures."""
+"""Memory of rows with images: neither opening nor training on them keeps their images in memory."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_memory_does_not_grow_with_pixels(tmp_path: Path, model: Path) -> None:
 
 
 def held_and_peak(make: Callable[[], PromptDataset]) -> tuple[int, int]:
-    """Bytes that opening rows holds afterwards, and the most of it meanwhile, of Python's and numpy's."""
+    """Returns the bytes of Python and numpy that are allocated after opening the rows, and their peak."""
     gc.collect()
     tracemalloc.start()
     try:
@@ -61,7 +61,8 @@ def held_and_peak(make: Callable[[], PromptDataset]) -> tuple[int, int]:
 
 @pytest.mark.parametrize("form", ["parquet", pytest.param("paths", marks=pytest.mark.slow)])
 def test_memory_does_not_grow_with_the_pictures_of_the_rows(tmp_path: Path, model: Path, form: str) -> None:
-    """Bytes in a parquet file, or files beside JSON lines: opening 200 rows takes what their texts and tokens take."""
+    """Memory does not grow with the images of the rows. Opening 200 rows takes only the memory of their texts and
+    tokens, whether images are in a parquet file or in files beside JSON lines."""
     noise = stored(picture(96, 96))
     tokenizer = load_tokenizer(model)
 
@@ -82,7 +83,7 @@ def test_memory_does_not_grow_with_the_pictures_of_the_rows(tmp_path: Path, mode
         return PromptDataset(cfg.train, cfg, tokenizer, image_processor=load_image_processor(model, cfg))
 
     configs = [write(count) for count in (20, 220)]
-    for cfg in configs:  # what is imported and kept for good; the library's own copy of a parquet file
+    for cfg in configs:  # excludes imports and the library's own copy of a parquet file
         opened(cfg)
     few, many = (held_and_peak(partial(opened, cfg)) for cfg in configs)
     for growth in (many[0] - few[0], many[1] - few[1]):

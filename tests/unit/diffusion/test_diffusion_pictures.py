@@ -1,4 +1,4 @@
-"""Pictures that rows name: none is read that is not beside the rows, and none that is no picture."""
+"""Images named by rows: none outside the rows' folder is read, and none that is no image."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_picture_of_a_row(name: str, why: str | None, tmp_path: Path, monkeypa
 
 @pytest.mark.parametrize("trainer", ["ddpo", "diffusion_sft"])
 def test_mrl_data_shows_the_rows(trainer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And says which one cannot be used; `mrl eval` says that it is for something else."""
+    """`mrl data` shows the rows and names the unusable one; `mrl eval` says that it is not for diffusion models."""
     Image.effect_noise((20, 10), 90).save(tmp_path / "a.png")
     rows = [{"prompt": "a cat", "label": i % 2, "image": "a.png"} for i in range(4)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

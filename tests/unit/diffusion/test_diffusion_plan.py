@@ -1,4 +1,4 @@
-"""`mrl plan` of diffusion models: what it counts, against what tensors and models really take."""
+"""`mrl plan` for diffusion models: its counts against measured tensors and models."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ H100 = CHIPS["h100-80g"]
 
 
 def product() -> None:
-    """Two matrices of 256 KiB, their product, and nothing of the first when the second product is there."""
+    """Allocates two matrices of 256 KiB and their product; the first matrix is freed before the second product."""
     a, b = (torch.empty(256, 256, device="meta") for _ in range(2))
     c = a @ b
     del a
@@ -37,7 +37,7 @@ def product() -> None:
 
 
 def exponential() -> None:
-    """Its backward pass keeps what it gave: three tensors of 1 MiB."""
+    """Allocates three tensors of 1 MiB; the backward pass needs the output."""
     x = torch.empty(512, 512, device="meta", requires_grad=True)
     x.exp().sum().backward()
 
@@ -52,7 +52,7 @@ def test_a_computation_is_counted(compute: Callable[[], None], flops: float, pea
 
 
 def test_attention_keeps_no_scores() -> None:
-    """As the kernels of GPUs: in memory it grows with the tokens, in arithmetic with their square."""
+    """Attention stores no scores, as on GPUs: memory grows with the tokens, operations with their square."""
 
     def attend(tokens: int) -> Callable[[], object]:
         q = torch.empty(1, 2, tokens, 32, device="meta")
@@ -69,8 +69,8 @@ def plan_of(recipe: str, *overrides: str) -> DiffusionPlan:
 
 @pytest.mark.slow
 def test_stable_diffusion_by_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is known of it: 859.5 million weights, 797,184 in adapters of rank 4, .8 TFLOP a call; to compute blocks
-    again costs arithmetic and saves memory."""
+    """Stable Diffusion's plan has the known values: 859.5 million weights, 797,184 in adapters of rank 4, and 0.8 TFLOP
+    per call. Recomputing blocks costs operations and saves memory."""
     monkeypatch.chdir(ROOT)
     plan = plan_of("ddpo_sd15_1gpu", "actor.micro_batch=1")
     assert plan.trained == 797_184 and plan.frozen == 859_520_964
@@ -83,7 +83,7 @@ def test_stable_diffusion_by_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     "kind", [kind if kind == "dit" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
 )
 def test_a_plan_counts_what_is_built(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of every kind of net, from its configurations alone: weights are taken away first."""
+    """A plan counts what is built, for every kind of net, from the configurations alone: weights are deleted."""
     tiny_pipeline(kind, tmp_path / "model")
     lora: dict[str, Any] = {"lora": {"rank": 2}}
     model = DiffusionModelConfig(path=str(tmp_path / "model"))

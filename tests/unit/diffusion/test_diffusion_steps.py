@@ -1,4 +1,4 @@
-"""Steps of samplers against diffusers and torch's own distributions; advantages against the reference's numbers."""
+"""Sampler steps against diffusers and torch's distributions; advantages against the reference's numbers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_ddim_step_is_that_of_diffusers(kind: str, eta: float) -> None:
     settings: dict[str, Any] = {"clip_sample": False, "steps_offset": 1, "set_alpha_to_one": False}
     theirs = diffusers.DDIMScheduler(prediction_type=kind, **settings)
     steps = ddim(theirs, 10, eta)
-    theirs.alphas_cumprod = theirs.alphas_cumprod.double()  # in float32 its 1 - alpha near time 0 has four digits
+    theirs.alphas_cumprod = theirs.alphas_cumprod.double()  # in float32 its 1 - alpha near time 0 has only four digits
     theirs.final_alpha_cumprod = theirs.alphas_cumprod[0]
     x, output, noise = draws(1, 3)
     for place, time in enumerate(theirs.timesteps):

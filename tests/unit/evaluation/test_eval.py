@@ -117,7 +117,7 @@ def test_a_harness_that_is_not_installed_is_named(
 
 
 def sampling(folder: Path, model: Path, **keys: Any) -> Path:
-    """FOLDER/rl.yaml, of a run that samples."""
+    """Writes FOLDER/rl.yaml of a run that samples."""
     (folder / "rows.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\n')
     config: dict[str, Any] = {
         "trainer": "rl",

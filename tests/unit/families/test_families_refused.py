@@ -1,4 +1,4 @@
-"""Families whose layers are of several kinds: what of their config.json is read, and what is refused."""
+"""Families with several kinds of layers: the keys of their config.json that are read, and refusals."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def test_layers_that_guess_further_tokens_are_left_out(tiny_models: TinyModels, 
 
 
 def test_the_hub_s_form_of_olmo_3_s_angles_is_transformers_own(tiny_models: TinyModels, tmp_path: Path) -> None:
-    """One base, and a scaling that is of the layers alone that look at all."""
+    """The hub's form of Olmo 3's rotary embedding equals transformers' own: one base, and a scaling that applies only
+    to layers with full attention."""
     path = tiny_models("olmo3", weights=False)
     config = json.loads((path / "config.json").read_text())
     by_layer = config.pop("rope_parameters")
@@ -155,7 +156,7 @@ def test_what_would_be_computed_otherwise_is_refused(
 def test_gated_delta_nets_need_a_newer_release(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: str, has: bool
 ) -> None:
-    """The one thing that is said, and nothing else is looked at."""
+    """Gated delta nets need a newer release; with an older one this is the only error, and nothing else is checked."""
     monkeypatch.setattr(delta_nets.metadata, "version", lambda name: installed)
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen3_5MoeForCausalLM"]}))
     says = "lacks 'num_experts'|model_type" if has else f"packed form in megatron-core {installed}: use Python 3.12"

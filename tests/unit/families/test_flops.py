@@ -1,4 +1,4 @@
-"""Weights and operations of a model, counted from its weight table, against transformers and torch's own count."""
+"""Weights and operations of a model from its weight table, against transformers and torch's own count."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def test_weights_are_as_many_as_transformers_has(family: str, tied: bool, tiny_m
 
 @pytest.mark.parametrize("family", DENSE)
 def test_operations_are_those_that_torch_counts(family: str, tiny_models: TinyModels) -> None:
-    """Which computes all pairs of tokens; the causal half is what a model needs."""
+    """The operations equal torch's count of all pairs of tokens; a model needs the causal half."""
     path = tiny_models(family, weights=False)
     config = AutoConfig.from_pretrained(path)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.zeros(1, LENGTH, dtype=torch.long), use_cache=False)
     ours = ForwardFlops.of(load_arch(path)).total(LENGTH, LENGTH**2, LENGTH)
-    assert ours == pytest.approx(counter.get_total_flops(), rel=2e-3)  # which has the rotary angles too
+    assert ours == pytest.approx(counter.get_total_flops(), rel=2e-3)  # torch also counts the rotary angles
 
 
 def test_a_token_meets_its_own_experts_alone(tiny_models: TinyModels) -> None:

@@ -1,4 +1,4 @@
-"""Engines that give memory up and take it back: what they are asked, what a restart forgets, what is refused."""
+"""Engines that release and resume memory: the requests they get, what a restart resets, and refusals."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ RELEASE, RESUME = protocol.RELEASE_MEMORY.name, protocol.RESUME_MEMORY.name
 
 
 class Process:
-    """An engine as SGLang is one: told to give up what it has given up, to take back what it has, or to give memory up
-    while it works, it ends.
+    """An engine that ends as SGLang does if it must release what it has released, resume what it has, or release memory
+    while requests run.
 
-    asked: what it was told, over all its restarts. failing: at this endpoint it dies, hangs or refuses, once
+    asked: the requests over all its restarts; failing: an endpoint at which it dies, hangs or refuses, once
     """
 
     name, log, is_gone = "engine", "engine.log", False
@@ -35,7 +35,7 @@ class Process:
         self.released: set[str] = set()
         self.asked: list[str] = []
         self.failing: tuple[str, str] | None = None
-        self.running = 0  # looks at its queue that still find something there
+        self.running = 0  # how many checks of the queue still find requests
 
     def exit_code(self) -> int | None:
         return self.code
@@ -59,7 +59,7 @@ class Process:
 
 
 class Client:
-    """Of a Process."""
+    """The client of a Process."""
 
     def __init__(self, process: Process, timeout_s: float) -> None:
         self.process, self.timeout_s = process, timeout_s
@@ -99,7 +99,7 @@ class Client:
 
 
 class Trainer:
-    """Two engines of ours, or given ones, and what the run does for those that are started again."""
+    """Two engines that mrl started, or given ones, with the run's handling of restarted engines."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, ours: bool = True, restarts: int = 3) -> None:
         self.processes = [Process(f"http://{i}") for i in range(2)]
@@ -121,7 +121,7 @@ class Trainer:
 
     @property
     def asked(self) -> list[list[str]]:
-        """Since it was looked at last."""
+        """Returns the requests since the last call, by engine."""
         found = [process.asked[:] for process in self.processes]
         for process in self.processes:
             process.asked.clear()

@@ -1,4 +1,4 @@
-"""Responses that end early and continue with the next weights: by stub engines in this process."""
+"""Responses that are aborted and continue with the next weights, with stub engines in this process."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ WAIT_S = 20.0
 
 
 class Slow(StubProcess):
-    """Generates a token every 10 ms: its position. Answers requests that are aborted with the tokens they have, and
-    those that have none as SGLang's queue does.
+    """An engine that generates a token every 10 ms; the token is its position. It answers aborted requests with the
+    tokens they have, and those without any as SGLang's queue does.
 
-    first: prompt lengths of all requests; aborts: how often all were aborted
+    first: prompt lengths of all requests; aborts: number of aborts of all requests
     """
 
     def __init__(self) -> None:
@@ -99,7 +99,8 @@ def test_without_interruption_responses_in_flight_are_waited_for(slow: Slow) -> 
 
 
 def test_the_time_of_a_weight_sync_does_not_count_as_the_engines(slow: Slow) -> None:
-    """A sync takes three times as long as a request may, and 500 requests wait: none is lost, no engine restarted."""
+    """The time of a weight sync does not count towards request time-outs. A sync takes three times the time-out while
+    500 requests wait: none is lost and no engine is restarted."""
     with start([slow], concurrent_requests=50, vocab_size=1000, timeout_s=2.0) as engine:
         engine.versions |= {"0", "1"}
         dispatcher = engine.dispatcher
@@ -137,7 +138,8 @@ def test_a_stop_text_that_may_have_begun_is_generated_again() -> None:
 
 
 def test_a_token_keeps_the_experts_that_it_first_went_to() -> None:
-    """[place, version] of prompt and response; asked from where the earlier request knew them."""
+    """A token keeps its first experts, [place, version], for prompt and response. The continued request asks only for
+    experts that the earlier one lacks."""
 
     def experts(start: int, end: int, version: int) -> np.ndarray:
         found = np.stack([np.arange(start, end), np.full(end - start, version)], 1)[:, None].astype(np.uint8)

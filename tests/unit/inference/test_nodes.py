@@ -1,4 +1,4 @@
-"""Who shares a node, and what rank 0 hears of the engines of another one. Engines are stand-ins here."""
+"""Ranks that share a node, and rank 0's view of engines on another node. The engines are stubs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KEY = "a" * 64
 
 
 class StandIn:
-    """What an agent asks of an EngineProcess."""
+    """The parts of an EngineProcess that an agent uses."""
 
     def __init__(self, number: int) -> None:
         self.name, self.url, self.log = f"engine {number}", f"http://127.0.0.1:{number}", Path(f"engine_{number}.log")

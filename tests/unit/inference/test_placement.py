@@ -1,4 +1,4 @@
-"""Engines on the GPUs that they are given, which are made up here."""
+"""Engines on their assigned GPUs. The GPUs are simulated."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def spec(rollout: RolloutConfig, machine: Machine, index: int = 0, folder: Path 
 def test_an_engine_sees_its_own_gpus_first_and_all_others(
     monkeypatch: pytest.MonkeyPatch, named: str | None, visible: list[str]
 ) -> None:
-    """By the names that a scheduler gave them. CUDA IPC reads memory of GPUs that the reader sees, no other's."""
+    """An engine sees its own GPUs first and then all others, under the names that the scheduler gave. CUDA IPC reads
+    only memory of GPUs that the reading process sees."""
     if named is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
     rollout = RolloutConfig(servers=2, tensor=2, gpus=(3, 1, 0, 2))

@@ -1,4 +1,4 @@
-"""Dispatch of requests over engines that hang, break connections, or receive weights: by stubs in this process."""
+"""Dispatch of requests over engines that hang, break connections, or receive weights, with stubs in this process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ META = {"finish_reason": {"type": "stop"}, "weight_version": "0", "output_token_
 
 
 class Process(StubProcess):
-    """`behave` runs before each answer; a restart ends it."""
+    """An engine that calls `behave` before each answer; a restart resets it."""
 
     def __init__(self, behave: Callable[[], object]) -> None:
         self.behave: Callable[[], object] = behave
@@ -63,7 +63,8 @@ def requests(count: int) -> list[Request]:
 
 
 def test_engines_go_on_while_a_restarted_one_receives_its_weights(start: Start) -> None:
-    """For three times as long as a request may take; in the thread that waits for the samples."""
+    """Other engines continue while a restarted one receives its weights for three times the request time-out. The
+    thread that waits for the samples sends the weights."""
     engine, (hangs, other) = start(lambda: time.sleep(9), lambda: time.sleep(0.05), timeout_s=1.0)
     syncs: list[tuple[threading.Thread, float, float]] = []
 

@@ -1,4 +1,4 @@
-"""An engine's answer is believed only where it is what was asked for; samples far from the trainer's are refused."""
+"""Answers of engines are checked against the request, and samples too far from the trainer's log-probs are refused."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def good() -> dict[str, Any]:
 
 
 def changed(path: str, value: Any) -> Any:
-    """`good()` with one value replaced, or left out where that is None."""
+    """Returns `good()` with one value replaced, or removed if `value` is None."""
     answer = at = good()
     *above, last = path.split(".")
     for name in above:
@@ -110,7 +110,7 @@ def test_a_bad_answer_is_refused_by_sample_and_field(name: str) -> None:
 
 
 def test_an_answer_to_another_request_is_not_taken_for_its_own() -> None:
-    """As of a server in between that mixes them up."""
+    """An answer to another request is refused, as from a proxy that mixes answers up."""
     name, other = (generate_body(ASKED, SamplingParams())["rid"] for _ in range(2))
     content = json.dumps(good() | {"meta_info": good()["meta_info"] | {"id": other}}).encode()
     assert read_answer(ASKED, content, EXPECTED, other).request is ASKED
@@ -223,7 +223,7 @@ def test_a_server_that_would_not_survive_pushes_or_tells_no_true_log_probs_is_kn
 
 
 def test_every_parameter_of_sampling_is_named_in_every_request() -> None:
-    """What is left out a server may have its own values for."""
+    """Every request names every sampling parameter, because a server may have other defaults."""
     params = generate_body(ASKED, SamplingParams())["sampling_params"]
     assert set(params) == set(SamplingBody.__annotations__)
     bends = {"min_p", "frequency_penalty", "presence_penalty", "min_new_tokens", "ignore_eos", "stop", "stop_token_ids"}
@@ -234,7 +234,7 @@ def test_every_parameter_of_sampling_is_named_in_every_request() -> None:
 
 
 def rollout(gaps: list[list[float]]) -> tuple[Rollout, torch.Tensor]:
-    """Samples of data rows 10, 11, ... whose engine's log-probs are -1, and the trainer's, which are `gaps` less."""
+    """Returns samples of rows 10, 11, ... with log-probs of -1, and the trainer's, which are lower by `gaps`."""
     lengths = torch.tensor([len(row) for row in gaps])
     trainers = -1.0 - torch.tensor([gap for row in gaps for gap in row])
     engine = -torch.ones(int(lengths.sum()))
@@ -284,12 +284,12 @@ def check_exact(gaps: list[list[float]], born: list[int], **limits: float | None
     made = replace(made, weight_versions=torch.full((len(gaps),), max(born)), token_weight_versions=torch.tensor(born))
     where, version = torch.ones_like(trainers, dtype=torch.bool), max(born)
     judge = MismatchLimits(MismatchConfig(**limits), print, exact=True)
-    judge.check(made, trainers + 0.02, where, version=version, same=False)  # after an update of the step
+    judge.check(made, trainers + 0.02, where, version=version, same=False)  # after an update in the same step
     judge.check(made, trainers, where, version=version)
 
 
 def test_the_weights_of_a_warm_up_are_one_version() -> None:
-    """The critic's alone: four steps without a push of new weights, whatever they were called after a restart."""
+    """A critic warm-up is one version: four steps without a sync, although restarts named other versions."""
     made, trainers = rollout([[0.01, 0.01, 0.01], [0.02, 0.02, 0.02]])
     made = replace(made, weight_versions=torch.tensor([0, 5]), token_weight_versions=torch.tensor([0, 0, 3, 5, 5, 6]))
     everywhere = torch.ones_like(trainers, dtype=torch.bool)
@@ -307,7 +307,8 @@ def test_the_weights_of_a_warm_up_are_one_version() -> None:
 
 
 def test_in_float32_less_is_too_far_of_tokens_of_the_weights_of_now() -> None:
-    """What bf16 might have too. Tokens of other weights may be further, and those of a policy that has been updated."""
+    """In float32 a smaller gap is refused for tokens of the newest weights, though bf16 might cause it. Tokens of other
+    weights, and of an already updated policy, may differ more."""
     noise, off = [[2e-5, 4e-5, 1e-4]] * 3, [2e-5, 0.02, 0.01]
     message = r"step 4: .*float32, .* the 12 tokens .* with the weights of step 7: 0\.0025 nats a token in the mean "
     with pytest.raises(

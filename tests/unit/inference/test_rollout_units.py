@@ -1,4 +1,4 @@
-"""Seeds, the sampler's arithmetic, the shim's kernels and the payload reader, without any server."""
+"""Seeds, the sampler's arithmetic, the shim's kernels and the payload reader, without a server."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_seeds_are_distinct_reproducible_and_in_range() -> None:
 
 
 def murmur3(data: bytes) -> int:
-    """MurmurHash3_x86_32 with seed 0, by its definition; len(data) is a multiple of 4."""
+    """Returns MurmurHash3_x86_32 with seed 0 by its definition; len(data) is a multiple of 4."""
     m, h = 0xFFFFFFFF, 0
     for i in range(0, len(data), 4):
         k = int.from_bytes(data[i : i + 4], "little") * 0xCC9E2D51 & m
@@ -75,7 +75,7 @@ def test_the_hash_is_murmur3() -> None:
 
 
 def plain_draw(log_probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """As sglang's multinomial_with_seed: noise for every token, in float64."""
+    """Draws as sglang's multinomial_with_seed does, with noise for every token in float64."""
     u = murmur_hash32_cpu(seeds, positions, torch.arange(log_probs.shape[1])).double() / ((1 << 32) - 1)
     noise = -(-u.log().clamp(min=torch.finfo(torch.float64).min, max=-(2.0**-32))).log()
     assert float(noise.mean()) == pytest.approx(0.5772, abs=0.05)
@@ -85,7 +85,7 @@ def plain_draw(log_probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Te
 @pytest.mark.parametrize("spread", [0.0, 1.0, 5.0, 100.0])
 @pytest.mark.parametrize("vocab", [50, 3000, 70_000])
 def test_draws_are_those_of_noise_on_every_token(vocab: int, spread: float) -> None:
-    """Of flat distributions and of certain ones; with tokens that may not be drawn, equal ones and broken rows."""
+    """Draws equal those with noise for every token: flat and peaked rows, excluded tokens, ties and NaN."""
     torch.manual_seed(0)
     rows = 10_000 // vocab + 20
     log_probs = (spread * torch.randn(rows, vocab)).log_softmax(1)
@@ -142,13 +142,13 @@ def test_batched_attention_equals_one_request_at_a_time(
     torch.manual_seed(0)
     heads, kv_heads, dim = 4, 2, 8
     k_cache, v_cache = torch.randn(2, 100, kv_heads, dim)
-    k_cache[0] = v_cache[0] = 1e4  # slot 0 stands in for padding: it must never be seen
+    k_cache[0] = v_cache[0] = 1e4  # slot 0 is padding, which must never be read
     table = torch.randperm(99)[:66].view(3, 22).int() + 1
     prefix, new = torch.tensor([0, 5, 3]), torch.tensor([7, 2, 9])
     lens = prefix + new
 
     def reference(query: torch.Tensor, row: int, length: int) -> torch.Tensor:
-        """query [q, heads, dim]: the last q tokens of the first `length`."""
+        """Returns the attention of query [q, heads, dim], the last q tokens of the first `length`."""
         slots = table[row, :length].long()
         k, v = (c[slots].transpose(0, 1).repeat_interleave(heads // kv_heads, 0) for c in (k_cache, v_cache))
         at, key = torch.arange(length - len(query), length)[:, None], torch.arange(length)[None]
@@ -173,7 +173,7 @@ def test_batched_attention_equals_one_request_at_a_time(
 @pytest.mark.parametrize("width", [32, 24], ids=["in_place", "gathered"])
 @pytest.mark.parametrize("window", [None, 3])
 def test_a_token_s_attention_has_the_same_bits_in_any_batch(window: int | None, width: int) -> None:
-    """Of keys and values, and of latent vectors, which are both."""
+    """A token's attention is bitwise equal in every batch, for keys and values and for latent vectors."""
     torch.manual_seed(0)
     k_cache = torch.randn(100, 2, width)
     v_cache = torch.randn(100, 2, width) if width == 32 else k_cache[..., :16]
@@ -227,7 +227,7 @@ def test_rows_of_products_and_functions_have_the_same_bits_however_many_there_ar
 
 
 class StockRotary:
-    """As sglang's RotaryEmbedding rotates, a head's first `rotary` channels."""
+    """Rotates the first `rotary` channels of each head as sglang's RotaryEmbedding does."""
 
     def __init__(self, rotary: int, is_neox_style: bool = True) -> None:
         self.head_size, self.is_neox_style = 8, is_neox_style
@@ -252,7 +252,7 @@ class StockRotary:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("rotary, neox", [(8, True), (4, True), (4, False)], ids=["whole", "part", "interleaved"])
 def test_rotations_in_whole_rows_are_the_stock_ones(rotary: int, neox: bool, dtype: torch.dtype) -> None:
-    """For new positions where the old ones were in memory, too, and for positions of another number."""
+    """Rotations of whole rows equal the stock ones, also if positions change in place or in number."""
     module = SimpleNamespace(RotaryEmbedding=type("Rotary", (StockRotary,), {}))
     layers.rotations_in_whole_rows(module)
     layer = module.RotaryEmbedding(rotary, neox)
@@ -292,7 +292,7 @@ class Evil:
 
 
 class EvilTensor:
-    """The way past a check of names alone: torch's own loader, given a pickle of its own."""
+    """Bypasses a check of names alone: it calls torch's own loader with a malicious pickle."""
 
     def __reduce__(self) -> tuple[Any, tuple[bytes]]:
         return torch.storage._load_from_bytes, (pickle.dumps(Evil()),)
@@ -372,7 +372,7 @@ def test_engines_of_a_model_that_is_not_tiny_share_the_cores_that_ranks_leave(
         assert threads(tiny, engine=engine) == "1"
         assert threads(tiny, engine=engine, threads=3) == "3"
         assert threads(real, engine=engine) == "8"
-        assert threads(real, 4, engine=engine, servers=2) == "4"  # ranks wait for them
+        assert threads(real, 4, engine=engine, servers=2) == "4"  # the ranks wait meanwhile
         assert threads(real, 4, engine=engine, max_staleness=1) == "4"
         assert threads(real, 8, engine=engine, max_staleness=1) == "1"
     assert threads(real, tensor=2) == "1"

@@ -1,4 +1,4 @@
-"""Engines that score sequences for distillation: what is asked, what is read, and what an error says."""
+"""Engines that score sequences for distillation: requests, answers, and errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mrl.ports import free_port
 
 
 def scores(body: dict[str, Any]) -> Any:
-    """Log-probs that name their tokens: token t has -t, and its row t and t + 1."""
+    """Returns log-probs that identify their tokens: token t has -t, and its top tokens are t and t + 1."""
     start, ids = body["logprob_start_len"], body["input_ids"]
     rows = [[-float(token), token, None] for token in ids[start:]]
     meta: dict[str, Any] = {"input_token_logprobs": [[None, ids[start], None], *rows[1:]]}

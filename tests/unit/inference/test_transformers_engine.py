@@ -1,4 +1,4 @@
-"""The transformers engine in this process: it draws what a request says, from logits as they are."""
+"""The transformers engine in this process: it samples as requested, from unmodified logits."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_stop_strings_are_read_after_a_push_from_a_directory_without_a_tokenizer
 
 
 FAST = ("llama", "gemma3_text", "deepseek_v3", "gpt_oss")
-ENDS = [3, 30, 2, 1, 21, 5, 20, 4]  # after so many tokens
+ENDS = [3, 30, 2, 1, 21, 5, 20, 4]  # the response ends after this number of tokens
 
 
 def of_many_lengths(worker: Worker) -> list[Job]:
@@ -99,7 +99,8 @@ def of_many_lengths(worker: Worker) -> list[Job]:
     "family", [family if family in FAST else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES]
 )
 def test_rows_that_have_ended_leave_the_others(family: str, tiny_models: TinyModels) -> None:
-    """Which draw what they draw alone, from a cache of the rows that are left: windows, latent vectors, experts too."""
+    """Finished rows leave the batch, and the others generate as they do alone, from the remaining rows' cache, also
+    with sliding windows, latent vectors and experts."""
     worker = Worker(str(tiny_models(family)), torch.float32, "cpu", 8)
     alone, together = of_many_lengths(worker), of_many_lengths(worker)
     wanted = [worker.generate(job) for job in alone]
@@ -120,11 +121,11 @@ def test_rows_that_have_ended_leave_the_others(family: str, tiny_models: TinyMod
     [
         family if family in FAST else pytest.param(family, marks=pytest.mark.slow)
         for family in FAMILIES
-        if family not in DELTA_FAMILIES  # transformers' convolution and rule, whose bits do
+        if family not in DELTA_FAMILIES  # their convolution and delta rule in transformers depend on the batch
     ],
 )
 def test_bits_do_not_depend_on_the_batch(family: str, tiny_models: TinyModels) -> None:
-    """Alone, in pairs, and all together, padded to the longest prompt."""
+    """Tokens and log-probs are bitwise equal for requests alone, in pairs, and all together with padding."""
     worker = Worker(str(tiny_models(family)), torch.float32, "cpu", 8)
 
     def drawn(size: int) -> list[tuple[list[int], list[float]]]:

@@ -31,7 +31,7 @@ F32 = np.float32
 
 
 def table(exponent_bits: int, mantissa_bits: int, largest: float) -> list[float]:
-    """Every number of the format that is not negative, in order; its place is even where its last bit is 0."""
+    """Returns all non-negative numbers of the format in order. An even index means an even last bit."""
     bias = 2 ** (exponent_bits - 1) - 1
     found = []
     for exponent, mantissa in itertools.product(range(2**exponent_bits), range(2**mantissa_bits)):
@@ -45,7 +45,7 @@ TABLES = {E4M3: table(4, 3, 448.0), E5M2: table(5, 2, 57344.0)}
 
 
 def nearest(value: float, dtype: torch.dtype) -> float:
-    """Of the format, ties to an even last bit, at most its largest."""
+    """Returns the nearest number of the format, ties to an even last bit, at most the format's largest."""
     if math.isnan(value):
         return value
     numbers, size = TABLES[dtype], min(abs(value), TABLES[dtype][-1])
@@ -57,7 +57,7 @@ def nearest(value: float, dtype: torch.dtype) -> float:
 
 
 def own_scale(recipe: Recipe, amax: float, dtype: torch.dtype) -> tuple[float, float]:
-    """(what a value is multiplied by before the cast, and after it), each a float32."""
+    """Returns (the factor before the cast, the factor after it), each as a float32."""
     largest = TABLES[dtype][-1]
     if recipe.scaling == "mxfp8":
         ratio = float(F32(amax) * F32(1 / largest))
@@ -74,7 +74,7 @@ def own_scale(recipe: Recipe, amax: float, dtype: torch.dtype) -> tuple[float, f
 
 
 def slow(x: Tensor, recipe: Recipe, role: Role, along: int) -> Tensor:
-    """Element by element."""
+    """Rounds element by element."""
     dtype = E5M2 if recipe.hybrid and role == "gradient" else E4M3
     rows, columns = x.shape
     size = {"current": None, "delayed": None, "blockwise": 128, "mxfp8": 32}[recipe.scaling]
@@ -95,8 +95,8 @@ def slow(x: Tensor, recipe: Recipe, role: Role, along: int) -> Tensor:
 
 
 def values(seed: int, rows: int = 130, columns: int = 70) -> Tensor:
-    """Of many magnitudes, with ties, zeros of both signs, subnormal numbers, blocks of zeros, and edges that are no
-    whole blocks."""
+    """Returns values of many magnitudes, with ties, zeros of both signs, subnormal numbers, blocks of zeros, and
+    partial blocks at the edges."""
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, columns, generator=g) * torch.exp(3 * torch.randn(rows, 1, generator=g))
     x[::7] = x[::7].sign() * 2.0 ** torch.randint(-9, 9, x[::7].shape, generator=g) * 1.0625
@@ -141,8 +141,7 @@ def test_a_tensor_of_one_value_keeps_it(scaling: str, fill: float) -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_what_is_not_finite_stays_seen_or_saturates(name: str) -> None:
-    """With a scale of 1 an infinity becomes the format's end; mxfp8 has no scale for it, and the rest of its block is
-    lost. A NaN is never hidden."""
+    """Infinity saturates with a scale of 1; in mxfp8 the rest of its block is lost. A NaN stays visible."""
     recipe, x = RECIPES[name], values(0)[:, :64].clone()
     x[5, 3] = math.inf
     got = recipe.rounded(x, "input", 1)
@@ -167,7 +166,7 @@ def test_every_number_of_a_format_is_kept_and_every_tie_goes_to_even() -> None:
 
 
 def products(recipe: Recipe, x: Tensor, w: Tensor, g: Tensor, scales: Scales | None = None) -> tuple[Tensor, ...]:
-    """y, dx, dw."""
+    """Returns y, dx, dw."""
     x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
     y = fp8_linear(x, w, None, recipe, scales)
     y.backward(g)
@@ -200,7 +199,8 @@ def test_the_error_of_a_layer_is_the_format_s(name: str) -> None:
 
 
 def test_rows_of_other_sizes_tell_blocks_from_tensors() -> None:
-    """Scaled by the largest of all, rows that are far smaller become zeros; a block sees its own row alone."""
+    """Rows of different magnitude distinguish blocks from tensors. A scale of the whole tensor turns far smaller rows
+    into zeros; a block depends on its own row only."""
     x, w, g = gaussian()
     x = x * torch.exp(6 * torch.randn(256, 1, generator=torch.Generator().manual_seed(1)))
     want = x.double() @ w.double().T
@@ -213,10 +213,11 @@ def test_rows_of_other_sizes_tell_blocks_from_tensors() -> None:
 
 
 def test_columns_of_other_sizes_are_the_gradient_s_blocks() -> None:
-    """dx sums over the outputs: there a block of 32 follows what one of 128 does not, and a tensor even less."""
+    """dx sums over the outputs. A block of 32 follows their different magnitudes, a block of 128 less, and a scale of
+    the tensor least."""
     x, w, g = gaussian()
     size = torch.exp(6 * torch.randn(512 // 32, generator=torch.Generator().manual_seed(2))).repeat_interleave(32)
-    g, w = g * size, w / size[:, None]  # every output counts the same in dx
+    g, w = g * size, w / size[:, None]  # every output contributes equally to dx
     want = g.double() @ w.double()
     errors = {
         name: float((products(RECIPES[name], x, w, g)[1] - want).norm() / want.norm())
@@ -240,7 +241,7 @@ def test_delayed_scales_by_what_was() -> None:
     current = products(Recipe("current", hybrid=True), x, w, g)
     for mine, theirs in zip(second, current, strict=True):
         assert float((mine - theirs).norm() / theirs.norm()) < 0.08
-    for size in (0.5, 0.5):  # the larger one leaves a history of 2
+    for size in (0.5, 0.5):  # the larger value leaves the history of 2
         scales.roll(torch.full((3,), size))
     assert torch.equal(scales.scale, torch.tensor([448.0, 448.0, 57344.0]))
     scales.roll(torch.tensor([0.0, math.inf, 0.5]))

@@ -1,4 +1,4 @@
-"""The gated delta rule and its convolution over packed sequences: what one token after the other gives, in float64."""
+"""The gated delta rule and its convolution over packed sequences, against one token at a time in float64."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def starts(lengths: tuple[int, ...] = LENGTHS) -> Tensor:
 
 
 def inputs(tokens: int = sum(LENGTHS)) -> list[Tensor]:
-    """query, key, value, decay, beta"""
+    """Returns query, key, value, decay, beta."""
     g = torch.Generator().manual_seed(0)
     shapes = (KEY_HEADS, KEY), (KEY_HEADS, KEY), (HEADS, VALUE), (HEADS,), (HEADS,)
     drawn = [torch.randn(tokens, *shape, generator=g, dtype=torch.float64) for shape in shapes]
@@ -29,7 +29,7 @@ def inputs(tokens: int = sum(LENGTHS)) -> list[Tensor]:
 
 
 def one_by_one(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-    """The rule's definition, for one sequence."""
+    """Computes the rule by its definition for one sequence."""
     query, key = (
         (x / (x.square().sum(-1, keepdim=True) + EPS).sqrt()).repeat_interleave(HEADS // KEY_HEADS, 1)
         for x in (query, key)
@@ -68,7 +68,7 @@ def test_the_convolution_is_torch_s_of_each_sequence() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("changed", range(len(LENGTHS)))
 def test_no_bit_of_another_sequence_changes(changed: int, dtype: torch.dtype, value: float) -> None:
-    """Bits of results and gradients, if another sequence changes or is NaN."""
+    """Results and gradients stay bitwise equal if another sequence changes or is NaN."""
     chunks, other = (
         Chunks.make(starts(), CHUNK, CPU),
         torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS)),

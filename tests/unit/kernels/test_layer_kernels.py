@@ -1,4 +1,4 @@
-"""The gradients of layers' elementwise parts: float64 by finite differences, bfloat16 against that."""
+"""Gradients of layers' elementwise kernels: float64 by finite differences, bfloat16 against float64."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mrl.kernels import layers
 from mrl.kernels.attention import SHORT, attention
 
 ANGLES = torch.arange(9, dtype=torch.float64).view(3, 1, 3)
-COS, SIN = ANGLES.cos().repeat(1, 1, 2), torch.cat([-ANGLES.sin(), ANGLES.sin()], -1)  # of 6 of 8 channels
+COS, SIN = ANGLES.cos().repeat(1, 1, 2), torch.cat([-ANGLES.sin(), ANGLES.sin()], -1)  # for 6 of 8 channels
 KERNELS: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
     "swiglu": (layers.swiglu, ((3, 8),)),
     "geglu": (layers.geglu, ((3, 8),)),
@@ -41,7 +41,7 @@ def test_gradients(name: str) -> None:
 @pytest.mark.parametrize("masked", [False, True], ids=["causal", "masked"])
 @pytest.mark.parametrize("keys", [24, SHORT // 16 + 8], ids=["short", "long"])
 def test_attention(keys: int, masked: bool) -> None:
-    """Queries that share keys; of the short ones also that the values are torch's to the bit."""
+    """Attention in bfloat16 against float64, with grouped queries; short inputs give torch's values bit for bit."""
     gen = torch.Generator().manual_seed(5)
     queries = 16 if masked else keys
     shapes = ((2, 4, queries, 16), (2, 2, keys, 16), (2, 2, keys, 16), (2, 4, queries, 16))

@@ -16,7 +16,7 @@ N, VOCAB, T = 7, 30, 0.7
 
 
 def numbers(dtype: torch.dtype, scale: float = 1.0) -> tuple[Tensor, ...]:
-    """Student's hidden states and weight, teacher's, and token weights; the last three ids are padding."""
+    """Returns the student's hidden states and weight, the teacher's, and token weights. Three ids are padding."""
     gen = torch.Generator().manual_seed(3)
     shapes = (N, 5), (VOCAB + 3, 5), (N, 9), (VOCAB + 3, 9)
     made = [(scale * torch.randn(*shape, generator=gen)).bfloat16().to(dtype) for shape in shapes]
@@ -50,7 +50,7 @@ def test_it_equals_the_formula_and_so_do_its_gradients(
 
 @pytest.mark.parametrize(("kind", "mix"), DIVERGENCES)
 def test_probabilities_that_vanish_give_finite_numbers(kind: str, mix: float) -> None:
-    """At logits of hundreds, most probabilities are 0 in float32."""
+    """Vanishing probabilities give finite numbers. With logits of hundreds, most probabilities are 0 in float32."""
     wanted, gradients = reference(kind, mix, scale=16.0)
     h, w, g, v, weights = numbers(torch.float32, scale=16.0)
     found = linear_divergence(h, w, (g, v), Divergence(kind, mix), weights, T, 0, VOCAB)
@@ -62,7 +62,7 @@ def test_probabilities_that_vanish_give_finite_numbers(kind: str, mix: float) ->
 
 
 def top_tokens(top_k: int, scale: float = 1.0) -> TopTokens:
-    """The teacher's, from float64."""
+    """Returns the teacher's top tokens, computed in float64."""
     _, _, g, v, _ = numbers(torch.float64, scale)
     found = ((g @ v[:VOCAB].T) / T).log_softmax(-1).topk(top_k, -1)
     return TopTokens(found.indices, found.values.float())
@@ -89,8 +89,8 @@ def test_top_tokens_equal_the_formula_of_their_outcomes(
 
 @pytest.mark.parametrize(("kind", "mix"), DIVERGENCES)
 def test_top_tokens_of_the_whole_vocabulary_are_the_divergence_itself(kind: str, mix: float) -> None:
-    """Up to the probability that the remainder has at least. Missing tokens of a row and ids that the student lacks
-    count for nothing."""
+    """Top tokens of the whole vocabulary give the full divergence, up to the minimum probability of the remainder.
+    Missing entries of a row, and ids that the student lacks, count for nothing."""
     wanted, _ = reference(kind, mix)
     h, w, _, _, weights = numbers(torch.float32)
     top = top_tokens(VOCAB)

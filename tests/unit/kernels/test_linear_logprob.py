@@ -1,4 +1,4 @@
-"""Log-probs and entropies of the fused kernel keep their digits at large logits. Under tensor parallelism: see
+"""Log-probs and entropies of the fused kernel stay accurate at large logits. For tensor parallelism see
 tests/distributed/models/test_models.py."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("each_form")
 
 
 def at_logits(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The kernel with these very logits: the identity for hidden states, in chunks that do not divide them."""
+    """Runs the kernel with exactly these logits: hidden states are the identity; chunks do not divide the rows."""
     made = linear_log_prob(torch.eye(len(logits)), logits.T.contiguous(), labels, 1.0, 0, logits.shape[1], chunk=3)
     assert torch.equal(made[2].bool(), logits.gather(1, labels[:, None])[:, 0] == logits.amax(-1))
     return made[:2]
@@ -26,7 +26,7 @@ def at_logits(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("level", [0.0, 100.0, -100.0])
 def test_log_probs_are_right_to_a_millionth(level: float) -> None:
-    """Of labels that are all but certain, likely and hopeless."""
+    """Log-probs are accurate to a millionth for labels that are nearly certain, likely, and very unlikely."""
     gen = torch.Generator().manual_seed(0)
     logits = level + torch.randn(8, 50, generator=gen)
     logits[:4, 7] = level + torch.tensor([12.0, 14.0, 9.0, 20.0])
@@ -62,7 +62,7 @@ ADVANTAGES = torch.randn(7, generator=torch.Generator().manual_seed(2))
 
 
 def clipped(log_probs: Tensor, entropy: Tensor, rows: slice = slice(None)) -> Tensor:
-    """A loss like PPO's: flat for some tokens, else of ratio and entropy."""
+    """A loss like PPO's: constant for some tokens, else of ratio and entropy."""
     advantages = ADVANTAGES[rows].to(log_probs.dtype)
     ratio = 2 * (0.1 * log_probs).exp()
     return (torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.6, 1.2)) - 0.1 * entropy).sum()
@@ -79,7 +79,7 @@ def slopes_of(loss: Callable[[Tensor, Tensor, slice], Tensor], entropy: bool) ->
 
 
 def numbers(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """hidden, weight, labels; the last three rows of the weight are padding."""
+    """Returns hidden, weight, labels. The last three rows of the weight are padding."""
     gen = torch.Generator().manual_seed(1)
     hidden, weight = torch.randn(7, 5, generator=gen), 3 * torch.randn(33, 5, generator=gen)
     labels = torch.randint(0, 30, (7,), generator=gen)
@@ -87,7 +87,7 @@ def numbers(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def gradients(dtype: torch.dtype, entropy: bool, chunk: int = 2, **how: Any) -> tuple[Tensor, ...]:
-    """Of hidden and weight, by 3 * the loss; by plain float64 for that dtype."""
+    """Returns the gradients of hidden and weight for 3 * the loss; dtype float64 uses plain torch."""
     h, w, labels = numbers(dtype)
     if dtype == torch.float64:
         log_p, entropies = log_probs.compute((h @ w[:30].T), labels, 0.7)
@@ -99,7 +99,7 @@ def gradients(dtype: torch.dtype, entropy: bool, chunk: int = 2, **how: Any) -> 
 
 @pytest.mark.parametrize("entropy", [False, True])
 def test_gradients_are_those_of_log_softmax(entropy: bool) -> None:
-    """Formed while the log-probs are, or from logits that are computed again."""
+    """Gradients equal those of log_softmax, computed with the log-probs or from recomputed logits."""
     wanted = gradients(torch.float64, entropy)
     assert all(gradient.abs().max() > 0.01 for gradient in wanted)
     formed = gradients(torch.float32, entropy, loss_gradients=slopes_of(clipped, entropy))
@@ -111,8 +111,8 @@ def test_gradients_are_those_of_log_softmax(entropy: bool) -> None:
 @pytest.mark.parametrize("chunk", [2, 7])
 @pytest.mark.parametrize("entropy", [False, True])
 def test_bfloat16_costs_its_own_rounding_only(entropy: bool, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it is multiplied as float32 only results are rounded; where a processor multiplies it, logits and the
-    gradient of the logits are too."""
+    """bfloat16 costs only its own rounding. If products are in float32, only results are rounded; if the processor
+    multiplies bfloat16, logits and their gradients are rounded too."""
     wanted = gradients(torch.float64, entropy)
     for is_wide, bound in ((True, 2.0**-8), (False, 2.0**-5)):
         monkeypatch.setattr(head_products, "has_bfloat16", lambda is_wide=is_wide: not is_wide)
@@ -123,7 +123,7 @@ def test_bfloat16_costs_its_own_rounding_only(entropy: bool, chunk: int, monkeyp
 
 
 class AsOnGpu(head_products.PlainProducts):
-    """Operands of bfloat16 whose logits are float32, and whose gradients' products can wait."""
+    """bfloat16 operands with float32 logits, whose gradients' products can be deferred, as on a GPU."""
 
     last: ClassVar[AsOnGpu]
 
@@ -162,8 +162,8 @@ def test_nothing_waits_for_a_frozen_weight(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("each_form", ["torch"], indirect=True)
 def test_gradcheck() -> None:
-    """Gradients from recomputed logits against finite differences, gradients formed in the forward pass against those.
-    In float64, which the C kernels leave to torch."""
+    """Gradients from recomputed logits equal finite differences, and gradients from the forward pass equal those. In
+    float64, which the C kernels leave to torch."""
     h, w, labels = numbers(torch.float64)
 
     def loss(hidden: Tensor, weight: Tensor, **how: Any) -> Tensor:

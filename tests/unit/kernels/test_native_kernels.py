@@ -1,4 +1,4 @@
-"""Kernels in C for CPUs: what they compute, against float64 and torch's forms, and where there are none."""
+"""C kernels for CPUs against float64 and torch's forms, and the cases in which they are not used."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mrl.kernels.native import head as native_head
 from mrl.kernels.native.attention import NativeAttention, Segments
 
 WITHOUT = native.problem() or ""
-NO_FAULT = ("there is no C compiler", "cannot be used", "MRL_KERNELS=")  # of theirs, but this machine's or user's
+NO_FAULT = ("there is no C compiler", "cannot be used", "MRL_KERNELS=")  # of the kernels themselves
 pytestmark = pytest.mark.skipif(any(words in WITHOUT for words in NO_FAULT), reason=WITHOUT)
 
 
@@ -33,7 +33,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def plain(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], object]:
-    """Calls a function with torch's forms."""
+    """Returns a function that calls a function with torch's forms."""
 
     def call(function: Callable[[], object]) -> object:
         with monkeypatch.context() as patch:
@@ -45,7 +45,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], o
 
 @pytest.fixture
 def c_serves(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fails a test that has called nothing in C."""
+    """Fails a test that has not called any C kernel."""
     stock, called = native.call, []
 
     def call(name: str, *arguments: Any) -> int:
@@ -62,7 +62,7 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 
 def results(function: Callable[..., Tensor], *inputs: Tensor, grad: Tensor) -> list[Tensor]:
-    """Its value and gradients."""
+    """Returns the function's value and gradients."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     made = function(*leaves)
     return [made, *torch.autograd.grad(made, leaves, grad.to(made.dtype))]
@@ -119,7 +119,7 @@ def test_heads_that_lie_beside_others_are_rotated_where_they_are() -> None:
 
 
 def segments_of(*parts: tuple[list[int], range], results: list[int]) -> Segments:
-    """parts: a segment's keys, and which of these are its queries."""
+    """Returns segments. parts: the keys of each segment, and which of them are its queries"""
     queries, asked = [len(asking) for _, asking in parts], [keys[i] for keys, asking in parts for i in asking]
     return Segments(
         query_starts=torch.tensor([0, *queries]).cumsum(0),
@@ -135,7 +135,7 @@ def segments_of(*parts: tuple[list[int], range], results: list[int]) -> Segments
 def slow_attention(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, of: Segments, window: int | None
 ) -> Tensor:
-    """One query after the other."""
+    """Computes attention one query at a time."""
     out, share = query.new_zeros(len(of.results), *query.shape[1:]), query.size(1) // key.size(1)
     for s, (begin, end) in enumerate(itertools.pairwise(of.query_starts.tolist())):
         tokens = of.keys[of.key_starts[s] : of.key_starts[s + 1]]
@@ -150,7 +150,7 @@ def slow_attention(
     return out
 
 
-# Tokens that several segments share, in no order; queries of a part of them; segments that ask nothing; single ones.
+# Tokens shared by segments in any order, queries for a part of them, segments without queries, single tokens.
 SHARED = [*range(70, 20, -1)]
 PARTS_OF_ATTENTION = (
     (SHARED, range(50)),
@@ -163,7 +163,7 @@ PARTS_OF_ATTENTION = (
 
 
 def attention_cases() -> list[Any]:
-    """All windows and sinks of a shape with shared keys, and one of each other shape; the rest is slow."""
+    """Returns all windows and sinks for one shape, and one case of each other shape; the rest is slow."""
     cases, whole = [], (6, 2, 32)
     shapes = ((4, 2, 16), (1, 1, 80), (2, 2, 64), whole)
     for shape, with_sinks, window in itertools.product(shapes, (False, True), (None, 1, 21)):
@@ -175,7 +175,7 @@ def attention_cases() -> list[Any]:
 @pytest.mark.usefixtures("c_serves")
 @pytest.mark.parametrize(("heads", "groups", "channels", "with_sinks", "window"), attention_cases())
 def test_attention(window: int | None, with_sinks: bool, heads: int, groups: int, channels: int) -> None:
-    """Queries that share keys, tokens whose heads lie beside others, and numbers that fill no vector."""
+    """Attention with shared keys, strided heads, and sizes that fill no vector register."""
     count = sum(len(asking) for _, asking in PARTS_OF_ATTENTION)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(4))
     of = segments_of(*PARTS_OF_ATTENTION, results=order.tolist())
@@ -268,7 +268,7 @@ def test_whitening_of_what_is_far_from_zero() -> None:
 @pytest.mark.usefixtures("c_serves")
 @pytest.mark.parametrize("n", [1, 16, 5000])
 def test_the_clipped_loss(n: int, plain: Callable[..., list[Tensor]]) -> None:
-    """Some log-ratios beyond the furthest, or not finite."""
+    """The clipped loss with log-ratios beyond the limit, and non-finite ones."""
     old, advantage, noise, weight, of_metrics = draw(5, n)
     new = old + torch.where(torch.arange(n) % 11 == 0, 25.0, 0.3) * noise
     clip = clipped_loss.Clip(0.2, 0.28, 3.0, 20.0)
@@ -292,7 +292,7 @@ def test_the_clipped_loss(n: int, plain: Callable[..., list[Tensor]]) -> None:
 def test_the_loss_head_s_rows(
     words: int, dtype: torch.dtype, with_entropy: bool, plain: Callable[..., list[Tensor]]
 ) -> None:
-    """Blocks with a new maximum each, and rows that lie apart."""
+    """Rows of the loss head with a new maximum in each block, and with strided rows."""
     x = (3 * draw(6, words + 3) + torch.linspace(0, 30, words + 3)).to(dtype)[:, :words]
     labels = head_rows.LabelColumns.of(torch.tensor([0, 1, 2, 3, 4, 99_999]), 0, words)
     loss_gradients = draw(6, seed=1), draw(6, seed=2) if with_entropy else None
@@ -323,7 +323,7 @@ def test_a_gradient_in_bfloat16_is_rounded_as_torch_rounds() -> None:
 @pytest.mark.usefixtures("c_serves")
 @pytest.mark.parametrize("vocab", [3, 16, 500, 5003])
 def test_draws_are_torch_s(vocab: int, plain: Callable[[Callable[[], Tensor]], Tensor]) -> None:
-    """The same tokens, whatever is masked, sure, or not finite."""
+    """Draws the same tokens as torch with masked, certain and non-finite probabilities."""
     log_probs = (4 * draw(400, vocab)).log_softmax(-1)
     log_probs[:100, 1:-1] = -torch.inf
     log_probs[100:120] = -torch.inf

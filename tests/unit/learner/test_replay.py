@@ -1,4 +1,4 @@
-"""The replay buffer: what is kept, what is drawn, and that old log-probs stay with their samples."""
+"""The replay buffer: which samples are kept and drawn, and that old log-probs stay with their samples."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PER_PROMPT = 2
 
 
 class OneRank:
-    """What `Replay` needs of the world, alone."""
+    """The parts of World that `Replay` uses, on one rank."""
 
     is_main = True
 
@@ -34,7 +34,7 @@ class OneRank:
 
 
 def new_samples(step: int, prompts: int = 3) -> Rollout:
-    """A token says which step, sample and place it is of; its log-prob is a function of it."""
+    """Returns a rollout whose tokens encode step, sample and position; log-probs are a function of the token."""
     count = prompts * PER_PROMPT
     generator = torch.Generator().manual_seed(step)
     prompt_lens, responses = (torch.randint(1, 6, (count,), generator=generator) for _ in range(2))
@@ -70,16 +70,16 @@ def config(buffer: int, drawn: int, age: int | None = None) -> ReplayConfig:
 
 
 def a_step(replay: Replay, step: int) -> tuple[Rollout, Any, dict[str, float]]:
-    """As the loop has it: old log-probs of new tokens are the trainer's, of old ones what came from the buffer."""
+    """Runs a step as the loop does: old log-probs are the trainer's, or the buffer's for replayed tokens."""
     mixed, reused, metrics = replay.mix(new_samples(step))
-    trainers = log_prob(response_tokens(mixed)) + 5.0 * step  # the policy moves: no two steps agree on a token
+    trainers = log_prob(response_tokens(mixed)) + 5.0 * step  # the policy changes: no two steps agree on a token
     old = trainers if reused is None else torch.where(reused.tokens, reused.old_log_probs, trainers)
     replay.keep(mixed, reused, old)
     return mixed, reused, metrics
 
 
 def steps_of(mixed: Rollout) -> Tensor:
-    """The step that each sample was drawn in."""
+    """Returns the step in which each sample was generated."""
     return mixed.rows // 10 if mixed.rows is not None else torch.empty(0)
 
 
@@ -128,7 +128,7 @@ def test_old_and_new_groups_are_mixed_over_the_mini_batches() -> None:
 
 
 class Policy:
-    """A trainer whose log-probs are the engine's on what is new, and off by `gap` on what is old."""
+    """A trainer whose log-probs equal the engine's for new samples, and differ by `gap` for replayed ones."""
 
     def __init__(self, gap: float, reused: Reused) -> None:
         self.gap, self.reused = gap, reused
@@ -139,7 +139,8 @@ class Policy:
 
 @pytest.mark.parametrize("importance", [None, "token"])
 def test_the_ratio_of_an_old_sample_is_to_the_policy_that_drew_it(importance: str | None) -> None:
-    """With importance weights it is to the present one, and the weight counts the rest."""
+    """The ratio of a replayed sample is to the policy that generated it. With importance weights it is to the present
+    policy, and the weight covers the rest."""
     replay = Replay(config(buffer=9, drawn=4), 1, OneRank())  # type: ignore[arg-type]
     for step in range(3):
         mixed, reused, _ = a_step(replay, step)
@@ -230,7 +231,7 @@ def saved_and_read(buffer: ReplayBuffer) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_the_weights_that_drew_a_sample_are_known_after_a_resume(kept: bool) -> None:
-    """Of a checkpoint too that did not say which."""
+    """The weight versions of replayed samples survive a resume, also from a checkpoint that lacks them."""
     replay = Replay(config(buffer=9, drawn=4), 1, OneRank())  # type: ignore[arg-type]
     for step in range(3):
         a_step(replay, step)
@@ -252,7 +253,7 @@ def test_a_step_with_other_log_probs_than_tokens_is_not_kept() -> None:
 
 def test_pictures_are_replayed_too() -> None:
     def pictured(step: int) -> Rollout:
-        """As many pictures as the number of the sample's row in the step; each shows the row."""
+        """Returns new samples. A sample has as many images as its row's number; each image encodes the row."""
         plain = new_samples(step)
         assert plain.rows is not None
         counts = plain.rows % 10

@@ -1,4 +1,4 @@
-"""Attention, rope and initialisation by themselves."""
+"""Attention, rope and initialization, tested without a model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengt
 
 
 def tokens_of_rank(lengths: list[int], cp: int, rank: int) -> torch.Tensor:
-    """Places, in the uncut packed batch, of the tokens that a rank holds."""
+    """Returns the positions in the complete packed batch of the tokens that a rank holds."""
     parts = []
     for piece in torch.arange(sum(lengths)).split(lengths):
         chunks = piece.chunk(2 * cp)
@@ -92,7 +92,7 @@ def test_a_sequence_that_is_too_long_for_the_kernel_in_c_goes_by_torch(monkeypat
 def test_results_of_some_tokens_are_those_that_all_give(
     wanted: Iterable[int], few_ask: bool, cp: int, window: int | None
 ) -> None:
-    """Whether the others ask or not; of a rank that has none of them too."""
+    """Attention for some tokens equals that of all, whether or not others have queries, and on a rank without any."""
     lengths = [8, 136, 64, 16, 200, 8, 144]
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(sum(lengths), heads, 16, generator=g, requires_grad=True) for heads in (4, 2, 2))
@@ -117,7 +117,8 @@ def test_results_of_some_tokens_are_those_that_all_give(
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("cp", [1, 2])
 def test_a_sink_is_a_score_more_that_stands_for_no_token(cp: int, window: int | None) -> None:
-    """Against a softmax over the scores and it, in float64; gradients too, its own among them."""
+    """A sink acts as an additional score without a token. Values and gradients, the sink's included, equal a float64
+    softmax over scores and sink."""
     lengths, g = [8, 136, 16, 64], torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(sum(lengths), heads, 16, generator=g, requires_grad=True) for heads in (4, 2, 2))
     sinks, weights = torch.randn(4, generator=g, requires_grad=True), torch.randn(sum(lengths), 4, 16, generator=g)

@@ -1,5 +1,4 @@
-"""fp8 where GPUs are needed, as far as it can be looked at without one: what Megatron is told, weights that are held in
-fp8, engines in fp8."""
+"""The parts of fp8 on GPUs that can be tested without one: Megatron's settings, weights held in fp8, engines in fp8."""
 
 from __future__ import annotations
 
@@ -82,7 +81,7 @@ def test_main_weights_start_from_what_was_loaded_and_not_from_what_was_drawn() -
     assert torch.equal(parameter.get_high_precision_init_val(), values)
     read = fp8_params.values_of(parameter)
     assert not torch.equal(read, values) and torch.equal(read, parameter.dequantize()) and not read.requires_grad
-    parameter.clear_high_precision_init_val()  # the optimizer has taken it
+    parameter.clear_high_precision_init_val()  # as the optimizer does once it has copied the values
     fp8_params.write(parameter, 2 * values)
     assert torch.equal(fp8_params.values_of(parameter), 2 * read)
     plain = nn.Parameter(torch.zeros(4, 8))
@@ -155,7 +154,7 @@ def test_the_engine_is_started_in_the_form_of_what_is_pushed() -> None:
 
 
 class Source:
-    """Two matrices of a layer and what is left alone."""
+    """Two matrices of layers, and tensors that are not quantized."""
 
     arch: Any = None
     names = ("model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.gate.weight",

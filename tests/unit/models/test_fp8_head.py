@@ -1,4 +1,4 @@
-"""The loss head in emulated fp8: its three products take rounded operands, whatever the chunks."""
+"""The lm_head in emulated fp8: its three products use rounded operands, for any chunk size."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ RECIPES = {name: Recipe(name, hybrid) for name, hybrid in HYBRID.items()}  # typ
 
 
 def numbers() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """hidden, weight, labels, the loss' weight of each row."""
+    """Returns hidden, weight, labels, and the weight of each row in the loss."""
     g = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(300, 256, generator=g), 0.06 * torch.randn(384, 256, generator=g)
     return hidden, weight, torch.randint(0, 380, (300,), generator=g), torch.randn(300, generator=g)
 
 
 def made(products: Products, chunk: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs and the gradients of hidden states and matrix."""
+    """Returns log-probs and the gradients of hidden states and weight."""
     hidden, weight, labels, counts = numbers()
     hidden.requires_grad_(), weight.requires_grad_()
     log_probs, *_ = linear_log_prob(hidden, weight, labels, 0.9, 0, 380, chunk=chunk, products=products)
@@ -52,7 +52,7 @@ def test_the_three_products_take_rounded_operands(name: str) -> None:
     got = made(partial(RoundedProducts, recipe=recipe))
     torch.testing.assert_close(got[0], log_p.gather(1, labels[:, None])[:, 0], rtol=1e-5, atol=1e-5)
     for mine, want in zip(got[1:], (d_hidden, d_weight), strict=True):
-        assert float((mine - want).norm() / want.norm()) < 2e-3  # an ulp in dx may round to the next number
+        assert float((mine - want).norm() / want.norm()) < 2e-3  # one ulp in dx may round to the next number
     spread = linear_distribution(hidden, weight, labels, 0.9, 0, 380, products=partial(RoundedProducts, recipe=recipe))
     assert torch.equal(spread[0], got[0])
 
@@ -65,7 +65,7 @@ def test_chunks_of_whole_blocks_change_nothing(name: str) -> None:
 
 
 def test_log_probs_and_gradients_are_off_by_what_fp8_has_of_digits() -> None:
-    """RMS error of a log-prob in nats, and of both gradients relative to their size."""
+    """Errors match fp8's precision: RMS in nats for log-probs, relative for both gradients."""
     exact = made(PlainProducts)
     for name, recipe in RECIPES.items():
         log_probs, *gradients = made(partial(RoundedProducts, recipe=recipe))
@@ -83,8 +83,8 @@ def test_weight_gradients_may_stay_as_they_are() -> None:
 
 @pytest.mark.parametrize("wgrad", [True, False])
 def test_transformer_engine_s_products_follow_the_recipe(monkeypatch: pytest.MonkeyPatch, wgrad: bool) -> None:
-    """Its casts and products are torch's here: which of them are made is looked at. Those of later chunks are added to
-    the first's, in place."""
+    """transformer-engine's products follow the recipe. Its casts and products are imitated in torch, and the test
+    checks which are called. Products of later chunks are added to the first chunk's in place."""
     layouts = {"TN": lambda a, b: b @ a.T, "NN": lambda a, b: b @ a, "NT": lambda a, b: b.T @ a}
     seen: list[str] = []
 

@@ -1,4 +1,4 @@
-"""`layers`: what the machine has, what the weights' dtype allows, and errors before anything starts."""
+"""`layers`: the kinds that the machine has, those that the weights' dtype allows, and errors before a start."""
 
 from __future__ import annotations
 

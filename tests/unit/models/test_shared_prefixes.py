@@ -1,4 +1,4 @@
-"""Tokens that sequences of a micro-batch begin with in common are there once, and nothing else changes."""
+"""Common prefixes of the sequences in a micro-batch are stored once, and the results do not change."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 def groups_of(*groups: tuple[int, list[int]], seed: int = 0, system: int = 0, vocab: int = 1000) -> Rollout:
-    """groups: tokens of the prompt, and of each response to it; system: with how many of them all prompts begin"""
+    """groups: (prompt tokens, tokens of each response); system: number of tokens that all prompts share"""
     g = torch.Generator().manual_seed(seed)
     start = torch.randint(1, vocab, (system,), generator=g)
     prompts, responses = [], []
@@ -38,7 +38,7 @@ def groups_of(*groups: tuple[int, list[int]], seed: int = 0, system: int = 0, vo
 
 
 def in_turns(rollout: Rollout, seed: int) -> Rollout:
-    """The same, of whose responses an environment has said a part, perhaps all."""
+    """Returns the rollout with a part of each response, perhaps all of it, as environment tokens."""
     after = torch.cat([torch.arange(n) >= p for n, p in zip(rollout.seq_lens, rollout.prompt_lens, strict=True)])
     drawn = after & (torch.rand(after.numel(), generator=torch.Generator().manual_seed(seed)) < 0.4)
     made = {**vars(rollout), "action_mask": drawn, "rollout_log_probs": torch.zeros(int(drawn.sum()))}
@@ -46,7 +46,7 @@ def in_turns(rollout: Rollout, seed: int) -> Rollout:
 
 
 def slow_common(rollout: Rollout, ids: list[int]) -> list[int]:
-    """One token after the other."""
+    """Computes the common prefixes one token at a time."""
     sequences = [x.tolist() for x in rollout.tokens.split(rollout.seq_lens.tolist())]
     drawn = (
         None
@@ -69,7 +69,7 @@ def slow_common(rollout: Rollout, ids: list[int]) -> list[int]:
 SOME = [
     groups_of((12, [5, 1, 30, 8]), (9, [3, 3]), (40, [2, 1, 6]), (5, [7])),
     groups_of((30, [4, 9]), (28, [2, 7, 1]), (33, [5]), seed=1, system=25),
-    groups_of((6, [9] * 5), (8, [4] * 6), seed=2, vocab=3),  # of two words: much is the same by chance
+    groups_of((6, [9] * 5), (8, [4] * 6), seed=2, vocab=3),  # with a vocabulary of three, much is equal by chance
     in_turns(groups_of((12, [25, 21, 30]), (2, [30, 20]), seed=3, vocab=3), 5),
     in_turns(groups_of((20, [1, 1, 2]), (1, [3, 30]), seed=4), 6),
 ]
@@ -90,7 +90,7 @@ def test_tokens_are_there_once_and_stand_for_all_that_were(rollout: Rollout, ord
     shared_index = once.shared_index
     there = int(rollout.seq_lens.sum()) - sum(common)
     assert once.tokens.numel() == -(-there // unit) * unit
-    whole = shared_index.numel()  # what is padded may be longer or shorter
+    whole = shared_index.numel()  # with the padding, it may be longer or shorter
     real = int(rollout.seq_lens.sum())
     assert torch.equal(once.tokens[0][shared_index[:real]], plain.tokens[0][:real])
     assert torch.equal(once.position_ids[0][shared_index[:real]], plain.position_ids[0][:real])
@@ -101,7 +101,7 @@ def test_tokens_are_there_once_and_stand_for_all_that_were(rollout: Rollout, ord
         once.output_positions.unique()
     ) == len(once.output_positions)
     assert torch.equal(once.labels, plain.labels) and torch.equal(once.response_indices, plain.response_indices)
-    before: dict[int, tuple[int, ...]] = {}  # all that a token stands for has come after the same ones
+    before: dict[int, tuple[int, ...]] = {}  # all sequences of a shared token have the same tokens before it
     for sequence, places in zip(
         plain.tokens[0][:real].split(rollout.seq_lens[ids].tolist()),
         shared_index[:real].split(rollout.seq_lens[ids].tolist()),
@@ -125,8 +125,8 @@ def test_what_saves_little_is_not_worth_it_and_what_is_cut_shares_nothing() -> N
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("rollout", SOME, ids=["groups", "system prompt", "two words", "turns", "turns of nothing"])
 def test_attention_of_shared_tokens_is_that_of_all(rollout: Rollout, window: int | None, some_ask: bool) -> None:
-    """Results, and the gradients of queries, keys and values: a shared token's are the sums of what it stands for. Of
-    the last layer, where only rows ask, too."""
+    """Attention over shared tokens equals attention over all: results, and the gradients of queries, keys and values,
+    which sum over a shared token's copies. Also in the last layer, where only some rows have queries."""
     ids = list(range(rollout.num_samples))
     plain, once = (pack(rollout, ids, 1, 0, 1, shares=shares) for shares in (False, True))
     assert once.shared_index is not None
@@ -157,7 +157,7 @@ def test_what_is_not_finite_in_one_sequence_is_not_seen_in_others(prompt: int) -
     q, k, v = (
         torch.randn(once.tokens.numel(), heads, 16, generator=torch.Generator().manual_seed(1)) for heads in (4, 2, 2)
     )
-    v[once.shared_index[prompt : prompt + 9]] = torch.nan  # the first one's response
+    v[once.shared_index[prompt : prompt + 9]] = torch.nan  # the first sample's response
     out = packed_attention(q, k, v, AttentionPlan.make(once.cu_seqlens, 1, 0, CPU, once.shared_index), 0.25)
     of_first = torch.zeros(len(out), dtype=torch.bool)
     of_first[once.shared_index[prompt - 1 : prompt + 9]] = True
@@ -166,7 +166,7 @@ def test_what_is_not_finite_in_one_sequence_is_not_seen_in_others(prompt: int) -
 
 
 class WholeSequences(torch.nn.Module):
-    """Of transformer-engine's attention what is asked here: `thd` inputs, one sequence after the other."""
+    """The used part of transformer-engine's attention: `thd` inputs, one sequence at a time."""
 
     def forward(self, q: Any, k: Any, v: Any, mask: None, attn_mask_type: Any, packed_seq_params: Any) -> torch.Tensor:
         lens = packed_seq_params.cu_seqlens_q.diff().tolist()
@@ -216,7 +216,7 @@ def arch(tmp_path_factory: pytest.TempPathFactory) -> ModelArch:
 
 
 def planned(arch: ModelArch, rollout: Rollout, dp: int, tokens: int = 10_000, **more: Any) -> list[list[list[int]]]:
-    """The samples of each rank's micro-batches."""
+    """Returns the samples of each rank's micro-batches."""
     found = []
     for rank in range(dp):
         mesh: Any = SimpleNamespace(dp=dp, dp_rank=rank, cp=1, cp_rank=0, pp=1, vpp=None, cfg=ParallelConfig())
@@ -227,7 +227,8 @@ def planned(arch: ModelArch, rollout: Rollout, dp: int, tokens: int = 10_000, **
 
 
 def test_samples_that_begin_alike_meet_as_far_as_ranks_stay_busy(arch: ModelArch) -> None:
-    """Three groups: of one rank all at once; of two, as three do not part evenly, halves; of twelve, each by itself."""
+    """Samples with common prefixes share a micro-batch if that keeps the ranks busy. Three groups: whole on one rank,
+    in halves on two (three groups cannot be divided evenly), one sample each on twelve."""
     rollout = groups_of((60, [20] * 4), (60, [20] * 4), (60, [20] * 4))
     assert planned(arch, rollout, 1) == [[list(range(12))]]
     for dp, size in ((2, 2), (3, 4), (6, 2), (12, 1)):
@@ -236,7 +237,7 @@ def test_samples_that_begin_alike_meet_as_far_as_ranks_stay_busy(arch: ModelArch
         assert all(len(ids) == 12 // dp for rank in plan for ids in rank)
         for ids in (ids for rank in plan for ids in rank):
             assert all(i // size * size + j in ids for i in ids for j in range(size)), (dp, ids)
-    within = planned(arch, rollout, 1, tokens=160)  # two samples a micro-batch, were none shared
+    within = planned(arch, rollout, 1, tokens=160)  # without sharing, two samples would fit into a micro-batch
     assert [[i // 2 for i in ids] for ids in sorted(within[0])] == [[i, i] for i in range(6)]
 
 

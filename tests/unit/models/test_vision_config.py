@@ -1,4 +1,4 @@
-"""Models that see pictures, by themselves: config.json, positions, weights."""
+"""Vision-language models without a run: config.json, positions, weights."""
 
 from __future__ import annotations
 

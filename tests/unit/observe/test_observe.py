@@ -1,4 +1,4 @@
-"""What a run leaves behind: directory and lock, metrics, display, samples, report."""
+"""Files of a run: directory and lock, metrics, display, samples, report."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from mrl.observe import (
     trackers,
     write_report,
 )
-from mrl.observe.curves import moving_mean, to_bytes
+from mrl.observe.curves import charts_of, draw, moving_mean, to_bytes
 from mrl.observe.lock import Lock
 from mrl.observe.progress import LiveDisplay, PlainDisplay, Progress, headlines
 from mrl.observe.report import image_grids
@@ -146,7 +146,7 @@ def record(run_dir: Path, steps: int = 3) -> None:
 
 
 def record_bare(run_dir: Path, steps: int = 3) -> None:
-    """Without anything to draw."""
+    """Logs steps without metrics to plot."""
     with Recorder(run_dir, steps, live=False) as recorder:
         for step in range(1, steps + 1):
             recorder.log(StepStats(step))
@@ -160,7 +160,7 @@ def test_recorder_writes_a_line_a_step_and_shows_it(tmp_path: Path, capsys: pyte
         with recorder.phase("rollout", stats):
             time.sleep(0.02)
         recorder.log(stats)
-        on_disk = json.loads((tmp_path / "metrics.jsonl").read_text())  # before close: flushed
+        on_disk = json.loads((tmp_path / "metrics.jsonl").read_text())  # flushed before close
         recorder.note("[bold]a note[/bold]")
     assert on_disk["step"] == 1 and on_disk["reward/mean"] == 0.5
     assert 0.04 <= on_disk["time/rollout"] < 10
@@ -192,7 +192,7 @@ def test_a_phase_that_fails_is_timed_and_the_error_passes(tmp_path: Path) -> Non
 def test_a_continued_run_replaces_the_abandoned_steps(tmp_path: Path) -> None:
     record(tmp_path, steps=5)
     file = tmp_path / "metrics.jsonl"
-    file.write_text(file.read_text() + '{"step": 6, "rew')  # killed while writing
+    file.write_text(file.read_text() + '{"step": 6, "rew')  # as if killed while writing
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
     with Recorder(tmp_path, 9, live=False) as recorder:
         recorder.log(StepStats(3, {"reward/mean": 9.0}))
@@ -299,8 +299,7 @@ def test_the_page_shows_the_pictures_of_validation_prompts(tmp_path: Path) -> No
         shown = replace(seen, request=replace(seen.request, prompt=prompt))
         save_samples(tmp_path, f"validation_step_{step}", [sample_row(shown)])
         save_pictures(tmp_path, [shown])
-    found = before_after(tmp_path)
-    assert found is not None
+    found = before_after(tmp_path)[""]
     assert [file.name for file in found.rows[0].pictures] == ["0_0.png", "0_1.png"]
     text = write_report(tmp_path).read_text()
     assert text.count("data:image/png;base64,iVBORyBmaXJzdA") + text.count("data:image/png;base64,iVBORyBzZWNvbmQ") == 2
@@ -308,10 +307,9 @@ def test_the_page_shows_the_pictures_of_validation_prompts(tmp_path: Path) -> No
 
 
 def test_before_and_after_compare_the_same_prompts(tmp_path: Path) -> None:
-    assert before_after(tmp_path) is None
+    assert before_after(tmp_path) == {}
     save_validations(tmp_path)
-    found = before_after(tmp_path)
-    assert found is not None
+    found = before_after(tmp_path)[""]
     assert (found.first_step, found.last_step, found.mean_before, found.mean_after) == (0, 10, 0.25, 1.0)
     assert [(r.prompt, r.answer, r.before, r.after) for r in found.rows] == [
         ("<p0>=", "s0", "wrong", "<b>good</b>"),
@@ -322,6 +320,32 @@ def test_before_and_after_compare_the_same_prompts(tmp_path: Path) -> None:
     assert isinstance(console.file, StringIO)
     text = console.file.getvalue()
     assert "0.250 → 1.000" in text and "wrong  (0.00)" in text and "right  (1.00)" in text
+
+
+def test_a_run_of_several_adapters_shows_each_one(tmp_path: Path) -> None:
+    """Curves, first and last values and answers of each adapter; each may have its own section `data`."""
+    config = {"data": {"answer_key": "solution"}, "adapters": {"math": {}, "code": {"data": {"answer_key": "tests"}}}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+    rows = [{"step": step, "math/reward/mean": 0.1 * step, "code/reward/mean": 0.05 * step} for step in (1, 10)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name in ("math", "code"):
+        (tmp_path / "adapters" / name / "rollouts").mkdir(parents=True)
+        save_validations(tmp_path / "adapters" / name)
+    assert [(name, len(found.rows)) for name, found in before_after(tmp_path).items()] == [("math", 2), ("code", 2)]
+    assert [found.rows[0].answer for found in before_after(tmp_path).values()] == ["s0", ""]
+    page = write_report(tmp_path).read_text()
+    for shown in ("math: training reward", "0.100 → 1.000", "code: training reward", "0.050 → 0.500"):
+        assert shown in page
+    assert page.count("Validation prompts before and after training") == 2
+    assert (tmp_path / "reward_curve.png").exists()
+
+
+def test_no_adapter_is_missing_from_a_curve() -> None:
+    """There are more lines than colors."""
+    names = [f"adapter_{i}" for i in range(12)]
+    rows = [{"step": step} | {f"{name}/reward/mean": i + step for i, name in enumerate(names)} for step in (1, 2)]
+    figure = draw(charts_of(names)[0], rows)
+    assert figure is not None and len(figure.axes[0].get_lines()) == 12
 
 
 def test_a_trajectory_is_shown_turn_by_turn_with_its_environments_words_apart(tmp_path: Path) -> None:
@@ -456,7 +480,7 @@ def test_a_followed_report_is_written_again_until_the_run_ends(tmp_path: Path, m
     record_bare(tmp_path, steps=1)
 
     def sleep(seconds: float) -> None:
-        """In the meantime the run makes a step, and another one, and ends."""
+        """Meanwhile the run makes a step, then another one, and then ends."""
         assert seconds == 7.0
         pages.append((tmp_path / "report.html").read_text())
         record_bare(tmp_path, steps=len(pages) + 1)

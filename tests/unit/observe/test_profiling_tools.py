@@ -1,4 +1,4 @@
-"""Ranges, captures and memory snapshots around the steps of a run, without a GPU: calls of CUDA's tools."""
+"""Profiler ranges, captures and memory snapshots around steps, without a GPU: the calls to CUDA's tools."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mrl.trainers.shared.profile import StepProfiler
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Calls of the tools, in order."""
+    """Returns the calls of the tools, in order."""
     made: list[str] = []
 
     @contextmanager
@@ -73,7 +73,7 @@ def test_torch_s_trace_names_the_phases(asked: list[str], tmp_path: Path) -> Non
 
 @pytest.fixture
 def allocator(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Torch's allocator of a GPU: how it was set up, and the function that it calls when memory runs out."""
+    """Imitates torch's GPU allocator. Returns its settings, and the function that it calls when memory runs out."""
     seen: dict[str, Any] = {}
     monkeypatch.setattr(profile, "rank", lambda: 0)
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **given: seen.update(given))

@@ -1,4 +1,4 @@
-"""What is in a run directory is kept, private, and without passwords; a full disk ends nothing but what it must."""
+"""A run directory is kept, private and without passwords; a full disk ends only what cannot work without it."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class TestNothingIsWrittenOver:
         refuse_existing(sft(tmp_path, name="another"))
         (run_dir / "checkpoints/step_1").mkdir(parents=True)
         (run_dir / "checkpoints/step_1/complete").touch()
-        refuse_existing(sft(tmp_path))  # it goes on from there
+        refuse_existing(sft(tmp_path))  # it resumes from there
 
     def test_a_run_that_did_not_get_far_is_no_obstacle(self, tmp_path: Path) -> None:
         with RunDir.open(sft(tmp_path)) as run_dir:
@@ -93,7 +93,8 @@ class TestNothingIsWrittenOver:
     def test_a_restart_begins_again_where_its_own_launch_has_written_alone(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """ft_launcher answers a refusal with a restart, and an attempt may die before it has looked."""
+        """A restart may start anew if only its own launch has written to the directory. ft_launcher answers a refusal
+        with a restart, and an attempt may end before it has checked the directory."""
         run_dir, cfg = left_by_a_run(tmp_path), sft(tmp_path, trackers=())
         before = (run_dir / "metrics.jsonl").read_bytes()
 
@@ -114,7 +115,7 @@ class TestNothingIsWrittenOver:
             start(cfg, 0)
 
     def test_who_was_told_to_stop_before_the_first_checkpoint_begins_again(self, tmp_path: Path) -> None:
-        """What had been written is kept, and the next run's is refused as ever."""
+        """A run stopped before the first checkpoint may start anew. Its files are kept; another run is refused."""
         run_dir, cfg, notes = left_by_a_run(tmp_path), sft(tmp_path, trackers=()), []
         before = (run_dir / "metrics.jsonl").read_bytes()
         told, on_rank_0 = SimpleNamespace(any=lambda warned: True), SimpleNamespace(note=notes.append)
@@ -146,7 +147,7 @@ class TestNothingIsWrittenOver:
         before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
         monkeypatch.setattr("mrl.config.loader.load", lambda *args, **more: sft(tmp_path))
         monkeypatch.setattr("mrl.preflight.checks.RUN_CHECKS", (check_directory,))
-        monkeypatch.setattr("mrl.preflight.memory.check_memory", lambda *args: ())  # there is no model
+        monkeypatch.setattr("mrl.preflight.memory.check_memory", lambda *args: ())  # there is no model to check
         assert main(["train", "config.yaml"]) == 1
         said = capfd.readouterr().err
         assert said.count("\n") == 1 and "run.existing=move_aside" in said
@@ -159,7 +160,7 @@ class TestPrivate:
         servers = {"scores": {"url": URL}}
         file = write_config(tmp_path, Path("model"), reward={"function": None, "manager": "remote", "servers": servers})
         content = yaml.safe_load(file.read_text())
-        del content["run"]["trackers"]  # a list in YAML
+        del content["run"]["trackers"]  # YAML has a list where the configuration has a tuple
         return RLConfig.model_validate(content)
 
     def test_passwords_are_not_written_down(self, cfg: RLConfig) -> None:

@@ -1,4 +1,4 @@
-"""Trackers that others run: what they get, when they are down, and when a run goes on."""
+"""External trackers: the data that they get, outages, and resumed runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WAIT_S = 30.0
 
 
 class Elsewhere(RemoteTracker):
-    """A tracker in this process. down: raises ConnectionError while it is true"""
+    """A tracker in this process. down: while true, it raises ConnectionError"""
 
     package: ClassVar[str] = "json"
 
@@ -53,7 +53,7 @@ def until(condition: Callable[[], object]) -> None:
 
 
 def log(run_dir: Path, remote: Elsewhere, steps: range, runs: dict[str, str] | None = None) -> str:
-    """A run of these steps, each with the loss `step / 10`; returns what it has shown."""
+    """Logs these steps, each with the loss `step / 10`; returns the tracker's run id."""
     sender = TrackerQueue("elsewhere", remote, run_dir, retry_s=0.01)
     recorder = Recorder(run_dir, 9, {"elsewhere": sender}, live=False)
     with recorder:
@@ -97,7 +97,7 @@ def test_what_never_arrived_is_named_and_sent_when_the_run_goes_on(
 
 
 def test_a_run_that_goes_on_is_the_same_run_there(tmp_path: Path) -> None:
-    """Also where the checkpoint alone knows its id; steps that are made again come again."""
+    """A resumed run is the same for the tracker, even if only the checkpoint has its id. Repeated steps are resent."""
     first = log(tmp_path, Elsewhere(), range(1, 6))
     again = Elsewhere()
     assert log(tmp_path, again, range(4, 7)) == first

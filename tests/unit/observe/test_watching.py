@@ -1,4 +1,4 @@
-"""Watching a run: what a step was, beside what the plan says of it; the page that shows it; trackers over a resume."""
+"""Watching a run: measured steps next to the plan, the page that shows them, and trackers across a resume."""
 
 from __future__ import annotations
 
@@ -117,7 +117,8 @@ def test_a_step_s_metrics_have_the_plan_of_what_it_did(ppo: Plan) -> None:
 
 
 def test_engines_are_drawn_where_they_are(ppo: Plan) -> None:
-    """Two nodes of four ranks, an engine of tensor 2 on the first GPUs of each, or of processes beside CPU ranks."""
+    """The page shows engines where they run: an engine of tensor 2 on the first GPUs of each node, or engine
+    processes next to CPU ranks."""
     keys = {"servers": 1, "tensor": 2}
     cfg = ppo.cfg.model_copy(update={"rollout": ppo.cfg.engines()[0].model_copy(update=keys)})  # type: ignore[index]
     archs = {name: model.arch for name, model in ppo.work.models.items()}
@@ -152,7 +153,8 @@ def sft_config(folder: Path, path: Path, dtype: str = "bfloat16", **run: Any) ->
 def test_each_step_says_what_it_was_beside_the_plan(
     tiny_models: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With a GPU's name, so that there is a plan; nothing is computed on one."""
+    """Each step reports its measurements next to the plan. The GPU's name is simulated, so that there is a plan;
+    nothing runs on a GPU."""
     monkeypatch.setattr(platform, "gpu_names", lambda: [H100])
     with sft.SFTLoop(sft_config(tmp_path, tiny_models("llama"), steps=2)) as loop:
         loop.fit()
@@ -169,7 +171,7 @@ def test_each_step_says_what_it_was_beside_the_plan(
 
 
 class Elsewhere(RemoteTracker):
-    """A tracker that remembers which runs were opened."""
+    """A tracker that records which runs were opened."""
 
     package: ClassVar[str] = "json"
     opened: ClassVar[list[str | None]] = []
@@ -206,7 +208,7 @@ def test_without_a_gpu_nothing_is_made_up_and_a_checkpoint_knows_the_tracker_s_r
     assert json.loads((run_dir / "plan.json").read_text())["why"] == "both need a GPU"
     assert not [name for row in rows for name in row if name.startswith("time/checkpoint_")]
 
-    (run_dir / "trackers/wandb.json").unlink()  # the checkpoint alone knows it now
+    (run_dir / "trackers/wandb.json").unlink()  # now only the checkpoint has the id
     monkeypatch.setattr(beside, "make_plan", lambda *_, **__: 1 / 0)
     monkeypatch.setattr(platform, "gpu_names", lambda: [H100])
     with sft.SFTLoop(sft_config(tmp_path, tiny_models("llama"), steps=3, trackers=("wandb",))) as loop:
@@ -240,7 +242,7 @@ RENEWED = {
 
 
 def profiled(monkeypatch: pytest.MonkeyPatch, file: Path, *words: str) -> AnyConfig:
-    """The configuration that `mrl profile` has started."""
+    """Runs `mrl profile` and returns the configuration that it starts."""
     started: list[AnyConfig] = []
     monkeypatch.setattr("mrl.commands.world.start_local", lambda cfg, *_: started.append(cfg) or 0)
     assert main(["profile", str(file), *words]) == 0
@@ -272,11 +274,11 @@ def test_a_run_with_a_long_beginning_can_be_profiled(
 def test_a_meter_counts_requests_at_once_and_the_time_with_any() -> None:
     seconds = iter([0.0, 1.0, 3.0, 4.0, 9.0, 10.0, 11.0])
     meter = Meter(now=lambda: next(seconds))
-    meter.begin(2)  # at 1
-    meter.begin(4)  # at 3
-    meter.end(6)  # at 4; idle until 9
-    meter.begin(1)  # at 9
-    load = meter.take()  # at 10
+    meter.begin(2)  # at time 1
+    meter.begin(4)  # at time 3
+    meter.end(6)  # at time 4; idle until 9
+    meter.begin(1)  # at time 9
+    load = meter.take()  # at time 10
     assert (load.requests, load.seconds, load.most) == (7, 4.0, 6)
     assert load.mean == pytest.approx((2 * 2 + 6 * 1 + 1 * 1) / 4)
     assert meter.take().most == 1, "what is still under way"
@@ -317,7 +319,7 @@ def test_numbers_of_a_step_s_line(value: float, form: str, text: str) -> None:
 
 
 def recorded(run_dir: Path) -> None:
-    """Three steps of a run on two GPUs, with everything that a run leaves for its page."""
+    """Records three steps of a run on two GPUs, with all files that the page uses."""
     with Recorder(run_dir, 3, live=False) as recorder:
         for step in (1, 2, 3):
             speed = {"perf/tokens_per_s": 900.0, "perf/tflop_per_s_per_rank": 400.0, "perf/mfu": 0.4}
@@ -338,7 +340,7 @@ def recorded(run_dir: Path) -> None:
 
 
 def cells(page: str, first: str) -> list[str]:
-    """Of the table row that begins with this."""
+    """Returns the cells of the table row that begins with `first`."""
     row = re.search(rf"<tr><td>{re.escape(first)}</td>(.*?)</tr>", page)
     assert row is not None, first
     return re.findall(r"<td[^>]*>(.*?)</td>", row[1])

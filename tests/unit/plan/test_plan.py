@@ -1,4 +1,4 @@
-"""`mrl plan`: the shipped recipes, who is where against Megatron's groups, the batch against the real planner."""
+"""`mrl plan`: the shipped recipes, placement against Megatron's groups, and batches against the real planner."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(autouse=True)
 def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the recipes' paths start."""
+    """Changes to the folder to which the recipes' paths are relative."""
     monkeypatch.chdir(ROOT)
 
 
@@ -142,7 +142,8 @@ def test_offload_takes_a_model_away_while_another_computes() -> None:
 
 
 def test_routing_replay_keeps_the_experts_of_every_token() -> None:
-    """Qwen3-30B-A3B: 8 of 128 in each of 48 layers. Of 600 experts a number takes two bytes."""
+    """Routing replay stores the experts of every token. Qwen3-30B-A3B has 8 of 128 in each of 48 layers; with 600
+    experts a number would take two bytes."""
 
     def items(mode: str) -> dict[str, float]:
         keys = f"actor.routing_replay={mode}", "batch.samples_per_minibatch=256"
@@ -177,7 +178,7 @@ def coded(arch: ModelArch, tokens: int) -> str:
 
 
 def test_engines_apart_share_no_memory() -> None:
-    """On GPUs of their own, or at addresses that the plan knows nothing of."""
+    """Separate engines share no memory with the trainer: on their own GPUs, or at unknown addresses."""
     together, gpus = plan_of("dapo_qwen7b_8gpu"), ",".join(map(str, range(8, 16)))
     apart = plan_of("dapo_qwen7b_8gpu", f"rollout.gpus=[{gpus}]", "rollout.release=none")
     assert together.engine is not None and apart.engine is not None
@@ -214,7 +215,8 @@ def test_the_plan_and_the_trainer_move_memory_alike() -> None:
 
 
 def test_a_teacher_has_a_phase_and_a_head_beside_the_actor_s() -> None:
-    """Qwen3-32B teaches a copy of itself: its weights are away in all other phases, the divergence is in the update."""
+    """A teacher has its own phase, and its head is next to the actor's in the update. Qwen3-32B teaches a copy of
+    itself, whose weights are offloaded in all other phases."""
 
     def items(*overrides: str) -> dict[str, dict[str, float]]:
         plan = plan_of("grpo_qwen32b_16gpu", *overrides)
@@ -249,7 +251,8 @@ def test_a_teacher_has_a_phase_and_a_head_beside_the_actor_s() -> None:
 
 
 def test_deltas_pay_below_a_share_of_changed_elements(capsys: pytest.CaptureFixture[str]) -> None:
-    """bfloat16: a changed element takes 3 bytes instead of 2, and 255 unchanged ones take 1."""
+    """Deltas pay below a share of changed elements. In bfloat16 a changed element takes 3 bytes instead of 2, and 255
+    unchanged ones take 1."""
     keys = ("sync.transport=distributed", "sync.delta={}")
     plans = [plan_of("grpo_qwen32b_disaggregated", *keys, gpu=gpu) for gpu in ("h100-80g", "a100-80g")]
     assert plan_of("grpo_qwen32b_disaggregated").delta_break_even is None
@@ -313,7 +316,7 @@ def test_micro_batches_are_those_of_the_real_planner(layout: dict[str, int], len
 
 def test_an_engine_s_weights_are_the_model_s() -> None:
     arch = load_arch("yaml_configs/models/Llama-3.1-70B")
-    assert weights_per_gpu(arch, 1, 2) == 2 * 70_553_706_496  # what the hub says of the model
+    assert weights_per_gpu(arch, 1, 2) == 2 * 70_553_706_496  # as the hub reports it for the model
     assert weights_per_gpu(arch, 8, 2) == pytest.approx(2 * 70_553_706_496 / 8, rel=1e-3)
 
 
@@ -346,7 +349,7 @@ def test_search_writes_a_configuration_that_fits(tmp_path: Path, capsys: pytest.
 
 
 def test_search_writes_the_plan_that_it_has_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing of the layout that CONFIG has comes back, and what was given by KEY=VALUE stays."""
+    """A search writes the plan that it printed. No layout of CONFIG reappears, and KEY=VALUE arguments stay."""
     config, out = tmp_path / "own.yaml", tmp_path / "found.yaml"
     own: dict[str, Any] = {
         "base": str(ROOT / "yaml_configs/grpo_qwen0.6b_1gpu.yaml"),
@@ -381,14 +384,15 @@ def test_search_writes_the_plan_that_it_has_printed(tmp_path: Path, capsys: pyte
 def test_a_search_without_a_result_says_why(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The layout that is written need not be one of that world."""
+    """A search without a result says why, even if the configuration's own layout does not fit that number of GPUs."""
     name, *options = arguments
     assert main(["plan", f"yaml_configs/{name}.yaml", "--search", *options]) == 1
     assert said in capsys.readouterr().out
 
 
 def test_engines_that_keep_their_memory_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    """Two models take turns: that is a matter of how much the engines hold."""
+    """Engines that keep their memory are named as the cause: the two models take turns, and whether they fit depends on
+    the engines' share."""
     assert main(["plan", "yaml_configs/ppo_llama70b_64gpu.yaml", "rollout.release=none"]) == 1
     assert "actor_update: rank 0 needs 125.0 GiB, its GPU has 80.0" in (printed := capsys.readouterr().out)
     assert "-> rollout.release: all (the engine holds 68.0 GiB meanwhile)" in printed
@@ -467,7 +471,8 @@ def test_dry_run_is_of_the_gpus_that_are_named(capsys: pytest.CaptureFixture[str
 
 
 def test_engines_on_nodes_of_their_own_are_counted_apart(capsys: pytest.CaptureFixture[str]) -> None:
-    """They want nothing of the trainer's GPUs, and each gets its weights by a broadcast of its own."""
+    """Engines on their own nodes are planned separately. They need nothing of the trainer's GPUs, and each gets its
+    weights by its own broadcast."""
     shared, apart = plan_of("grpo_qwen32b_16gpu"), plan_of("grpo_qwen32b_disaggregated")
     assert apart.engine is not None and apart.engine.gpus == () and apart.engine.engines == 4
     assert not any(item.owner == "engine" for _, phase in apart.worst.values() for item in phase.items)
@@ -484,7 +489,8 @@ def test_engines_on_nodes_of_their_own_are_counted_apart(capsys: pytest.CaptureF
 
 
 def test_a_micro_batch_of_all_samples_has_each_prompt_once() -> None:
-    """Two replicas of 32 samples in groups of 8, prompts of 64 tokens and responses of 24."""
+    """A micro-batch of all samples stores each prompt once: two replicas of 32 samples in groups of 8, prompts of 64
+    tokens and responses of 24."""
     model = SimpleNamespace(
         train=TrainConfig(), grid=SimpleNamespace(dp=2), layout=ParallelConfig(), arch=SimpleNamespace(vision=None)
     )

@@ -1,4 +1,4 @@
-"""What `mrl plan` knows of products, weights and engines in fp8."""
+"""`mrl plan` with products, weights and engines in fp8."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def seconds(plan: Plan, phase: str, what: str) -> float:
 )
 def test_the_matrices_of_every_rank_are_those_that_it_builds(model: str, layout: dict[str, Any], world: int) -> None:
     arch, parallel = load_arch(MODELS / model), ParallelConfig(**layout)
-    if arch.experts is not None:  # 128 of them in each of 48 layers that are alike
+    if arch.experts is not None:  # 128 experts in each of 48 equal layers: four layers suffice
         arch = replace(arch, layers=arch.layers[:4])
     grid = Grid(parallel, world)
     for rank in (0, world - 1):

@@ -1,4 +1,4 @@
-"""Which fused parts can be used: told from packages that only look like them, once, with the reason."""
+"""Usable fused packages: they are distinguished from packages that only look like them, once, with a reason."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from mrl.platform.features import _gpu_tests
 
 @pytest.fixture
 def with_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What is told of it is forgotten before and after."""
-    platform.install()  # this machine's
+    """Imitates a machine with CUDA and clears the cached result before and after."""
+    platform.install()  # with the adaptations of this machine
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     fused.transformer_engine_problem.cache_clear()
     yield
@@ -26,7 +26,7 @@ def with_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_a_machine_is_asked_once(with_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python does not remember that a package is absent, and every micro-batch asks."""
+    """A package is looked for once. Python does not cache that a package is absent, and every micro-batch asks."""
     asked: list[str] = []
     monkeypatch.setattr(fused, "import_problem", lambda module: asked.append(module) or "absent")
     assert [platform.transformer_engine_usable() for _ in range(3)] == [False] * 3

@@ -1,4 +1,4 @@
-"""What a process does with its GPU, with `torch.cuda` imitated."""
+"""A process and its GPU, with `torch.cuda` imitated."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mrl.weights.sync.transports.background import InBackground
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """gpus(n) makes n of them visible."""
+    """Returns gpus(n), which makes n GPUs visible."""
 
     def make(count: int) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
@@ -38,7 +38,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_the_gpu_of_a_process(
     count: int, local_rank: str, device: str, gpus: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of one visible GPU each (Slurm's --gpus-per-task=1) it is the first, whatever the rank on the node."""
+    """The device of a process. If each sees one GPU (Slurm's --gpus-per-task=1), it is the first one for all ranks."""
     gpus(count)
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     assert platform.device() == torch.device(device)
@@ -57,8 +57,8 @@ def test_a_thread_takes_its_process_device(
 
 
 def test_threads_that_meet_tensors_take_the_device_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new thread's current GPU is number 0: the writer of a synchronous checkpoint would copy from another one
-    without waiting for its stream."""
+    """Threads that use tensors select the device first. A new thread's current GPU is number 0, so the writer of a
+    synchronous checkpoint would copy from another GPU without waiting for its stream."""
     done: list[tuple[str, str]] = []
 
     def note(what: str) -> Any:
@@ -79,9 +79,9 @@ def test_threads_that_meet_tensors_take_the_device_first(monkeypatch: pytest.Mon
 
 
 class Event:
-    """CUDA's, on a stream of pretended work: recorded when the device comes to it."""
+    """A CUDA event on a simulated stream: it is complete when the device reaches it."""
 
-    queued, reached = 0.0, 0.0  # seconds of work: given to the device so far, and done
+    queued, reached = 0.0, 0.0  # seconds of work: submitted to the device so far, and done
 
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing
@@ -99,7 +99,7 @@ class Event:
 
 @pytest.fixture
 def stream(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """stream(timers, name, seconds): Megatron's schedule around a pass of that length."""
+    """Returns stream(timers, name, seconds), which runs Megatron's schedule around a pass of that length."""
     gpus(1)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *args: pytest.fail("the host waited"))
@@ -116,10 +116,11 @@ def stream(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_on_gpus_the_time_of_passes_is_what_a_rank_has_worked(stream: Any) -> None:
-    """The host of a fast rank's GPU spins while it waits for the others: its processor time is no work."""
+    """On GPUs a rank's work is the time of its passes. The host of a fast rank spins while it waits for others, so its
+    processor time is no measure."""
     timers = platform.pass_timers()
     stream(timers, "forward-compute", 3.0)
-    stream(timers, "forward-recv", 9.0)  # from another stage: waiting
+    stream(timers, "forward-recv", 9.0)  # receiving from another stage counts as waiting
     stream(timers, "backward-compute", 4.0)
     assert platform.busy_seconds() == 0.0, "nothing is done yet"
     Event.reached = 12.0
@@ -132,7 +133,7 @@ def test_on_gpus_the_time_of_passes_is_what_a_rank_has_worked(stream: Any) -> No
 def test_a_slow_rank_is_told_by_the_time_of_its_passes(stream: Any) -> None:
     def ranks(row: Any) -> list[list[float]]:
         own = list(row)
-        return [own, [own[0], own[1], own[2] * 9, *own[3:]], own]  # the second one's passes take nine times as long
+        return [own, [own[0], own[1], own[2] * 9, *own[3:]], own]  # the second rank's passes take nine times as long
 
     stragglers = StragglerDetector(ranks, peers=0, every_steps=1, ratio=2.0)
     with stragglers.timed("update"):

@@ -1,4 +1,4 @@
-"""What is done otherwise on GPUs to be fast there gives the same; told without one."""
+"""Code paths that are faster on GPUs give the same results; tested without a GPU."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.unit.weights.test_weights_table import small_arch  # noqa: E402
 
 
 def tensors() -> list[Tensor]:
-    """Of several dtypes and shapes, one without elements, one a number, one with gaps, one longer than a buffer."""
+    """Returns tensors of several dtypes and shapes: one empty, one scalar, one with gaps, one longer than a buffer."""
     numbers = torch.Generator().manual_seed(0)
     return [
         torch.arange(7),
@@ -75,7 +75,8 @@ def test_what_is_sent_together_arrives_apart(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("cp", [1, 2])
 def test_attention_with_keys_of_their_own_is_the_same(cp: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on CUDA with a mask or in float32, where what shares keys would hold all scores."""
+    """Attention with repeated keys gives the same result. CUDA needs it with a mask or in float32, where grouped keys
+    would store all scores."""
     numbers = torch.Generator().manual_seed(0)
     lengths = torch.tensor([8, 136, 64])
     plan = attention.AttentionPlan.make(torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]), cp, 0,
@@ -104,7 +105,8 @@ def test_only_flash_attention_shares_keys(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_wide_products_spare_the_logits_and_the_weight_s_gradient_a_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `out_dtype` does on CUDA, imitated: bfloat16 factors, float32 sums."""
+    """Wide products save one rounding of the logits and of the weight's gradient. They imitate `out_dtype` on CUDA:
+    bfloat16 factors, float32 sums."""
     numbers = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(64, 32, generator=numbers), torch.randn(96, 32, generator=numbers)
     labels = torch.randint(0, 96, (64,), generator=numbers)
@@ -131,9 +133,9 @@ def test_chunks_are_larger_where_kernels_are_launched() -> None:
     ("rows", "hidden", "at_once"),
     [
         (500, 4096, 500),  # less than a chunk
-        (8192, 4096, 8192),  # all, in the memory of a sum in float32
-        (8193, 4096, 3072),  # a GiB, in whole chunks
-        (3500, 1024, 3500),  # a GiB holds all
+        (8192, 4096, 8192),  # all rows, in the memory of one float32 sum
+        (8193, 4096, 3072),  # 1 GiB, in whole chunks
+        (3500, 1024, 3500),  # all fit into 1 GiB
         (8192, 1024, 3072),
     ],
 )
@@ -206,14 +208,14 @@ def test_sums_overlap_where_there_is_somebody_to_sum_with(
 
 
 def test_a_vocabulary_that_is_in_one_place_is_not_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To be compared with another stage's: without stages it would be copied to the host for nothing."""
+    """A vocabulary in one place is not read back; only several stages need a comparison of copies."""
     monkeypatch.setattr(load, "_digest", lambda tensor: pytest.fail("read back"))
     item: Any = SimpleNamespace(name="embedding", parameter=None, row=SimpleNamespace(kind="vocab", copy_of=None))
     assert load._tied_problems([item], SimpleNamespace(pp=1)) == []  # type: ignore[arg-type]
 
 
 def test_groups_are_made_when_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL makes all of them at the start where the default group knows its device."""
+    """Process groups are created on first use. NCCL creates all at the start if the default group has a device."""
     asked: list[dict[str, Any]] = []
     chosen: list[torch.device] = []
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
@@ -227,7 +229,7 @@ def test_groups_are_made_when_they_are_used(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """stage(rank of two, tokens of the micro-batches, sequence parallelism)"""
+    """Returns stage(rank of two, tokens of the micro-batches, sequence parallelism)."""
     monkeypatch.setattr(P2PCommunicator, "__init__", lambda self, group, config: None)
 
     def make(rank: int, tokens: list[int], sequence: bool = False) -> StaticShapeCommunicator:

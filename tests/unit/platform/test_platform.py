@@ -1,4 +1,4 @@
-"""The machine room: adaptations, features, process and optimizer-state helpers."""
+"""The platform package: adaptations, features, process and optimizer-state helpers."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_primed_adam_trains_like_a_fresh_one() -> None:
 def test_peak_memory_sees_an_allocation() -> None:
     platform.reset_peak_memory()
     before = platform.peak_memory_bytes()
-    fresh = torch.frombuffer(mmap.mmap(-1, 64 << 20), dtype=torch.uint8)  # the heap may have kept as much
+    fresh = torch.frombuffer(mmap.mmap(-1, 64 << 20), dtype=torch.uint8)  # the heap may reuse memory
     block = fresh.to(platform.device()).fill_(1)
     assert platform.peak_memory_bytes() - before > 32 << 20
     del block

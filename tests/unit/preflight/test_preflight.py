@@ -1,4 +1,4 @@
-"""`mrl preflight`: mistakes of every kind, each found before a process group, and named with what to do."""
+"""`mrl preflight`: mistakes of every kind are found before a process group exists, and named with a remedy."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_cpu_that_multiplies_bfloat16_slower_is_told(
 
 
 def test_several_things_are_wrong_at_once(run: Callable[..., tuple[int, dict[str, Any]]]) -> None:
-    """Of the files and of the machine."""
+    """All mistakes are reported at once, those in files and those of the machine."""
     edits = (
         in_config_json(vocab_size=328),
         written("train.jsonl", '{"prompt": "a"}\n{"answer": "a"}\n'),
@@ -136,7 +136,7 @@ def test_the_first_rank_of_another_node_looks_at_its_own_machine(
 def test_space_that_an_earlier_start_has_taken_counts(
     run: Callable[..., tuple[int, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its checkpoints are replaced."""
+    """The space of an earlier start's checkpoints counts as available, because the run replaces them."""
     older = Path("runs/run/checkpoints/step_1/actor")
     older.mkdir(parents=True)
     cfg = load("config.yaml", ["checkpoint.every_steps=1", "run.steps=9"])
@@ -211,7 +211,7 @@ def test_a_recipe_is_held_against_the_gpus_that_are_here(
 
 
 def test_an_all_reduce_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """In a world of one; tests/system/launcher/test_ranks.py has several."""
+    """`--network` measures an all-reduce in a world of one; tests/system/launcher/test_ranks.py has several ranks."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     try:

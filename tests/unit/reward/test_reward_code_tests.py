@@ -1,4 +1,4 @@
-"""Built-in reward "code": what counts as a test, and which tests are refused."""
+"""The built-in reward "code": accepted forms of tests, and refused tests."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_an_answer_without_tests_is_refused(answer: object, message: str) -> Non
         read_tests(answer)
 
 
-UNSPLIT = {  # a test that a program could pass without solving it, and why
+UNSPLIT = {  # a test that a program could pass without solving the problem, and why
     "f(3)": "it has no assertion",
     "assert True": "it has no assertion",
     "assert f(1) == 2 - ": "is not Python",

@@ -1,4 +1,4 @@
-"""Final answers and programs, found in the forms that models write."""
+"""Extraction of final answers and programs from the forms that models write."""
 
 from __future__ import annotations
 
@@ -98,9 +98,9 @@ def test_an_answer_that_math_cannot_read_is_found_before_the_run(answer: str) ->
 
 
 def test_math_reads_answers_of_a_real_model() -> None:
-    """50 responses of SmolLM2-135M-Instruct to gsm_symbolic problems of reasoning-gym (seed 7, difficulty 1), 25 greedy
-    and 25 at temperature 0.7, at most 160 tokens. `said`: the number that a response states as its answer, read by
-    eye; null if it states none. All are wrong."""
+    """Reads the answers of a real model: 50 responses of SmolLM2-135M-Instruct to gsm_symbolic problems of
+    reasoning-gym (seed 7, difficulty 1), 25 greedy and 25 at temperature 0.7, at most 160 tokens. `said` is the number
+    that a response states as its answer, read by eye; null if it states none. All are wrong."""
     lines = (Path(__file__).parent / "real_answers" / "smollm2_gsm.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     assert len(rows) == 50 and not any(math(row["response"], row["answer"]) for row in rows)

@@ -1,4 +1,4 @@
-"""Built-in rewards, and what a user reads when reward.function is wrong."""
+"""Built-in rewards, and error messages for a wrong reward.function."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_exact_match() -> None:
 
 
 def test_what_built_ins_give_beside_a_score_is_known_by_name() -> None:
-    """By these names a configuration is checked that asks for a component."""
+    """Built-in rewards return the declared parts, against whose names configurations are checked."""
     assert sorted_digits("1", "1").keys() == {"score", *PARTS["sorted_digits"]}
     assert all(isinstance(function("1", "1"), float) for function in (arithmetic, exact_match))
     assert isinstance(multiple_choice("A", "A"), float)

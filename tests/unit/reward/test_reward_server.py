@@ -1,4 +1,4 @@
-"""Reward servers: whatever they answer, each sample has its score or a reason, in bounded time and memory."""
+"""Reward servers: whatever they answer, each sample gets a score or an error, in bounded time and memory."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from mrl.reward.manager import RewardManager
 from mrl.reward.server import known_defect
 from tests.system.reward.test_reward_pool import sample
 
-SHORT_S, LONG_S = 3.0, 60.0  # of servers that are silent, and of the others
+SHORT_S, LONG_S = 3.0, 60.0  # time-outs for servers that never answer, and for the others
 Speak = Callable[["Answer"], None]
 
 
 @dataclass
 class FakeServer:
-    """Speaks to each connection as `speak` says; `bodies` holds the requests, in the order of their arrival."""
+    """A server that answers each connection with `speak`. bodies: the requests in order of arrival"""
 
     url: str
     speak: Speak
@@ -45,7 +45,7 @@ class Answer(socketserver.StreamRequestHandler):
             if not line:
                 return
             head += line
-        if head.startswith(b"GET"):  # of what it serves, which it does not say
+        if head.startswith(b"GET"):  # the query for its model, which it does not answer
             return
         length = int(re.search(rb"(?i)content-length: (\d+)", head)[1])  # type: ignore[index]
         self.body = json.loads(self.rfile.read(length))
@@ -55,7 +55,7 @@ class Answer(socketserver.StreamRequestHandler):
         try:
             fake.speak(self)
         except OSError:
-            pass  # the client has left
+            pass  # the client has disconnected
 
     def send(self, body: bytes | str | Any, status: str = "200 OK", *headers: str) -> None:
         data = (

@@ -1,4 +1,4 @@
-"""verl's reward managers on padded batches, with their places of scores, extra values and overlong punishment."""
+"""verl's reward managers on padded batches: positions of the scores, extra values and the overlong penalty."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mrl.user_functions import FunctionError
 
 
 class Digits:
-    """Token i is the digit i - 1; 0 is special."""
+    """A tokenizer in which token i is the digit i - 1; 0 is a special token."""
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         assert skip_special_tokens and all(type(i) is int for i in ids)
@@ -26,7 +26,7 @@ class Digits:
 
 
 def batch(**more: Any) -> dict[str, Any]:
-    """Prompts 2, 12, 1; responses 34, 5, and an empty one; right answers 34, 6, 0."""
+    """Returns a batch with prompts 2, 12, 1, responses 34, 5 and an empty one, and right answers 34, 6, 0."""
     return {
         "prompts": torch.tensor([[0, 3], [2, 3], [0, 2]]),
         "responses": torch.tensor([[4, 5, 0, 0], [6, 0, 0, 0], [0, 0, 0, 0]]),
@@ -90,7 +90,7 @@ def test_dapo_punishes_long_responses(as_object: bool) -> None:
     config = SimpleNamespace(**keys) if as_object else keys
     manager = DAPORewardManager(Digits(), 0, scored, max_resp_len=3, overlong_buffer_cfg=config)
     tensor, extra = compute_reward(batch(), manager)
-    assert tensor.tolist() == [[0, 0, 1 - 0.5, 0], [0, 0, 0, 0], [0, 0, 0, 0]]  # 3, 1 and 0 tokens
+    assert tensor.tolist() == [[0, 0, 1 - 0.5, 0], [0, 0, 0, 0], [0, 0, 0, 0]]  # responses of 3, 1 and 0 tokens
     assert extra["overlong_reward"] == [-0.5, 0.0, 0.0] and extra["overlong"] == [True, False, False]
     assert extra["score"] == [1.0, 0.0, 0.0]
     quiet = DAPORewardManager(Digits(), 0, scored, max_resp_len=3, overlong_buffer_cfg=keys | {"log": False})

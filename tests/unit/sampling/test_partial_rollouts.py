@@ -1,4 +1,4 @@
-"""Responses drawn in segments: the same tokens as at once, every group learnt once, none too old."""
+"""Partial rollouts: the same tokens as in one request, every group trained on once, and none too old."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def request(group: int, member: int) -> Request:
 
 
 class Engine:
-    """A token follows from (seed, position, version) alone; a response ends at token 0, some soon, some late."""
+    """An engine whose token depends only on (seed, position, version). A response ends at token 0, early or late."""
 
     def __init__(self, version: int = 0, has_experts: bool = False) -> None:
         self.version, self.calls, self.has_experts = version, 0, has_experts
@@ -49,7 +49,7 @@ class Engine:
         return Sample(request, np.array(ids), log_probs, finish, str(self.version), routed_experts=experts)
 
     def experts(self, request: Request, drawn: int) -> np.ndarray:
-        """[place, version] of each token that goes somewhere, of those that are asked for."""
+        """Returns [position, version] for each requested token except the last, which is never fed to the model."""
         places = np.arange(request.routed_experts_start, len(request.prompt.token_ids) + drawn)
         found = np.stack([places, np.full_like(places, self.version)], 1)[:, None].astype(np.uint8)
         found[-1] = 0
@@ -68,7 +68,7 @@ def draw(made: PartialRollouts, step: int, engine: Any) -> tuple[list[Group], di
 
 
 def run(made: PartialRollouts, steps: range, moving: bool = True) -> list[list[Group]]:
-    """What each step learns from; the weights are new in every step if they are `moving`."""
+    """Returns the groups of each step. The weights change in every step if `moving`."""
     return [draw(made, step, Engine(step if moving else 0))[0] for step in steps]
 
 
@@ -112,7 +112,7 @@ def test_no_token_is_older_than_a_response_takes() -> None:
         for s in g
         if s.token_weight_versions is not None and len({*s.token_weight_versions.tolist()}) > 1
     ]
-    for sample in mixed:  # each span is what its weights draw after what was there before
+    for sample in mixed:  # each span continues the tokens before it with its version's weights
         assert sample.token_weight_versions is not None
         for version in {*sample.token_weight_versions.tolist()}:
             span = np.flatnonzero(sample.token_weight_versions == version)
@@ -140,7 +140,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_is_the_same_run() -> None:
 
 
 def test_a_token_keeps_the_experts_that_it_first_went_to() -> None:
-    """By those of the weights of its segment what follows it was drawn; also through a checkpoint."""
+    """A token keeps the experts of its segment's weights, which generated what follows; also through a checkpoint."""
     made, mixed = segments(), 0
     for step in range(8):
         again = segments()
@@ -154,7 +154,7 @@ def test_a_token_keeps_the_experts_that_it_first_went_to() -> None:
                 assert places.tolist() == list(range(prompt + drawn - 1)) and not one.routed_experts[-1].any()
                 by = [one.token_weight_versions[0]] * (
                     prompt - 1
-                ) + one.token_weight_versions.tolist()  # a token goes where the next is drawn
+                ) + one.token_weight_versions.tolist()  # of the weights of the next token
                 assert versions.tolist() == by
                 mixed += len({*by}) > 1
     assert mixed, "no response was drawn by several weights"

@@ -1,4 +1,4 @@
-"""The scheduler on a simulated clock: no group is lost, trained on twice or too old, whoever is faster."""
+"""The scheduler on a simulated clock: no group is lost, trained on twice or too old, in any order of completion."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def requests(step: int, index: int) -> list[Request]:
 
 
 class Run:
-    """A run whose requests take random times and whose samples say which weights generated their first and last token.
+    """A run whose requests take random times and whose samples name the weights of their first and last token.
 
     begun: (step, index) of each sample whose generation began; hangs: the step whose samples never end
     """
@@ -77,7 +77,7 @@ class Run:
         return self.made[-1]
 
     def train(self, steps: range) -> list[list[Group]]:
-        """Returns the groups of each step."""
+        """Runs the steps and returns the groups of each."""
         found = []
         for step in steps:
             self.scheduler.wait(step)
@@ -140,7 +140,7 @@ def test_a_run_of_three_lives_trains_on_each_group_once(seed: int, first: int, s
 
 
 def saved(scheduler: Scheduler) -> dict[str, Any]:
-    """The state as a checkpoint gives it back."""
+    """Returns the state as a checkpoint restores it."""
 
     def loaded(value: dict[str, Any]) -> dict[str, Any]:
         if "arrays" in value:
@@ -212,7 +212,7 @@ def first_done(ahead: int, interrupt: str = "never") -> FirstDone:
 def test_groups_that_overtake_each_other_are_trained_on_once_and_none_is_too_old(
     kind: tuple[int, Any], seed: int, end: int
 ) -> None:
-    """Also over a kill after step `end`."""
+    """Groups that overtake each other are trained on once and none is too old, also across a kill after step `end`."""
     ahead, interrupt = kind
     found: list[list[Group]] = []
     states: list[dict[str, Any]] = [{}, {}]
@@ -233,7 +233,7 @@ def test_groups_that_overtake_each_other_are_trained_on_once_and_none_is_too_old
 
 def test_a_long_response_does_not_hold_up_a_step_of_those_that_end_first() -> None:
     with closing(Run(4, 0, first_done(4))) as run:
-        run.hangs = 1  # all of step 1 but never those of other steps
+        run.hangs = 1  # all requests of step 1, but never those of other steps
         run.scheduler.wait(0)
         run.scheduler.wait(1)
         assert len(groups := run.scheduler.take(1).groups) == WANTED and 1 not in {step for step, _ in groups}
@@ -264,7 +264,7 @@ def test_responses_in_flight_end_early_once_a_step(interrupt: Any) -> None:
 
 
 def dynamic(scores: dict[int, tuple[float, ...]], run: list[Run], first: int = WANTED, rounds: int = 4) -> Any:
-    """The policy, by which group `index` has these scores, with (0, 1) where none are named."""
+    """Returns the policy. scores: by group index; (0, 1) for groups without an entry"""
     cfg = SimpleNamespace(max_num_gen_batches=rounds, metric="score", on_shortage="stop")
 
     async def score(group: Group) -> Group:
@@ -323,7 +323,8 @@ def test_too_few_groups_end_the_run_with_the_numbers() -> None:
 
 @pytest.mark.parametrize(("ahead", "interrupt"), [(0, "never"), (1, "never"), (1, "at_sync")])
 def test_capacity_is_used_if_responses_continue_over_weight_syncs(ahead: int, interrupt: str) -> None:
-    """Responses of 1 to 60 s, 100 in flight: the time against that of the work at full capacity."""
+    """Engine capacity is used if responses continue across weight syncs: the time for responses of 1 to 60 s with 100
+    in flight, against the same work at full capacity."""
     dispatcher = SimulatedDispatcher(100)
     policy = WholeSteps(800)
     with closing(Run(ahead, 0, policy, steps=6, dispatcher=dispatcher, interrupt=interrupt)) as run:

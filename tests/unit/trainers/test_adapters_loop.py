@@ -1,4 +1,4 @@
-"""The loop of several adapters has whole steps only."""
+"""The loop of several adapters supports whole steps only."""
 
 from __future__ import annotations
 

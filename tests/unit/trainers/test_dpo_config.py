@@ -1,4 +1,4 @@
-"""`trainer: dpo`: what is refused, and what `mrl data` shows."""
+"""`trainer: dpo`: refusals, and the output of `mrl data`."""
 
 from __future__ import annotations
 

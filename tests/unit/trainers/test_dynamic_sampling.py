@@ -1,4 +1,4 @@
-"""Which groups a step learns from, greedy baselines and components of rewards; with an engine that is made up."""
+"""Groups that a step trains on, greedy baselines and components of rewards, with a simulated engine."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def test_samples_are_numbered_anew() -> None:
 
 
 class MadeUp(SimulatedEngine):
-    """Engine, rewards, tokenizer and data in one. The score of a response is its seed's lowest bit; half of the prompts
-    give equal ones."""
+    """Engine, rewards, tokenizer and data in one object. The score of a response is its seed's lowest bit; half of the
+    prompts give equal scores."""
 
     eos_id = 2
 
@@ -124,7 +124,7 @@ def make(folder: Path, algorithm: dict[str, Any], **batch: int) -> tuple[Generat
 
 
 def drawn(generator: Generator, step: int) -> tuple[Rollout, dict[str, float]]:
-    """What the step learns from, written down."""
+    """Runs a step, which also writes its samples, and returns the rollout and the metrics."""
     return generator.step(step)
 
 

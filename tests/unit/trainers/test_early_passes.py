@@ -1,4 +1,4 @@
-"""`rollout.early_passes`: log-probs and values of a step's first samples are computed while others are drawn."""
+"""`rollout.early_passes`: log-probs and values of a step's first samples are computed while others are generated."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PPO: dict[str, Any] = {
 
 
 def drawn(place: int) -> Sample:
-    """The sample of that number of a step, whose tokens are all that number."""
+    """Returns sample number `place` of a step; all of its tokens are that number."""
     prompt = Prompt(index=place, text="", token_ids=[place] * 2, row={})
     tokens = [place] * (1 + place % 3)
     log_probs = torch.zeros(len(tokens)).numpy()
@@ -33,7 +33,7 @@ def drawn(place: int) -> Sample:
 
 
 def passes(parts: int) -> tuple[StepPasses, list[list[int]]]:
-    """Of a step of ten samples, and the numbers of those that were computed together while others were drawn."""
+    """Returns the passes of a step of ten samples, and the numbers of the samples that were computed together early."""
     asked: list[list[int]] = []
 
     def ask(argument: ToCompute) -> None:

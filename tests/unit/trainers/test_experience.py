@@ -1,4 +1,4 @@
-"""What the updates of a step learn from, where its samples are drawn anew by their scores."""
+"""The experience of a step whose samples are resampled by their scores."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LENGTHS = torch.tensor([3, 1, 5, 2, 4, 1])
 
 
 def experience(step: int = 0) -> Experience:
-    """Every vector says which sample and token it is of, and which vector it is."""
+    """Returns an experience whose vectors encode sample, token and the vector's name."""
     count, total = LENGTHS.numel(), int(LENGTHS.sum())
     place = 100.0 * torch.arange(count).repeat_interleave(LENGTHS) + torch.cat([torch.arange(n) for n in LENGTHS])
     rollout = Rollout(

@@ -1,4 +1,4 @@
-"""The adaptive KL controller on the trainer's path: ten steps of unequal responses, next to verl's definition."""
+"""The adaptive KL controller in the trainer: ten steps of unequal responses, against verl's definition."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ IN_LOSS = {"adv_estimator": "gae", "kl": {"use_in_loss": True, "coef": COEF}}
 
 
 class Model:
-    """Whose log-probs are the engine's, less a distance of each sample's own."""
+    """A model whose log-probs are the engine's minus a distance for each sample."""
 
     def __init__(self, distance: Tensor) -> None:
         self.distance = distance
@@ -70,7 +70,8 @@ def samples(step: int, lengths: list[int]) -> Rollout:
 
 
 def verl(coef: float, distance: Tensor, mask: Tensor) -> float:
-    """current_kl = mean over the batch of masked_mean(kld, mask, axis=-1); kl_ctrl.update(current_kl, batch_size)."""
+    """verl: current_kl = mean over the batch of masked_mean(kld, mask, axis=-1); kl_ctrl.update(current_kl,
+    batch_size)."""
     kld = distance.double()[:, None] * mask
     current = float((kld.sum(1) / mask.sum(1)).mean())
     return coef * (1 + min(max(current / TARGET - 1, -0.2), 0.2) * mask.shape[0] / HORIZON)
@@ -96,7 +97,7 @@ def test_the_coefficient_is_verls_over_ten_steps() -> None:
     run, want = a_run(), COEF
     for step in range(10):
         lengths = [2, 40, 3, 25, 1, 9, 30, 4]
-        distance = torch.tensor(lengths) * 0.002 + 0.01 * step  # more in long ones: the mean over tokens is another
+        distance = torch.tensor(lengths) * 0.002 + 0.01 * step  # larger for long responses
         rollout = samples(step, lengths)
         metrics = a_step(run, rollout, distance)
         want = verl(want, distance, rollout.response_mask)
@@ -107,7 +108,7 @@ def test_the_coefficient_is_verls_over_ten_steps() -> None:
 
 def test_a_mean_over_tokens_would_move_it_the_other_way() -> None:
     run, lengths = a_run(), [50, 1, 1, 1]
-    distance = torch.tensor([0.1, 0.01, 0.01, 0.01])  # of tokens .095, of responses .033, with .05 between them
+    distance = torch.tensor([0.1, 0.01, 0.01, 0.01])  # means: 0.095 over tokens, 0.033 over responses
     a_step(run, samples(0, lengths), distance)
     assert run.kl_controller.value < COEF
 
@@ -131,7 +132,8 @@ def test_a_step_of_the_critic_alone_claims_no_distance_that_nothing_has_measured
 
 @pytest.mark.parametrize("samples_seen", [1, 64, 65, 5 * 64, 100 * 64])
 def test_the_coefficient_stays_above_0_however_many_samples_a_step_has(samples_seen: int) -> None:
-    """One negative factor would reward distance from the reference, and the next one punish it again."""
+    """The coefficient stays above 0 for any number of samples per step. A negative one would reward distance from the
+    reference, and the next update would reverse it."""
     controller = kl.AdaptiveController(COEF, TARGET, HORIZON)
     for _ in range(3):
         before = controller.value

@@ -55,7 +55,7 @@ def test_memory_that_is_shared_is_not_given_up_and_its_bytes_can_be_read_without
 
 
 class Engines:
-    """Writes down what it is told."""
+    """Engines that record their requests."""
 
     def __init__(self, parts: tuple[MemoryPart, ...]) -> None:
         self.parts, self.lacks_weights = parts, False

@@ -1,4 +1,4 @@
-"""Which samples of a step each update learns from, pass after pass."""
+"""The samples of each update of a step, pass by pass."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def a_rollout(step: int) -> Rollout:
 
 
 def learnt(monkeypatch: pytest.MonkeyPatch, run: RLRun, step: int) -> list[list[int]]:
-    """The samples of each of the step's updates of the actor, in order."""
+    """Returns the samples of each of the step's actor updates, in order."""
     seen: list[list[int]] = []
 
     def update_actor(run: RLRun, exp: Any, sample_ids: Any, number: int, states: object) -> dict[str, float]:
@@ -58,7 +58,8 @@ def learnt(monkeypatch: pytest.MonkeyPatch, run: RLRun, step: int) -> list[list[
 
 
 def test_each_pass_has_other_mini_batches_if_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all samples once a pass, by seed, step and pass alone: a resumed run and every layout have the same ones."""
+    """With shuffling each pass has other mini-batches of all samples. They depend only on seed, step and pass, so a
+    resumed run and every layout have the same ones."""
     plain = learnt(monkeypatch, a_run(shuffle=False), 0)
     assert plain == [[*range(i, i + 4)] for i in range(0, SAMPLES, 4)] * EPOCHS
     shuffled = learnt(monkeypatch, a_run(shuffle=True), 0)
@@ -80,6 +81,6 @@ def test_a_sample_of_a_shuffled_mini_batch_is_named_by_its_place_in_the_step() -
 
 
 def test_of_a_mini_batch_of_older_samples_alone_no_mismatch_is_known() -> None:
-    """0.0 would say that engine and trainer agree."""
+    """No mismatch is reported for replayed samples only. 0.0 would mean that engine and trainer agree."""
     rollout, none = a_rollout(0).pick(torch.tensor([1])), torch.zeros(2, dtype=torch.bool)
     assert MismatchLimits(MismatchConfig(), print).check(rollout, torch.full((2,), -9.0), none) == {}

@@ -1,4 +1,4 @@
-"""`trainer: reward_model`: what is refused, and what `mrl data` shows."""
+"""`trainer: reward_model`: refusals, and the output of `mrl data`."""
 
 from __future__ import annotations
 

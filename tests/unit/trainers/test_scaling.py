@@ -1,4 +1,4 @@
-"""What a step costs a rank, by what is done and not by a clock: docs/scaling.md."""
+"""The cost of a step for a rank, counted in operations and not by a clock: docs/scaling.md."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def requests(count: int) -> list[Request]:
 def test_no_object_a_token_is_kept() -> None:
     contents = [json.dumps(response(TOKENS, seed)).encode() for seed in range(2)]
     asked, expected = requests(2), Expected(VOCAB, TOKENS)
-    read_answer(asked[0], contents[0], expected)  # imports
+    read_answer(asked[0], contents[0], expected)  # does the lazy imports
     before = sys.getallocatedblocks()
     samples = [read_answer(request, content, expected) for request, content in zip(asked, contents)]
     rollout = collate(0, samples)
@@ -74,7 +74,7 @@ def test_texts_of_many_are_those_of_each(tiny_models: Any) -> None:
     assert tokenizer.decode_all([torch.tensor(each, dtype=torch.int32).numpy() for each in ids]) == [
         tokenizer.decode(each) for each in ids
     ]
-    tokenizer.hf.clean_up_tokenization_spaces = True  # decided text by text
+    tokenizer.hf.clean_up_tokenization_spaces = True  # the setting is applied text by text
     assert tokenizer.decode_all(ids) == [tokenizer.decode(each) for each in ids]
 
 
@@ -83,7 +83,7 @@ def test_texts_of_many_are_those_of_each(tiny_models: Any) -> None:
 
 @pytest.fixture
 def wire(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """What rank 0 broadcasts; a receiver is given it in the same order."""
+    """Records what rank 0 broadcasts; a receiver gets the items in the same order."""
     sent: list[Any] = []
     monkeypatch.setattr(dist, "broadcast_object_list", lambda box, **where: sent.append(box[0]))
     monkeypatch.setattr(dist, "broadcast", lambda tensor, **where: sent.append(tensor))

@@ -1,4 +1,4 @@
-"""`trainer: sft`: early stopping, what is refused, and what `mrl data` shows."""
+"""`trainer: sft`: early stopping, refusals, and the output of `mrl data`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a validation of held-out prompts is of, and that nothing is missing from its means without a word."""
+"""Validation on held-out prompts: what its means cover, and that missing responses are always reported."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def tokenizer(tiny_models: TinyModels) -> Tokenizer:
 
 
 class Parts(SimulatedEngine):
-    """Engine, environments and reward at once. Some prompts are left out, or their reward fails."""
+    """Engine, environments and reward in one object. Some prompts are left out, or their reward fails."""
 
     def __init__(self, left_out: tuple[str, ...] = (), failed: tuple[str, ...] = ()) -> None:
         super().__init__(lambda request, params: pytest.fail("the agents generate"))
@@ -62,7 +62,7 @@ class Parts(SimulatedEngine):
 
 
 def made(folder: Path, tokenizer: Tokenizer, parts: Any, **validation: Any) -> tuple[Generator, list[str]]:
-    """The generator of a run of which one row in five is longer than data.max_prompt_tokens, and its notes."""
+    """Returns a run's generator and its notes. One row in five exceeds data.max_prompt_tokens."""
     rows = ({"prompt": text} | ({"data_source": source} if source else {}) for source, text in ROWS)
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "rollouts").mkdir(exist_ok=True)
@@ -126,7 +126,8 @@ def test_what_has_no_score_is_counted_named_and_in_no_mean(tmp_path: Path, token
 
 
 def test_before_and_after_are_means_over_the_same_responses(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """A prompt whose program fails at the end would make the mean better."""
+    """The comparison before and after uses only responses with a score at both steps. Otherwise a prompt whose program
+    fails at the end could improve the mean."""
     (tmp_path / "config.yaml").write_text("run: {steps: 3}\n")
     validated(made(tmp_path, tokenizer, Parts(), samples_per_prompt=2, temperature=1.0)[0], 0)
     validated(made(tmp_path, tokenizer, Parts(("c",)), samples_per_prompt=2, temperature=1.0)[0], 3)

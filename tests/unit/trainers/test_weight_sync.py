@@ -1,4 +1,4 @@
-"""A weight sync of a run, as its engines and their requests see it."""
+"""A run's weight sync as its engines and their requests see it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The threads that move a conversion's blocks: one that fails or hangs ends all of them, with a message."""
+"""The threads that move a conversion's blocks: a failing or hanging one ends all of them, with a message."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROWS = 4
 
 @dataclass(frozen=True)
 class Waiting:
-    """Rows that are read one block a turn, each after `turn` is set."""
+    """Rows that are read one block at a time, each after `turn` is set."""
 
     turn: threading.Event
     read_so_far: list[int]
@@ -76,7 +76,7 @@ def test_one_that_hangs_is_not_waited_for(tmp_path: Path, target: Path, monkeypa
 
 
 def test_a_file_is_opened_once_for_all_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pickled one comes into memory whole."""
+    """A file is opened once for all threads, because a pickled file is read into memory as a whole."""
     torch.save({"a": torch.arange(12.0).view(4, 3)}, tmp_path / "pytorch_model.bin")
     opened = []
 

@@ -1,6 +1,4 @@
-"""Delta weight sync: the encoding, its application to fused and sharded parameters, and syncs into an engine of this
-process.
-"""
+"""Delta weight sync: encoding, application to fused and sharded parameters, and syncs to an engine in this process."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ KEY = "key"
 
 
 def changed(old: Tensor, share: float, seed: int, unit: int) -> Tensor:
-    """Bytes of which about so many units have been replaced."""
+    """Returns the bytes with about this share of their units replaced."""
     draw = torch.Generator().manual_seed(seed)
     mask = torch.rand(-(-old.numel() // unit), generator=draw) < share
     mask = mask.repeat_interleave(unit)[: old.numel()]
@@ -74,7 +72,7 @@ def test_a_delta_as_large_as_the_bucket_is_none() -> None:
 
 
 class Fused(nn.Module):
-    """Parameters as SGLang has them: stacked rows, a part of the columns, transposed, joined, in another dtype."""
+    """Parameters in SGLang's forms: stacked rows, some of the columns, transposed, joined, in another dtype."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -99,7 +97,7 @@ class Fused(nn.Module):
         default = self.joined.data
         default.copy_(torch.cat([given["up"], given["rope"]]))
         self.bias.copy_(given["bias"])
-        self.odd.copy_(given["odd"])  # bfloat16 into float32
+        self.odd.copy_(given["odd"])  # from bfloat16 to float32
 
 
 SHAPES = {"q": (8, 8), "k": (8, 8), "v": (8, 8), "down": (8, 12), "expert0": (8, 6), "expert1": (8, 6)}
@@ -109,7 +107,7 @@ SHAPES |= {"up": (6, 8), "rope": (4, 8), "bias": (4,), "odd": (3,)}
 @pytest.mark.parametrize("rank", [0, 1])
 def test_fused_and_sharded_parameters_get_the_bits_of_a_whole_load(rank: int) -> None:
     torch.manual_seed(rank)
-    dtypes = {"bias": torch.float32} if rank else {}  # a bucket of both sizes has half a unit at its end
+    dtypes = {"bias": torch.float32} if rank else {}  # a bucket of both sizes ends with half a unit
     metas = [TensorMeta(name, shape, dtypes.get(name, torch.bfloat16), 0) for name, shape in SHAPES.items()]
     (bucket,) = plan_buckets(metas, 1 << 20)
     state, engine, reference = DeltaState(1000), Fused(rank), Fused(rank)
@@ -139,7 +137,7 @@ def test_fused_and_sharded_parameters_get_the_bits_of_a_whole_load(rank: int) ->
             torch.rand(int(where.sum())) < 0.2, -weights[where], torch.randn(int(where.sum()))
         ).to(torch.bfloat16)
         if step == 20:
-            weights[7] = torch.nan  # a bucket with NaN goes whole
+            weights[7] = torch.nan  # a bucket with NaN is sent as a whole
         if step == 21:
             weights[7] = 1.0
         if step == 30:
@@ -168,12 +166,12 @@ def test_a_model_without_the_base_version_refuses() -> None:
     with pytest.raises(ValueError, match="needs weights b, and this engine has a"):
         send("open", "b", "c")
     send("open", "a", "b")
-    with pytest.raises(ValueError, match="open"):  # an update that was not closed leaves no version
+    with pytest.raises(ValueError, match="open"):  # an update that was not closed sets no version
         send("open", "a", "b")
 
 
 class Served:
-    """A transformers engine in threads of this process; `restart` gives it another model and no weights."""
+    """A transformers engine in threads of this process. `restart` gives it another model, without synced weights."""
 
     def __init__(self, model: str, other: str) -> None:
         self._models = (model, other)
@@ -249,7 +247,7 @@ def test_fifty_syncs_with_restarts_failures_and_joins(
 
 
 def check(served: Served, exporter: FileExporter) -> None:
-    """The engine's tensors are the exporter's, to the bit."""
+    """Checks that the engine's tensors equal the exporter's bit for bit."""
     places = served.worker._weights._places
     assert all(torch.equal(bits(places[name]), bits(tensor)) for name, tensor in exporter.tensors.items())
 

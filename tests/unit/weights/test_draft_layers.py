@@ -1,4 +1,4 @@
-"""Multi-token prediction layers: copied to the bit by exports, and never dropped without a word."""
+"""Multi-token prediction layers: exports copy them bit for bit, and never drop them without a note."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DRAFTS = {
 
 @pytest.fixture
 def model(tiny_models: TinyModels, tmp_path: Path) -> Path:
-    """With a layer behind its last one."""
+    """Makes a model with a prediction layer after its last layer."""
     path = Path(shutil.copytree(tiny_models("glm4_moe"), tmp_path / "model"))
     save_file(load_file(path / "model.safetensors") | DRAFTS, path / "model.safetensors")
     count(path, 1)
@@ -53,7 +53,7 @@ def counted(path: Path) -> int:
 
 
 def export(model: Path, target: Path, **options: Any) -> dict[str, torch.Tensor]:
-    """The exported tensors of a trunk of two tensors."""
+    """Exports a trunk of two tensors; returns the other tensors of the export."""
     trunk = {"model.embed_tokens.weight": torch.ones(4, 8), "model.norm.weight": torch.zeros(8)}
     save_hf(OneRank(trunk, model), model, target, **options)  # type: ignore[arg-type]
     with HFCheckpoint(target) as checkpoint:
@@ -86,7 +86,7 @@ def test_an_export_without_them_counts_none_and_says_so(model: Path, tmp_path: P
 
 
 def test_weights_without_the_layers_that_config_json_counts(model: Path, tmp_path: Path) -> None:
-    """In the form that transformers saves."""
+    """Without the layers that config.json counts, as transformers saves, the export counts 0 and has a note."""
     save_file({k: v for k, v in load_file(model / "model.safetensors").items() if k not in DRAFTS}, model / "m")
     (model / "m").rename(model / "model.safetensors")
     assert export(model, tmp_path / "hf", drafts=model) == {} and counted(tmp_path / "hf") == 0
@@ -139,7 +139,7 @@ def test_a_resumed_run_compares_the_weights_that_its_exports_copy(model: Path) -
 
 
 def test_layers_of_a_family_without_a_count_are_found_by_name(tmp_path: Path) -> None:
-    """Qwen3-Next's config.json has no count; Qwen3.5's has one."""
+    """Layers of a family without a count in config.json are found by name. Qwen3-Next has no count; Qwen3.5 has one."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_next"}))
     assert not has_draft_layers(tmp_path)
     index = tmp_path / "model.safetensors.index.json"

@@ -1,5 +1,5 @@
-"""The pushes that GPU machines take, as far as a CPU shows them: the choice, buffers, a group whose first broadcast
-blocks until the engine is in it, as NCCL's does."""
+"""Weight sync paths of GPU machines, as far as a CPU can test them: the choice of transport, buffers, and a group whose
+first broadcast blocks until the engine has joined, as NCCL's does."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.conftest import TinyModels
 from tests.helpers.sync_tools import FileExporter
 
 CPU = torch.device("cpu")
-LIMIT_S = 30.0  # a deadlock ends here
+LIMIT_S = 30.0  # a deadlock ends after this time
 
 
 def buckets(count: int = 1) -> tuple[Bucket, ...]:
@@ -72,7 +72,7 @@ def test_a_group_with_engines_on_the_trainer_s_gpus_is_refused_before_the_start(
 
 
 class SlowReader:
-    """An engine whose second rank still reads a bucket when the first one's reply is there."""
+    """An engine whose second rank still reads a bucket when the first rank's reply arrives."""
 
     url = "http://slow"
     timeout_s = 0.0
@@ -105,7 +105,7 @@ def test_a_bucket_in_gpu_memory_is_never_written_again(monkeypatch: pytest.Monke
 
 
 class Noted(EngineClient):
-    """An engine that does nothing of what it is asked."""
+    """An engine client that records its requests and sends none."""
 
     def __init__(self) -> None:
         super().__init__("http://127.0.0.1:1")
@@ -132,7 +132,7 @@ def test_buckets_in_gpu_memory_are_read_within_the_weight_update(
 
 
 class Group:
-    """NCCL's way: the first broadcast makes the connections and returns when all the others have come too."""
+    """A group like NCCL's: the first broadcast connects, and returns once all others have joined."""
 
     def __init__(self, engines: int) -> None:
         self.engines_in = threading.Semaphore(0)
@@ -147,7 +147,7 @@ class Group:
 
 
 class AnEngine:
-    """behaviour: accepts | refuses | loses (accepts, and the broadcast fails)."""
+    """An engine. behaviour: accepts | refuses | loses (accepts, and the broadcast fails)"""
 
     timeout_s = 0.0
 
@@ -233,7 +233,7 @@ def test_engines_here_and_elsewhere_meet_at_an_address_that_both_reach(monkeypat
 
 
 class RefusingEngine(AnEngine):
-    """Joins a real group of gloo, in a thread, and then refuses the bucket."""
+    """Joins a real gloo group in a thread, and then refuses the bucket."""
 
     def init_weights_update_group(
         self, *, master_address: str, master_port: int, group_name: str, **unused: Any

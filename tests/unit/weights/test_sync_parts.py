@@ -1,4 +1,4 @@
-"""The parts of the weight sync that need no engine: buckets, payloads, the engine's layout, hashes."""
+"""Parts of the weight sync that need no engine: buckets, payloads, the engine's layout, checksums."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_buckets_have_no_gaps_and_no_misaligned_tensor() -> None:
 
 
 class Held(Http):
-    """Delivers a bucket when the one after it has begun to be filled; to nobody."""
+    """A transport that delivers a bucket once the next one is being filled. It has no engines."""
 
     def __init__(self) -> None:
         super().__init__(Engines((), 1, Deadline(20.0)), SenderLocation(0, torch.device("cpu"), None))
@@ -99,7 +99,7 @@ def test_what_goes_wrong_on_the_way_is_raised_with_the_next_bucket_or_at_the_end
 
 
 def shared_files() -> set[str]:
-    """This process's own, by torch's way of naming them."""
+    """Returns this process's shared-memory files, recognized by torch's naming."""
     return {name for name in os.listdir("/dev/shm") if name.startswith(f"torch_{os.getpid()}_")}
 
 
@@ -114,7 +114,7 @@ def test_shared_buffers_leave_nothing_behind() -> None:
 
 
 def slow_gpu_hash(raw: bytes) -> str:
-    """The GPU kernel's arithmetic, one word at a time."""
+    """Computes the GPU kernel's hash one word at a time."""
     m32, m64 = (1 << 32) - 1, (1 << 64) - 1
 
     def fmix(x: int) -> int:
@@ -194,7 +194,8 @@ def test_one_flipped_bit_changes_the_hash(kind: type[ParamHash]) -> None:
 
 
 def test_layout_replicates_kv_heads_when_the_engine_has_more_ranks(tiny_models) -> None:
-    """2 kv heads of 16 rows over 4 ranks: ranks 0, 1 hold the first head, ranks 2, 3 the second."""
+    """KV heads are replicated if the engine has more ranks. 2 heads of 16 rows over 4 ranks: ranks 0 and 1 hold the
+    first head, ranks 2 and 3 the second."""
     exporter = FileExporter(tiny_models("llama"))
     name = "model.layers.0.self_attn.qkv_proj.weight"
     starts = []
@@ -242,7 +243,7 @@ def test_an_engine_that_does_not_speak_of_a_parameter_has_not_proved_it(tiny_mod
 def test_files_that_a_folder_keeps_for_a_while_do_not_end_a_push(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As NFS does with those that are still open."""
+    """A sync does not fail if a folder keeps files for a while, as NFS does with open ones."""
     monkeypatch.setattr("shutil.rmtree", lambda path, ignore_errors: None)
     Disk(Engines((), 1, Deadline(20.0)), SenderLocation(0, torch.device("cpu"), tmp_path)).release(failed=False)
     assert tmp_path.is_dir()

@@ -1,4 +1,4 @@
-"""Reading Hugging Face weight files: slices, and clear errors for everything that can be wrong with them."""
+"""Reading Hugging Face weight files: slices, and a clear error for every defect."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_files_of_bounded_size_and_one_sender() -> None:
 
 
 class OneRank:
-    """As much of an exporter as a directory needs, on the only rank."""
+    """The parts of an exporter that writing a directory needs, on one rank."""
 
     role = "policy"
 
@@ -188,7 +188,7 @@ class OneRank:
 def test_an_export_that_finds_the_disk_full_leaves_what_was_there(
     tmp_path: Path, tiny_models: Any, room: int, file_bytes: int
 ) -> None:
-    """In the weights, in their index, in what is copied beside them."""
+    """An export that fills the disk leaves the old files intact: in the weights, their index, or copied files."""
     source = tiny_models("llama", weights=False)
     exporter, target = OneRank({"a": torch.zeros(8), "b": torch.zeros(8)}, source), tmp_path / "hf"
     save_hf(exporter, source, target, max_file_bytes=file_bytes)  # type: ignore[arg-type]
@@ -217,11 +217,11 @@ def test_a_slice_has_a_name_of_its_own(tmp_path: Path) -> None:
 
 
 def test_numbers_of_four_bits_are_those_of_the_format(tmp_path: Path) -> None:
-    """Every pair of the 16 values under every scale, against float64; what bfloat16 cannot hold is infinite, and a
-    scale that is no number makes none."""
+    """Decoded 4-bit numbers equal the format's in float64: every pair of the 16 values with every scale. What bfloat16
+    cannot represent is infinite, and a NaN scale gives NaN."""
     positive = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
     values = torch.tensor(positive + [-value for value in positive], dtype=torch.float64)
-    pairs = torch.arange(256, dtype=torch.uint8).view(16, 16)  # a row: 16 bytes, the lower half first
+    pairs = torch.arange(256, dtype=torch.uint8).view(16, 16)  # one row: 16 bytes, the lower half first
     blocks = pairs[:, None].expand(16, 256, 16).contiguous()
     scales = torch.arange(256, dtype=torch.uint8).expand(16, 256).contiguous()
     wide = torch.stack([values[(pairs & 15).int()], values[(pairs >> 4).int()]], -1).flatten(1)

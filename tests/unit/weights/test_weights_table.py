@@ -1,4 +1,4 @@
-"""The weight table and the kinds, as pure functions: no process group, no Megatron model."""
+"""The weight table and its kinds as pure functions, without a process group or a Megatron model."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from mrl.weights.disk.safetensors_io import HFCheckpoint
 from mrl.weights.parameter_layout import to_hf, to_megatron
 from tests.helpers.tiny import FAMILIES, MOE_FAMILIES, make_tiny
 
-PADDED_VOCAB = 352  # 320 in the files; at TP4 the last shard is part padding
+PADDED_VOCAB = 352  # the files have 320 rows; at TP4 the last shard is partly padding
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
     shape: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 4}
-    alike = {"num_key_value_heads": 8}  # of latent attention: every head has its own
+    alike = {"num_key_value_heads": 8}  # with latent attention every head has its own keys and values
     own = {family: shape | (alike if family == "deepseek_v3" else {}) for family in FAMILIES}
     made = {family: make_tiny(root / family, family, **own[family]) for family in FAMILIES}
     made["llama tied"] = make_tiny(root / "tied", "llama", tied=True, **shape)
@@ -105,7 +105,7 @@ def test_critic_has_a_value_head_instead_of_an_output_layer() -> None:
 
 
 class Recorder:
-    """A tensor that remembers how much of it was read."""
+    """A tensor that counts the elements that were read."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor, self.shape, self.read = tensor, tuple(tensor.shape), 0
@@ -147,7 +147,7 @@ def test_fused_experts_on_disk_are_the_same_experts(models: dict[str, Path], nam
 
 
 class Chunk(nn.Module):
-    """As much of a Megatron model as names are made from: the second stage's layers, the second half of the experts."""
+    """The parts of a Megatron model that give names: the second stage's layers, the second half of the experts."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The event loop of worker pools: work is neither lost nor left running."""
+"""The event loop of worker pools: no work is lost or left running."""
 
 from __future__ import annotations
 

@@ -1,11 +1,15 @@
-"""Python runs this first wherever this folder is on PYTHONPATH: faults on request in the ranks of `mrl train`.
+"""Injects faults into the ranks of `mrl train`. Python imports this module at start if its folder is on PYTHONPATH.
 
-MRL_TEST_FAULTS: a file with a JSON list over the attempts of a run, each null or {kind: kill | exception | hang,
-section, rank, nth, early}: what `rank` does when it enters `section` for the nth time (from 1), with `early` before
-its monitor hears of it. The Unix time of each fault is appended to the file FILE.fired. MRL_TEST_SLOW: "RANK
-SECONDS", a rank that computes as much longer in each update. MRL_TEST_HELD: a file with a JSON list of {call, nth}:
-the nth call of this method of `EngineClient` makes the file FILE.NUMBER, its place in the list, and goes on when
-there is FILE.NUMBER.go. MRL_TEST_OLD: a tensor that every push has as the first one had it.
+MRL_TEST_FAULTS: a file with a JSON list, one entry per attempt of a run, each null or {kind: kill | exception | hang,
+section, rank, nth, early}: what `rank` does when it enters `section` for the nth time (from 1); with `early`, before
+its monitor is told. The Unix time of each fault is appended to FILE.fired.
+
+MRL_TEST_SLOW: "RANK SECONDS", a rank that computes that much longer in each update.
+
+MRL_TEST_HELD: a file with a JSON list of {call, nth}. The nth call of this method of `EngineClient` creates FILE.NUMBER
+(its index in the list) and continues once FILE.NUMBER.go exists.
+
+MRL_TEST_OLD: a tensor that every weight sync sends with its value at the first sync.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ HELD_S = 120.0
 
 
 class Injected(RuntimeError):
-    """An error that no part of the program expects."""
+    """An error that no part of the program handles."""
 
 
 def do(kind: str) -> None:
@@ -47,8 +51,8 @@ def compute(seconds: float) -> None:
 
 @functools.cache
 def wanted() -> tuple[int, dict[str, Any] | None, int, float]:
-    """Of this process: its rank, its fault, the slow rank and its seconds. A rank is often a copy of a process that is
-    none."""
+    """Returns this process's rank and fault, and the slow rank with its seconds. Called in the rank itself, which is
+    often a fork of a process that is not a rank."""
     rank, attempt = int(os.environ["RANK"]), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     plan = json.loads(Path(os.environ["MRL_TEST_FAULTS"]).read_text()) if "MRL_TEST_FAULTS" in os.environ else []
     slow_rank, slow_s = os.environ.get("MRL_TEST_SLOW", "-1 0").split()
@@ -113,7 +117,7 @@ PATCHES = {"mrl.resilience.sections": patch, "mrl.inference.client": hold, "mrl.
 
 
 class Finder:
-    """Patches modules right after they have been loaded."""
+    """An import hook that patches modules right after they are loaded."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         if name not in PATCHES:
