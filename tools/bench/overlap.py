@@ -236,7 +236,6 @@ def curve(run_dir: Path) -> dict[str, Any]:
     steps = [row for row in rows if row["step"]]
     rewards = [row["reward/mean"] for row in steps]
     means = {
-        "staleness": "staleness/mean",
         "weight_max": "rollout_corr/rollout_is_max",
         "effective_sample_size": "rollout_corr/rollout_is_eff_sample_size",
         "cut": "rollout_corr/rollout_is_ratio_fraction_high",
@@ -245,6 +244,7 @@ def curve(run_dir: Path) -> dict[str, Any]:
         "last": round(statistics.fmean(rewards[-AVERAGED_STEPS:]), 4),
         "mean": round(statistics.fmean(rewards), 4),
         "greedy": {row["step"]: round(row["validation/mean"], 4) for row in rows if "validation/mean" in row},
+        "staleness": round(statistics.fmean(row.get("staleness/mean", 0.0) for row in steps), 4),
         **{name: round(statistics.fmean(row[key] for row in steps), 4) for name, key in means.items()},
         "reward_mean": [round(reward, 4) for reward in rewards],
     }
