@@ -65,9 +65,12 @@ def measure(folder: Path, model: Path, foreign: Path, engine: str, steps: int) -
             assert run.wait(RUN_S) == 0, run.terminal
         seconds = time.monotonic() - started
         process.terminate()
+    attacks = json.loads((folder / "hammer.json").read_text())
+    if not attacks:
+        raise RuntimeError("the attacker found no engine: see engine_ports in tests/worlds/stranger.py")
     return {
         "seconds": round(seconds, 1),
-        "attacks": json.loads((folder / "hammer.json").read_text()),
+        "attacks": attacks,
         "written": [file.name for file in written.iterdir()],
         "differences": differences(folder / "runs/alone", folder / "runs/hammered"),
     }
