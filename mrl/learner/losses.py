@@ -28,6 +28,7 @@ class PolicyTargets:
 
     weights: sum a token loss to the configured aggregate; mean_weights: to the mean over the mini-batch's tokens
     policy_weights: `weights` times the factors of the policy loss alone (importance weights, token selection)
+    kl_weights: `weights` times the factors of the KL term; None: `weights`
     sampling_log_probs: the engine's, if off-policy responses are masked
     sequences: the response of each token; chosen: bool, the tokens that the loss treats differently
     """
@@ -39,6 +40,7 @@ class PolicyTargets:
     old_log_probs: Tensor | None = None
     ref_log_probs: Tensor | None = None
     sampling_log_probs: Tensor | None = None
+    kl_weights: Tensor | None = None
     sequences: Sequences | None = None
     chosen: Tensor | None = None
 
@@ -83,7 +85,7 @@ def policy(cfg: PolicyLossConfig, kl_cfg: KLConfig, kl_coef: float, targets: Pol
             penalty = kl.penalty(kl_cfg.penalty, log_probs, t.ref_log_probs[dest], drawn_by)
             ref_kl = (mean * penalty.detach()).sum()
             if kl_cfg.use_in_loss:
-                loss = loss + kl_coef * (weights * penalty).sum()
+                loss = loss + kl_coef * ((weights if t.kl_weights is None else t.kl_weights[dest]) * penalty).sum()
         masked = [(mean * ~kept).sum()] if masks else []
         of_policy = [pg_loss, (mean * entropy.detach()).sum(), ref_kl]
         return LossParts(loss, [*of_policy, *(metrics[name] for name in of_loss), *masked])

@@ -83,10 +83,13 @@ class MicroBatchPlanner:
         together: Together = 1,
         extras: PassOptions = DEFAULT_PASS_OPTIONS,
         only: Tensor | None = None,
+        *,
+        whole: bool = False,
     ) -> list[PackedBatch]:
         """Returns this rank's micro-batches, equally many on every rank. together, extras: as in `Loss`.
 
         only [samples of the rollout] bool: packs these alone, in the micro-batches that they have among the others
+        whole: packs every sequence whole, in these micro-batches, for another model that cannot share prefixes
         """
         require_ids(rollout, self.arch.vocab_size)
         mesh = self.mesh
@@ -103,7 +106,7 @@ class MicroBatchPlanner:
                 mesh.cp_rank,
                 unit,
                 self.arch.vision,
-                shares=shares,
+                shares=shares and not whole,
             )
             for items in plan[mesh.dp_rank]
         ]

@@ -151,6 +151,8 @@ class DPPOKL(LossOptions, name="dppo_kl"):
 class DRO(LossOptions, name="dro"):
     """Direct reward optimization: a quadratic penalty on the log-ratio replaces the clip."""
 
+    needs_moved_policy: ClassVar[bool] = True
+
     dro_beta: PositiveFloat = 0.1  # twice the weight of the squared log-ratio
 
 

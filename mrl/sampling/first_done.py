@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,14 +19,15 @@ class FirstDone:
     wanted: int  # groups that a step trains on
     in_flight: int  # groups that run or are finished at the beginning of a step, at least `wanted`
     groups: int  # of the whole run
-    max_age: int | None  # a step waits for groups that began so many steps before it; None: groups may have any age
+    max_age: int | None  # no group is taken more than so many steps after it began; None: groups may have any age
     _next: int | None = None  # number of the next group to begin; None: the first one of the step to come
     _began: dict[int, int] = field(default_factory=dict)  # groups that no step has taken: the step in which each began
     _tasks: dict[int, asyncio.Task[Group]] = field(default_factory=dict)
     is_sequential = keeps_groups = True
 
     async def draw(self, step: int, group: GenerateGroup) -> StepSamples:
-        """Returns the first `wanted` groups that are finished, and those of `max_age` among them."""
+        """Returns the first `wanted` groups that are finished, among them those that later steps could not take in
+        time."""
         if self._next is None:
             self._next = step * self.wanted
         while len(self._began) < self.in_flight and self._next < self.groups:
@@ -34,15 +36,28 @@ class FirstDone:
         for number in self._began:
             if number not in self._tasks or self._tasks[number].cancelled():
                 self._tasks[number] = asyncio.ensure_future(group(*divmod(number, self.wanted)))
-        oldest = {n for n, began in self._began.items() if self.max_age is not None and step - began >= self.max_age}
-        while len(done := self._done()) < self.wanted or not oldest <= done.keys():
+        while (taken := self._taken(step, done := self._done())) is None:
             running = [task for task in self._tasks.values() if not task.done()]
             await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-        others = [number for number in done if number not in oldest]
-        taken = sorted([*oldest, *others[: self.wanted - len(oldest)]])
         for number in taken:
             del self._began[number], self._tasks[number]
         return StepSamples({divmod(number, self.wanted): done[number] for number in taken})
+
+    def _taken(self, step: int, done: Collection[int]) -> list[int] | None:
+        """Returns `wanted` of the groups `done`, or None while a group that must be among them is still running.
+
+        A group may be left for a later step only if the steps until its `max_age` can take it and all older ones.
+        """
+        taken: list[int] = []
+        for left in range(self.max_age or 0):  # steps after this one that may take them
+            due = [number for number, began in self._began.items() if step - began >= (self.max_age or 0) - left]
+            missing = min(self.wanted, len(due) - left * self.wanted) - len(taken)
+            ready = [number for number in due if number in done and number not in taken]
+            if missing > len(ready):
+                return None
+            taken += ready[: max(0, missing)]
+        others = [number for number in done if number not in taken][: self.wanted - len(taken)]
+        return sorted([*taken, *others]) if len(taken) + len(others) == self.wanted else None
 
     def _done(self) -> dict[int, Group]:
         """Returns the finished groups. Raises what failed; its group begins again if the step is drawn again."""

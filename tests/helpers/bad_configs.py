@@ -365,6 +365,14 @@ BAD = [
         base=PPO.replace("samples_per_minibatch: 8", "samples_per_minibatch: 16"),
     ),
     Bad(
+        "dro at ratio 1",
+        GAE,
+        GAE + "  policy_loss: {loss_mode: dro}\n",
+        "algorithm.policy_loss.loss_mode",
+        ("no effect", "one update", "batch.samples_per_minibatch"),
+        base=PPO.replace("samples_per_minibatch: 8", "samples_per_minibatch: 16"),
+    ),
+    Bad(
         "threshold without weights",
         GAE,
         GAE + "  rollout_correction: {rollout_is_threshold: 5.0}\n",

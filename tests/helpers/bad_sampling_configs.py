@@ -89,6 +89,14 @@ BAD_SAMPLING = [
         base=SORTED,
     ),
     Bad(
+        "a score of truncated responses that gdpo does not read",
+        "  function: sorted_digits\n",
+        "  function: sorted_digits\n  truncated_score: 0.0\n",
+        "reward.truncated_score",
+        ("no effect", "score is not one of gdpo_reward_keys", "algorithm.gdpo_reward_keys"),
+        base=SORTED.replace(ESTIMATOR, "  adv_estimator: gdpo\n  gdpo_reward_keys: [exact_match]\n"),
+    ),
+    Bad(
         "whitening where nothing is whitened",
         ESTIMATOR,
         ESTIMATOR + "  whiten_advantages: false\n",

@@ -42,7 +42,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "reward.sandbox",
         "inference.routed",
         "inference.seeds",
-        *("http_server", "ports", "strict_json", "user_functions", "workers"),
+        *("http_server", "packages", "ports", "strict_json", "user_functions", "workers"),
     ),
     "sampling": ("core", "config", "observe", "reward", "inference"),
     "algo": ("kernels", "options", "stopping", "user_functions", "verl_config"),

@@ -106,6 +106,9 @@ def _gdpo(cfg: RLConfig) -> Iterator[Problem]:
         because = "gdpo uses components of the reward, not the score"
         names = ["use_score_scaling", "use_score_norm", "score_clip"]
         yield from without_effect(algorithm, "algorithm", names, because, ESTIMATOR)
+    if "score" not in keys and algorithm.pf_ppo is None and not algorithm.filter_groups.is_on:
+        because = "gdpo uses components of the reward, and score is not one of gdpo_reward_keys"
+        yield from without_effect(cfg.reward, "reward", ["truncated_score"], because, "algorithm.gdpo_reward_keys")
 
 
 def _scores(algorithm: AlgorithmConfig) -> Iterator[Problem]:

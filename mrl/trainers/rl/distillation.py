@@ -44,7 +44,8 @@ def states_in(run: RLRun, cfg: TeacherConfig, rollout: Rollout, updates: Iterabl
         for sample_ids, states in found.items():
             part = rollout.pick(torch.tensor(sample_ids))
             own = _taught(cfg, name, part)
-            packed = run.actor.planner.micro_batches(part, range(part.num_samples), only=own)
+            whole, every = not teacher.planner.shares, range(part.num_samples)
+            packed = run.actor.planner.micro_batches(part, every, only=own, whole=whole)
             samples = own.nonzero().flatten().tolist()
             made = teacher.hidden_states(part, samples, packed)
             states += [TeacherStates(made, weight, vocab_size)] if weight is not None else []

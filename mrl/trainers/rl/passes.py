@@ -94,8 +94,11 @@ class StepPasses:
         return {"rollout/early_parts": float(self.early)}
 
     def of(self, rollout: Rollout) -> Passes:
-        """Returns the passes of the whole step; computes the missing parts now. Collective."""
-        if len(self._parts) == 1:
+        """Returns the passes of the whole step; computes the missing parts now. Collective.
+
+        If samples were left out of the step, the early parts are of others than the rollout's, and are not used.
+        """
+        if len(self._parts) == 1 or rollout.num_samples != self._parts[-1].stop:
             return self._compute(rollout)
         late = [self._compute(rollout.part(samples)) for samples in self._parts[len(self._made) :]]
         columns = zip(*(vars(each).values() for each in [*self._made, *late]), strict=True)

@@ -31,9 +31,11 @@ def policy_targets(run: RLRun, exp: Experience, number: int) -> losses.PolicyTar
     scale = cfg.loss_scale_factor or run.cfg.rollout.sampling.max_new_tokens
     weights = token_weights(rollout, cfg.aggregation, scale, keep)
     mask = torch.ones_like(exp.advantages, dtype=torch.bool) if keep is None else keep
-    policy_weights = weights
+    policy_weights, kl_weights = weights, None
     if exp.correction is not None and exp.correction.weights is not None:
         factors = exp.correction.weights
+        if run.cfg.algorithm.kl.bias_correction:  # with the loss's own ratio, that to the policy that generated
+            kl_weights = weights * factors
         if cfg.one_weight_a_response and run.cfg.algorithm.rollout_correction.rollout_is == "token":
             factors = rollout_correction.geometric_means(factors, sequences)
         policy_weights = policy_weights * factors
@@ -49,6 +51,7 @@ def policy_targets(run: RLRun, exp: Experience, number: int) -> losses.PolicyTar
         old_log_probs=None if is_old_policy else exp.old_log_probs,
         ref_log_probs=exp.ref_log_probs,
         sampling_log_probs=rollout.rollout_log_probs if cfg.off_policy_mask_threshold is not None else None,
+        kl_weights=kl_weights,
         sequences=replace(sequences, total=run.actor.total_over_context),
         chosen=choose_tokens(run, exp, mask, number),
     )

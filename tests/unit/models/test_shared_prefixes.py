@@ -10,15 +10,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mrl.config.schema import ParallelConfig, TrainConfig
-from mrl.core import Rollout
+from mrl.config.schema import ParallelConfig, TeacherConfig, TrainConfig
+from mrl.core import PackedBatch, Rollout
 from mrl.data.packing import pack
 from mrl.data.prefixes import common_prefixes, family_splits
 from mrl.families import ModelArch, load_arch
+from mrl.kernels.gated_delta import Chunks, causal_conv
 from mrl.learner.micro_batches import MicroBatchPlanner
 from mrl.models.attention import packed_attention, transformer_engine_attention
 from mrl.models.attention_plan import AttentionPlan
 from mrl.models.batch import ModelBatch, PassOptions
+from mrl.trainers.rl.distillation import states_in
 from tests.helpers.tiny import make_tiny
 
 CPU = torch.device("cpu")
@@ -248,3 +250,42 @@ def test_what_is_random_by_sample_is_not_shared(arch: ModelArch) -> None:
     for extras, shares in ((PassOptions(), True), (PassOptions(noise=5.0), False), (PassOptions(drops=True), False)):
         (batch,) = split.micro_batches(rollout, range(4), 1, extras)
         assert (batch.shared_index is not None) == shares
+
+
+@pytest.mark.parametrize("teacher_shares", [True, False])
+def test_a_teacher_that_takes_whole_sequences_gets_them_in_the_student_s_micro_batches(
+    arch: ModelArch, teacher_shares: bool
+) -> None:
+    """Gated delta nets take whole sequences: shared tokens have other places than their `starts` say."""
+    rollout = groups_of((60, [20] * 4), (50, [10] * 4))
+    mesh: Any = SimpleNamespace(dp=1, dp_rank=0, cp=1, cp_rank=0, pp=1, vpp=None, cfg=ParallelConfig())
+    limits = TrainConfig(max_tokens_per_microbatch=400)
+    student = SimpleNamespace(planner=MicroBatchPlanner(mesh, limits, arch, "policy", shares=True), arch=arch)
+    received: list[PackedBatch] = []
+
+    class Teacher:
+        planner = SimpleNamespace(shares=teacher_shares)
+        head_for = staticmethod(lambda student: None)
+
+        def __init__(self) -> None:
+            self.arch = arch
+
+        def hidden_states(self, part: Rollout, samples: list[int], packed: list[PackedBatch]) -> list[Any]:
+            received.extend(packed)
+            return []
+
+    memory = SimpleNamespace(begin=lambda phase: None)
+    run: Any = SimpleNamespace(actor=student, teachers={"teacher": Teacher()}, memory=memory)
+    states_in(run, TeacherConfig(path="-"), rollout, [range(8)])
+    own = student.planner.micro_batches(rollout, range(8))
+    assert len(received) == len(own) > 1
+    for of_teacher, of_student in zip(received, own, strict=True):
+        assert of_student.shared_index is not None
+        assert (of_teacher.shared_index is not None) == teacher_shares
+        assert torch.equal(of_teacher.response_indices, of_student.response_indices)
+        assert torch.equal(of_teacher.labels, of_student.labels)
+        if not teacher_shares:
+            chunks, channels = Chunks.make(of_teacher.cu_seqlens, 64, CPU), torch.ones(1, 1, 3)
+            assert causal_conv(torch.ones(of_teacher.tokens.numel(), 1), channels, chunks).isfinite().all()
+            with pytest.raises(RuntimeError):
+                causal_conv(torch.ones(of_student.tokens.numel(), 1), channels, chunks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import random
@@ -205,7 +206,7 @@ def first_done(ahead: int, interrupt: str = "never") -> FirstDone:
 
 @settings(max_examples=50, deadline=None)
 @given(
-    st.sampled_from([(1, "never"), (2, "never"), (3, "at_sync"), (0, "at_step_end")]),
+    st.sampled_from([(1, "never"), (2, "never"), (3, "at_sync"), (6, "never"), (0, "at_step_end")]),
     st.integers(0, 1 << 20),
     st.integers(1, STEPS - 1),
 )
@@ -229,6 +230,33 @@ def test_groups_that_overtake_each_other_are_trained_on_once_and_none_is_too_old
     samples = [(step, sample) for step, groups in enumerate(found) for group in groups for sample in group]
     ages = [step - int(s.token_weight_versions[0]) for step, s in samples if s.token_weight_versions is not None]
     assert min(ages) >= 0 and (interrupt == "at_step_end" or max(ages) <= ahead)
+
+
+@pytest.mark.parametrize("ahead", [3, 4, 7])
+def test_groups_that_reach_the_bound_together_are_spread_over_the_steps_before_it(ahead: int) -> None:
+    """All but the first groups of step 1 end late: a step of them all would be larger than any other."""
+    policy, late = first_done(ahead), asyncio.Event()
+    slow = range(WANTED, math.ceil(WANTED * (1 + ahead / 2)))
+
+    async def group(step: int, index: int) -> Any:
+        if step * WANTED + index in slow:
+            await late.wait()
+        return [step * WANTED + index]
+
+    async def train() -> list[list[int]]:
+        found = []
+        for step in range(STEPS):
+            drawn = asyncio.ensure_future(policy.draw(step, group))
+            done, _ = await asyncio.wait([drawn], timeout=0.05 if not late.is_set() else 5)
+            if not done:
+                late.set()
+            found.append([number for [number] in (await drawn).groups.values()])
+        return found
+
+    found = asyncio.run(train())
+    assert [len(numbers) for numbers in found] == [WANTED] * STEPS
+    assert sorted(sum(found, [])) == [*range(WANTED * STEPS)]
+    assert all(step <= ahead for step, numbers in enumerate(found) if {*numbers} & {*slow})
 
 
 def test_a_long_response_does_not_hold_up_a_step_of_those_that_end_first() -> None:

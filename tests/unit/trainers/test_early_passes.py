@@ -74,6 +74,20 @@ def test_a_part_is_computed_by_itself_whenever_it_is_whole(order: list[int], ear
         assert sum(seconds.values()) == pytest.approx(1.0)
 
 
+def test_parts_of_samples_that_were_left_out_are_not_used() -> None:
+    """Sample 2 is as long as sample 5, which would take its place: lengths alone do not show the difference."""
+    made, asked = passes(4)
+    made.begin()
+    see = made.seeing(4, lambda sample: None)
+    for place in range(5):
+        see(drawn(place))
+    assert asked == [[0, 1], [2, 3, 4]]
+    samples = [drawn(place) for place in range(10) if place != 2]  # it has no score
+    left = Rollout.of(4, [s.request.prompt.token_ids for s in samples], [s.response_ids for s in samples])
+    values = made.of(left).values
+    assert values is not None and values.tolist() == [token for s in samples for token in s.response_ids]
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [
