@@ -75,7 +75,7 @@ def engine(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def in_a_child(action: Any) -> Any:
-    """What `action` gives as the stranger, in a process of its own."""
+    """Returns the result of `action`, run by another account in a process of its own."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -161,7 +161,7 @@ def test_the_key_is_for_the_engine_s_account_alone(engine: Engine, tiny_models: 
 
 
 def test_an_engine_without_a_key_does_not_pass(tiny_models: TinyModels, tmp_path: Path) -> None:
-    """As SGLang is with some options that a user may give it."""
+    """Some options of SGLang open a server to everybody."""
     code = (
         "import sys\nfrom http.server import *\n"
         "class H(BaseHTTPRequestHandler):\n    def do_GET(self):\n"

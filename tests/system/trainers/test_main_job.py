@@ -220,7 +220,7 @@ def even(group):
 
 
 def test_remax_and_a_users_filter(tiny_models: TinyModels, sglang_engine: Engine, tmp_path: Path) -> None:
-    """What the filter refuses is replaced, and each prompt that stays has one response more: the greedy one."""
+    """Groups that the filter refuses are replaced. Each prompt that stays has one more response, the greedy one."""
     model, url = tiny_models("llama"), sglang_engine.urls[0]
     (tmp_path / "filters.py").write_text(EVEN_ROWS)
     config = write_config(
