@@ -18,6 +18,7 @@ from mrl.ports import MEETING_VARIABLE, listen, world_problem
 
 _POLL_S, _POLLED_RANKS = 0.01, 64  # polling interval up to that many ranks; longer for more ranks
 _EVERYBODY = "every rank"
+_had_world = False  # in this process
 _fake_device: torch.device | None = None  # see mrl.platform.fake_rank
 
 
@@ -65,6 +66,7 @@ def init_process_group(timeout_s: float, kind: Literal["gloo", "nccl"] | None = 
     if dist.is_initialized():
         return
     _allow_connections()
+    _release_earlier_world()
     gc.freeze()  # full collections, one in each of Megatron's saves, then skip imported objects
     limit, kind = timedelta(seconds=timeout_s), kind or backend()
     if kind == "nccl":
@@ -90,6 +92,16 @@ def single_process_world(timeout_s: float) -> Iterator[None]:
     finally:
         if is_own:
             dist.destroy_process_group()
+
+
+def _release_earlier_world() -> None:
+    """Collects the groups and models of an earlier trainer of this process: frozen, they would stay with two threads a
+    group."""
+    global _had_world
+    if _had_world:
+        gc.unfreeze()
+        gc.collect()
+    _had_world = True
 
 
 def _allow_connections() -> None:

@@ -349,6 +349,26 @@ def sft_lines(folder: Path, model: Path, *lines: str, **sections: Any) -> str:
     return "\n".join(["import time", "from mrl import SFTTrainer, TrainerCallback, TrainingFailed", *lines])
 
 
+def test_trainers_one_after_the_other_leave_no_more_threads_than_two_do(
+    tiny_models: TinyModels, tmp_path: Path
+) -> None:
+    lines = [
+        "import os",
+        "for name in 'abcd':",
+        "    with SFTTrainer(CONFIG | {'run': CONFIG['run'] | {'name': name}}) as trainer:",
+        "        trainer.init_workers()",
+        "        trainer.fit()",
+        "    del trainer",
+        "    print('threads', len(os.listdir('/proc/self/task')))",
+    ]
+    program = sft_lines(tmp_path, tiny_models("llama"), *lines, run={"steps": 1})
+    file = script(tmp_path, "import yaml", "CONFIG = yaml.safe_load(open('config.yaml'))", program)
+    done = python(tmp_path, file)
+    assert done.returncode == 0, done.stderr[-4000:]
+    threads = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("threads ")]
+    assert len(threads) == 4 and max(threads[2:]) <= threads[1] + 4, "gloo has two threads for each of some 20 groups"
+
+
 def test_an_exception_in_a_callback_of_one_rank_ends_the_run(tiny_models: TinyModels, tmp_path: Path) -> None:
     lines = [
         "class Broken(TrainerCallback):",
