@@ -91,15 +91,19 @@ def read_jsonl(file: Path) -> list[dict[str, Any]]:
     UnreadableFile."""
     if not file.is_file():
         return []
-    rows = []
-    for number, line in enumerate(file.read_bytes().split(b"\n")[:-1], 1):
-        try:
-            rows.append(json.loads(line or b"{}"))
-        except ValueError as error:
-            raise UnreadableFile(f"{file}:{number}: not JSON: {error}") from None
-        if not isinstance(rows[-1], dict):
-            raise UnreadableFile(f"{file}:{number}: expected a JSON object")
-    return [row for row in rows if row]
+    lines = enumerate(file.read_bytes().split(b"\n")[:-1], 1)
+    return [row for number, line in lines if (row := json_row(file, number, line))]
+
+
+def json_row(file: Path, number: int, line: bytes) -> dict[str, Any]:
+    """Returns the JSON object of a line; empty for an empty line. Raises UnreadableFile, which names file and line."""
+    try:
+        row = json.loads(line.strip() or b"{}")
+    except ValueError as error:
+        raise UnreadableFile(f"{file}:{number}: not JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise UnreadableFile(f"{file}:{number}: expected a JSON object")
+    return row
 
 
 def numbered_files(folder: Path, name: str) -> list[tuple[int, Path]]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from pathlib import Path
 
-from mrl.observe.files import BY_STEP
+from mrl.observe.files import BY_STEP, json_row
 
 _SAMPLES = re.compile(r"(?:validation_|validation_ema_)?step_(\d+)\.jsonl")
 
@@ -36,11 +35,12 @@ def rewind(run_dir: Path, step: int) -> str:
 
 
 def _cut(file: Path, step: int) -> int:
-    """Truncates the file before its first row of a later step or partial line; returns the number of dropped rows."""
+    """Truncates the file before its first row of a later step or partial line; returns the number of dropped rows.
+    Raises UnreadableFile for a damaged row before it."""
     lines = file.read_bytes().splitlines(keepends=True)
     kept = 0
     for number, line in enumerate(lines):
-        if not line.endswith(b"\n") or step == 0 or json.loads(line).get("step", 0) > step:
+        if not line.endswith(b"\n") or step == 0 or json_row(file, number + 1, line).get("step", 0) > step:
             os.truncate(file, kept)
             return len(lines) - number
         kept += len(line)

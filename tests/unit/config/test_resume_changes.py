@@ -19,6 +19,7 @@ from mrl.config.tokenizer_files import TOKENIZER_FILES
 from mrl.config.trainers.diffusion import DDPOConfig
 from mrl.config.trainers.dpo import DPOConfig
 from mrl.observe import rewind
+from mrl.observe.files import UnreadableFile
 from tests.helpers.train_tools import write_config
 
 
@@ -257,3 +258,12 @@ def test_what_was_written_down_after_the_checkpoint_is_dropped(tmp_path: Path) -
     assert rewind(tmp_path, 3) == ""
     assert rewind(tmp_path, 0) == "4 rows of metrics.jsonl, 4 files of rollouts/"
     assert notes.read_text() == "somebody's own\n"
+
+
+def test_a_damaged_row_is_named_by_file_and_line(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    for damaged, why in (('{"st\0ep": 1}', "not JSON"), ("[1]", "expected a JSON object")):
+        metrics.write_text(f'{{"step": 0}}\n{damaged}\n{{"step": 2}}\n')
+        with pytest.raises(UnreadableFile, match=rf"metrics.jsonl:2: {why}"):
+            rewind(tmp_path, 2)
+        assert rewind(tmp_path, 0) == "3 rows of metrics.jsonl", "a run without a checkpoint starts again"
