@@ -24,6 +24,10 @@ class Unwritable(OSError):
     """A directory cannot be made: its place is taken, another process writes to it, or the disk is full."""
 
 
+class Damaged(ValueError):
+    """A directory with a manifest is incomplete, damaged or of another format."""
+
+
 class Staging:
     """A directory that will become `target`. Between `begin` and `end`, `directory` is a hidden neighbour of it.
 
@@ -54,7 +58,14 @@ class Staging:
             raise error if known else Unwritable(f"cannot write {target}: {error}") from error
 
     def commit(self) -> None:
-        """Makes the content durable, then visible under its name. Raises OSError, with the target unchanged."""
+        """Makes the content durable, then visible under its name. Raises OSError, with the target unchanged.
+
+        Its files get the umask's mode: safetensors writes them with 0600, so other accounts could not load the model.
+        """
+        readable = self.directory.stat().st_mode & 0o666  # mkdir follows the umask
+        for name in sizes(self.directory):
+            file = self.directory / name
+            file.chmod(file.stat().st_mode & 0o777 | readable)
         make_durable(self.directory)
         old = self._beside("old")
         shutil.rmtree(old, ignore_errors=True)
@@ -104,27 +115,27 @@ def read_manifest(directory: Path, *, remedy: str = "", **expected: object) -> d
     expected: keys and values that identify the directory's format
     remedy: end of the messages about an incomplete directory
 
-    Raises ValueError if the manifest is missing, malformed or of another format, or a file of it is missing, truncated
-    or outside of the directory.
+    Raises MalformedFile, or Damaged if the manifest is missing, malformed or of another format, or a file of it is
+    missing, truncated or outside of the directory.
     """
     marker, remedy = directory / MANIFEST, f"; {remedy}" if remedy else ""
     if not marker.is_file():
-        raise ValueError(f"{directory} is incomplete: it has no file {MANIFEST!r}{remedy}")
+        raise Damaged(f"{directory} is incomplete: it has no file {MANIFEST!r}{remedy}")
     manifest = read_json(marker)
     if not isinstance(manifest, dict):
-        raise ValueError(f"{marker} is not a list of files")
+        raise Damaged(f"{marker} is not a list of files")
     if any(manifest.get(key) != value for key, value in expected.items()):
         found = " ".join(str(manifest.get(key)) for key in expected)
         here = " ".join(map(str, expected.values()))
-        raise ValueError(f"{directory} has format {found}, and this version of mrl reads format {here}")
+        raise Damaged(f"{directory} has format {found}, and this version of mrl reads format {here}")
     try:
         files = {str(name): int(size) for name, size in manifest["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{marker} is not a list of files ({error!r})") from error
+        raise Damaged(f"{marker} is not a list of files ({error!r})") from error
     wrong = [problem for name, size in files.items() if (problem := _problem(directory, name, size))]
     if wrong:
         more = "; ..." if len(wrong) > MAX_LISTED else ""
-        raise ValueError(f"{directory} is damaged: {'; '.join(wrong[:MAX_LISTED])}{more}{remedy}")
+        raise Damaged(f"{directory} is damaged: {'; '.join(wrong[:MAX_LISTED])}{more}{remedy}")
     return manifest
 
 

@@ -16,21 +16,25 @@ NAMED_WEIGHTS = 5  # missing weights named at most
 TEMPLATES = "additional_chat_templates"  # the one folder that belongs to a model's own files
 
 
+class MalformedFile(ValueError):
+    """A file of foreign origin does not have the expected form, or is not a regular file of its directory."""
+
+
 def read_json(file: Path) -> Any:
     """Returns the content of a JSON file.
 
-    Raises OSError, or ValueError in one line that names the file: not JSON, too large, nested too deeply, a duplicate
-    key, or not a regular file (a pipe would block).
+    Raises OSError, or MalformedFile in one line that names the file: not JSON, too large, nested too deeply, a
+    duplicate key, or not a regular file (a pipe would block).
     """
     found = file.stat()
     if not stat.S_ISREG(found.st_mode):
-        raise ValueError(f"{file} is not a regular file")
+        raise MalformedFile(f"{file} is not a regular file")
     if found.st_size > MAX_JSON_BYTES:
-        raise ValueError(f"{file} has {found.st_size} bytes; mrl reads JSON files of at most {MAX_JSON_BYTES}")
+        raise MalformedFile(f"{file} has {found.st_size} bytes; mrl reads JSON files of at most {MAX_JSON_BYTES}")
     try:
         return parse_json(file.read_bytes())
     except ValueError as error:
-        raise ValueError(f"{file} cannot be read as JSON: {error}") from error
+        raise MalformedFile(f"{file} cannot be read as JSON: {error}") from error
 
 
 def parse_json(text: bytes) -> Any:
@@ -64,7 +68,7 @@ def own_file(directory: Path, name: str | Path) -> Path:
     real = Path(os.path.realpath(file))
     in_cache = root.parent.name == "snapshots" and real.parent == root.parent.parent / "blobs"
     if not (in_cache or real.is_relative_to(root)):
-        raise ValueError(f"{file} is a link to {real}, outside of the directory: copy the file itself there")
+        raise MalformedFile(f"{file} is a link to {real}, outside of the directory: copy the file itself there")
     return file
 
 

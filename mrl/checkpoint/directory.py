@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mrl.directories import MANIFEST, read_manifest, write_manifest
+from mrl.directories import MANIFEST, Damaged, read_manifest, write_manifest
 from mrl.files import lock, lock_for_reading, rename_durably, write_atomically
 from mrl.foreign import read_json
 
@@ -131,7 +131,7 @@ def remove(path: Path) -> bool:
 
 @contextlib.contextmanager
 def hold_for_reading(path: Path) -> Iterator[None]:
-    """Prevents all processes of this machine from removing the checkpoint. Raises ValueError if it is not complete."""
+    """Prevents all processes of this machine from removing the checkpoint. Raises Damaged if it is not complete."""
     try:
         marker = (path / MANIFEST).open("rb")
     except (FileNotFoundError, NotADirectoryError):
@@ -139,28 +139,28 @@ def hold_for_reading(path: Path) -> Iterator[None]:
     with marker:
         lock_for_reading(marker)
         if not _is_still(path / MANIFEST, marker.fileno()):
-            raise ValueError(f"{path} was removed while it was being opened")
+            raise Damaged(f"{path} was removed while it was being opened")
         yield
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns (manifest, state).
 
-    Raises ValueError if the checkpoint is not complete, or a file is missing or too short.
+    Raises Damaged if the checkpoint is not complete, or a file is missing or too short.
     """
     if not (path / MANIFEST).is_file():
         raise _incomplete(path)
     manifest = read_manifest(path, remedy="remove it to resume from an older one", version=VERSION)
     if not isinstance(manifest.get("learners"), dict):
-        raise ValueError(f"{path / MANIFEST} does not list the checkpoint's models")
+        raise Damaged(f"{path / MANIFEST} does not list the checkpoint's models")
     state = read_json(path / STATE)
     if not isinstance(state, dict):
-        raise ValueError(f"{path / STATE} does not contain the state of a run")
+        raise Damaged(f"{path / STATE} does not contain the state of a run")
     return manifest, state
 
 
-def _incomplete(path: Path) -> ValueError:
-    return ValueError(f"{path} is not a complete checkpoint: it lacks the file {MANIFEST!r}")
+def _incomplete(path: Path) -> Damaged:
+    return Damaged(f"{path} is not a complete checkpoint: it lacks the file {MANIFEST!r}")
 
 
 def _is_still(path: Path, descriptor: int) -> bool:

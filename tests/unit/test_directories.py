@@ -8,9 +8,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from mrl import directories
 from mrl.directories import Staging, Unwritable, read_manifest, write_manifest
+from mrl.failure import describe
 from tests.helpers.full_disk import full_disk
 
 
@@ -39,6 +42,21 @@ def test_nothing_has_the_name_before_all_is_durable(staging: Staging, monkeypatc
     assert synced[4:] == [f"{staging.target.parent.name} True"]
     assert read_manifest(staging.target, version=1)["files"] == {"release/part": 7}
     assert names(staging.target.parent) == ["model"]
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_accounts_that_may_read_the_directory_may_read_its_tensors(tmp_path: Path, umask: int, mode: int) -> None:
+    before = os.umask(umask)
+    try:
+        staging = Staging(tmp_path / "model", 100)
+        staging.begin()
+        (staging.directory / "config.json").write_text("{}")
+        save_file({"a": torch.zeros(1)}, staging.directory / "model.safetensors")
+        staging.commit()
+        staging.end()
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in staging.target.iterdir()} == {mode}
 
 
 def test_what_is_not_committed_leaves_nothing(staging: Staging) -> None:
@@ -121,6 +139,7 @@ def test_a_directory_that_is_not_whole_is_refused(staging: Staging, change: obje
     with pytest.raises(ValueError) as refused:
         read_manifest(staging.directory, remedy="again", format="toy", version=1)
     assert message in str(refused.value)
+    assert describe(refused.value) == str(refused.value), "a user's problem, without the place in the code"
 
 
 def edit(directory: Path, **changes: object) -> None:
