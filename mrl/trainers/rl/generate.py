@@ -144,7 +144,11 @@ class Generator:
         if mixed:
             metrics["staleness/mixed"] = sum(len(each) > 1 for each in mixed) / len(mixed)
         unscored = [sample for group in taken.all for sample in group if sample.reward_error and sample.left_out]
-        self._write_down([sample_row(sample) for sample in (*samples, *greedy, *unscored)], f"step_{step + 1}")
+        why = {"sample_id": None, "left_out": "the other samples of its group are left out: it compares with nothing"}
+        dropped = [group for number, group in taken.groups.items() if number not in groups]
+        alone = [sample_row(sample) | why for group in dropped for sample in group if not sample.left_out]
+        rows = [*map(sample_row, (*samples, *greedy, *unscored)), *alone]
+        self._write_down(rows, f"step_{step + 1}")
         self._warn_of_truncation(step, metrics["response/truncated"])
         return rollout, metrics
 
@@ -292,11 +296,10 @@ class Generator:
         on_error = self.cfg.checkpoint.on_error
         write_guarded("rollouts/pictures", lambda: save_pictures(self.run_dir, samples), on_error, self.note)
         metrics = validation_metrics(samples, reward.on_error == "zero", self.cfg.data.data_source_key)
-        without = [sample for sample in samples if sample.left_out]
-        if without:
-            first = without[0].left_out.splitlines()
-            said = f"{name}: {len(without)} of {len(samples)} responses have no score (rollouts/{file}.jsonl): "
-            self.note(said + first[0])
+        lost = [sample.left_out for sample in samples if sample.left_out and not sample.reward_error]
+        if lost:  # `_write_down` notes failures of the reward
+            said = f"{name}: {len(lost)} of {len(samples)} responses have no score (rollouts/{file}.jsonl): "
+            self.note(said + lost[0].splitlines()[0])
         if "mean" not in metrics:
             raise SamplingError(f"{name}: none of {len(samples)} responses has a score (rollouts/{file}.jsonl)")
         return {f"{name}/{metric}": value for metric, value in metrics.items()}

@@ -104,9 +104,13 @@ def test_it_is_counted_and_written_down(tmp_path: Path) -> None:
     assert rollout.group.tolist() == [0, 0, 1, 1], "one that is left alone compares with nothing"
     assert metrics["reward/left_out"] == 1 and metrics["reward/failed"] == pytest.approx(1 / 6)
     assert metrics["reward/mean"] == 0.5 and metrics["reward/part"] == 1
-    [unscored] = [row for row in read_jsonl(tmp_path / "rollouts/step_1.jsonl") if row["score"] is None]
+    rows = read_jsonl(tmp_path / "rollouts/step_1.jsonl")
+    [unscored] = [row for row in rows if row["score"] is None]
     assert "the judge is gone" in unscored["reward_error"] and unscored["sample_id"] is None
-    assert "1 of 5 samples are left out, the reward failed on them" in notes[-1]
+    [alone] = [row for row in rows if "left_out" in row and row is not unscored]
+    assert len(rows) == 6 and (alone["sample_id"], alone["score"]) == (None, 1.0), "no sample is lost"
+    assert "the other samples of its group are left out" in alone["left_out"] and "reward_error" not in alone
+    assert "1 of 6 samples are left out, the reward failed on them" in notes[-1]
     with pytest.raises(
         SamplingError, match=r"(?s)no group of the step .*\(reward.on_error: leave_out\).*judge is gone"
     ):
@@ -126,9 +130,13 @@ def test_validation_has_no_score_of_it(tmp_path: Path) -> None:
     parts: Any = Parts([1.0, 1.0, 1.0, 0.0], (1,))
     cfg = config(tmp_path, "leave_out")
     with RewardManager(cfg.reward) as rewards:
-        made = Generator(cfg, tmp_path, parts, rewards, lambda text: None, Model().tokenizer, parts, parts)
+        notes: list[str] = []
+        made = Generator(cfg, tmp_path, parts, rewards, notes.append, Model().tokenizer, parts, parts)
         metrics = made.validate(0, lambda sample: None, "validation")
     assert metrics["validation/mean"] == pytest.approx(2 / 3)
+    [note] = notes
+    assert note.startswith("1 of 4 samples are left out, the reward failed on them"), "told once"
+    assert note.endswith("raised: ConnectionError: the judge is gone")
 
 
 def one(index: int, failing: tuple[int, ...] = ()) -> Sample:
