@@ -22,6 +22,7 @@ JSON_NAMES: dict[type, str] = {
     bool: "true or false",
 }
 
+_HTML = re.compile(r"\s*<(!doctype html|html)\b", re.IGNORECASE)
 _PICTURE = re.compile(r"(;base64,)[\w+/=\\]+")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _SHORT = reprlib.Repr()
@@ -78,7 +79,8 @@ def _words(content: bytes) -> str:
     try:
         answer = from_json(content)
     except BadAnswer:
-        return content.decode(errors="replace")
+        words = content.decode(errors="replace")
+        return "an HTML page, from another service" if _HTML.match(words) else words
     if isinstance(answer, dict):
         error = answer.get("error")
         if isinstance(error, dict) and "message" in error:

@@ -125,7 +125,8 @@ class MainParts:
             threads = cpu_threads(self.cfg.rollout, engine_arch(self.cfg.model.path), this_machine())
             recorder.note(f"engines on this machine's CPU: {self.cfg.rollout.servers}, threads of each: {threads}")
         many = f"{own.nodes} engine nodes (mrl serve)" if own.is_apart else f"{len(engine.urls)} engines"
-        recorder.note(f"waiting for {'the engine' if len(engine.urls) == 1 else many}")
+        there = f" at {', '.join(engine.urls)} (rollout.urls)" if self.cfg.rollout.urls and not own.is_apart else ""
+        recorder.note(f"waiting for {'the engine' if len(engine.urls) == 1 else many}{there}")
         begin_early(self.cfg.sync.transport)
         self.teacher_engines = open_teacher_engines(self.cfg)
         for teacher in self.teacher_engines.values():

@@ -73,7 +73,9 @@ class MismatchLimits:
                 + "If they are meant to be that far apart, raise these limits"
             )
         if found := self._warn.beyond(gaps):
-            self._note(f"{which}: {found}")
+            age = 0 if ages is None else int(ages[where].max())
+            old = f", of weights up to {age} weight sync{'s' * (age > 1)} old (rollout.max_staleness)" if age else ""
+            self._note(f"{which}{old}: {found}")
         metrics = rollout_correction.mismatch(log_probs, rollout.rollout_log_probs, where)
         metrics["max_sample"] = float(gaps.by_sample.max())
         by_ages = {} if ages is None else by_age(ages[where], gap[where])

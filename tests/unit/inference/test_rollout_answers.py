@@ -294,13 +294,19 @@ def test_the_weights_of_a_warm_up_are_one_version() -> None:
     made = replace(made, weight_versions=torch.tensor([0, 5]), token_weight_versions=torch.tensor([0, 0, 3, 5, 5, 6]))
     everywhere = torch.ones_like(trainers, dtype=torch.bool)
 
+    said: list[str] = []
+
     def ages(version: int) -> dict[str, float]:
-        found = MismatchLimits(MismatchConfig(), print, first_version=4).check(
+        found = MismatchLimits(MismatchConfig(), said.append, first_version=4).check(
             made, trainers, everywhere, version=version
         )
         return {name: value for name, value in found.items() if "age_" in name or "staleness" in name}
 
     assert ages(6).keys() == {"staleness/mean", "staleness/max", *(f"mismatch/age_{age}" for age in (0, 1, 2))}
+    assert not said, "below every limit"
+    made = replace(made, rollout_log_probs=made.rollout_log_probs + 0.5)
+    ages(6)
+    assert "of weights up to 2 weight syncs old (rollout.max_staleness): 0.5" in said[0], "a reason"
     assert ages(6)["staleness/max"] == 2 and ages(6)["staleness/mean"] == pytest.approx(8 / 6)
     made = replace(made, token_weight_versions=torch.tensor([0, 0, 2, 2, 3, 3]))
     assert ages(3)["staleness/max"] == 0
@@ -344,6 +350,11 @@ def test_pictures_that_an_engine_repeats_are_not_shown(form: str) -> None:
     said = form % ("no picture: data:image/png;base64," + "iVBORw0KGgo" * 1000 + " (request 7)")
     assert "base64,... (request 7)" in error_message(said.encode())
     assert "iVBOR" not in error_message(said.replace("/", "\\/").encode())
+
+
+def test_the_page_of_another_service_is_named_in_one_line() -> None:
+    page = b"<!DOCTYPE HTML>\n<html lang='en'>\n<body>\n<p>Error code: 404</p></body></html>\n"
+    assert error_message(page) == "an HTML page, from another service"
 
 
 def test_an_engine_s_words_do_not_move_the_terminal() -> None:
