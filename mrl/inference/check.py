@@ -17,6 +17,8 @@ from mrl.inference.protocol import MODEL_INFO, SamplingBody
 from mrl.inference.samples import sampling_body
 from mrl.inference.server_info import ServerInfo
 
+_POLL_S = 0.5
+
 
 def check_server(
     url: str, access: Access, cfg: RolloutConfig, model_path: str, model_type: str, dtype: str, *, outlives: bool
@@ -58,9 +60,7 @@ def check_server(
                 raise EngineStartError(f"{wants}: rollout.api_key_file names its file") from error
             if error.status is not None or time.monotonic() < end:
                 raise
-            limit = f"rollout.startup_timeout_s = {cfg.startup_timeout_s:g} s"
-            text = f"engine {url} did not answer within {limit}: {error.endpoint}: {error.text}"
-            raise EngineStartError(text) from error
+            raise _late(url, cfg, error) from error
     own = cfg.tensor if access.ours else None
     if found := list(info.hindrances(own, cfg.quantization, SamplingBody.__annotations__)):
         raise EngineStartError(f"engine {url} cannot serve this run: {'; '.join(found)}")
@@ -71,6 +71,31 @@ def check_server(
         text = f"engine {url} guesses tokens ahead ({info.drafts}), by weights that no sync changes: ever more slowly"
         notes.append(text)
     return replace(info, tensor=info.tensor or cfg.tensor), notes
+
+
+def wait_until_reachable(url: str, access: Access, cfg: RolloutConfig) -> None:
+    """Blocks until a server of rollout.urls answers anything: a job may start it together with the run.
+
+    Raises EngineStartError after rollout.startup_timeout_s.
+    """
+    end = time.monotonic() + cfg.startup_timeout_s
+    with contextlib.closing(EngineClient(url, cfg.startup_timeout_s, access)) as client:
+        while True:
+            client.timeout_s = max(0.1, end - time.monotonic())
+            try:
+                client.model_info()
+            except EngineError as error:
+                if error.status is None and time.monotonic() >= end:
+                    raise _late(url, cfg, error) from error
+                if error.status is None:
+                    time.sleep(min(_POLL_S, max(0.0, end - time.monotonic())))
+                    continue
+            return
+
+
+def _late(url: str, cfg: RolloutConfig, error: EngineError) -> EngineStartError:
+    limit = f"rollout.startup_timeout_s = {cfg.startup_timeout_s:g} s"
+    return EngineStartError(f"engine {url} did not answer within {limit}: {error.endpoint}: {error.text}")
 
 
 def _notes(url: str, info: ServerInfo, cfg: RolloutConfig) -> Iterator[str]:

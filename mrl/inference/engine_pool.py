@@ -43,6 +43,7 @@ class EnginePool:
     silence_s: seconds without an answer after which a node counts as gone; 0: the run needs all nodes
     nodes: other nodes that run some of the servers
     memory_timeout_s: limit for releasing or restoring the memory of a server
+    wait_for: blocks until the server at a URL responds, for servers that mrl did not start
     """
 
     silence_s = 0.0
@@ -57,6 +58,7 @@ class EnginePool:
         max_restarts: int,
         nodes: Sequence[OtherNode] = (),
         memory_timeout_s: float,
+        wait_for: Callable[[str], None] | None = None,
     ) -> None:
         self.servers, self.joining = tuple(servers), tuple[Server, ...]()
         self.access = access
@@ -68,7 +70,7 @@ class EnginePool:
         self.adapters: Mapping[str, str] = {}
         self._nodes = nodes
         self._check, self._startup_timeout_s = check, startup_timeout_s
-        self._memory_timeout_s = memory_timeout_s
+        self._memory_timeout_s, self._wait_for = memory_timeout_s, wait_for
         self._ready = False
 
     @property
@@ -86,11 +88,14 @@ class EnginePool:
 
     def wait_ready(self) -> None:
         """Blocks until every server responds and has been checked. Raises EngineStartError if a server that mrl started
-        does not start, EngineError if a server of rollout.urls does not respond or serves another model."""
+        does not start or one of rollout.urls does not respond in time, EngineError if that serves another model."""
         if self._ready:
             return
         for process in self._started:
             process.wait_ready(self._startup_timeout_s)
+        if (wait_for := self._wait_for) is not None:
+            for server in self.servers:
+                wait_for(server.url)  # in this thread, which signals end
         with ThreadPoolExecutor(CHECKS_AT_ONCE) as pool:
             for server, found in zip(self.servers, pool.map(lambda one: self._check(one.url), self.servers)):
                 self._take_in(server, found)

@@ -15,7 +15,7 @@ from mrl.config.secret_file import read_secret
 from mrl.families import ModelArch, engine_arch
 from mrl.inference.access import Access
 from mrl.inference.agent import Home, Member, Offered, OtherNode, joined
-from mrl.inference.check import check_server
+from mrl.inference.check import check_server, wait_until_reachable
 from mrl.inference.engine import Engine
 from mrl.inference.engine_pool import EnginePool
 from mrl.inference.errors import EngineError, EngineStartError
@@ -91,6 +91,7 @@ def start_engine(
         max_restarts=cfg.max_restarts,
         nodes=nodes,
         memory_timeout_s=cfg.request_timeout_s,
+        wait_for=(lambda url: wait_until_reachable(url, access, cfg)) if cfg.urls else None,
     )
     return _engine(pool, arch, cfg)
 

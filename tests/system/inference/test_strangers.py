@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -333,6 +334,43 @@ def test_a_given_engine_that_hangs_at_start(
                 ):
                     engine.wait_ready()
                 assert time.monotonic() - started < 10
+
+
+def test_a_given_engine_that_starts_later_is_waited_for(tiny_models: TinyModels, tmp_path: Path) -> None:
+    """It is asked again until rollout.startup_timeout_s, which the error then names."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+
+    def check(timeout_s: float) -> None:
+        cfg = RolloutConfig(urls=(url,), startup_timeout_s=timeout_s)
+        with start_engine(cfg, str(tiny_models("llama")), "float32", tmp_path) as engine:
+            engine.wait_ready()
+
+    started = time.monotonic()
+    with pytest.raises(EngineStartError, match=f"{url} did not answer within rollout.startup_timeout_s = 1 s: .*Conn"):
+        check(1.0)
+    assert 1.0 <= time.monotonic() - started < 10
+
+    class Other(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(404)
+
+        log_message = do_POST = lambda self, *args: None
+
+    def serve() -> None:
+        time.sleep(1.0)
+        servers.append(ThreadingHTTPServer(("127.0.0.1", port), Other))
+        servers[0].serve_forever()
+
+    servers: list[ThreadingHTTPServer] = []
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    with pytest.raises(EngineError, match="model_info: HTTP 404: an HTML page, from another service"):
+        check(60.0)
+    servers[0].shutdown()
+    servers[0].server_close()
+    thread.join()
 
 
 @pytest.mark.slow
