@@ -39,7 +39,14 @@ def check_sources(cfg: AnyConfig) -> Iterator[Problem]:
         for name in changed(data, "system_key", "tools_key", "chat_template_kwargs_key"):
             if dict(data)[name] is not None and not data.chat_template:  # null is allowed
                 yield Problem((f"{key}.{name}", f"{key}.chat_template"), "has no effect: chat_template is false")
-        yield from _weights(f"{key}.train", data.train)
+        yield from check_weights(f"{key}.train", data.train)
+        if not (use.is_sampled or use.is_evaluated):
+            other, because = key.rpartition(".")[0] or "trainer", "demonstrations have no rewards or metrics by source"
+            yield from without_effect(data, key, ["data_source_key"], because, other)
+            for source in data.train:
+                if source.name is not None:
+                    message = f"the name {source.name!r} of {source.path} has no effect: {because}"
+                    yield Problem((f"{key}.train", other), message)
         if data.validation is not None and (use.is_sampled or use.is_evaluated):
             yield from _sources(key, "validation", data.validation, use)
             if any(source.weight is not None for source in data.validation):
@@ -54,10 +61,7 @@ def check_sources(cfg: AnyConfig) -> Iterator[Problem]:
 
 def _sources(section: str, name: str, sources: tuple[SourceConfig, ...], use: DataUse) -> Iterator[Problem]:
     key = f"{section}.{name}"
-    if not sources:
-        yield Problem((key,), "has no sources: name at least one")
-    if len({(source.path, source.split) for source in sources}) < len(sources):
-        yield Problem((key,), "names a source twice: give it a larger weight instead")
+    yield from check_names(key, sources)
     for source in sources:
         try:
             columns = read_columns(source)
@@ -67,7 +71,16 @@ def _sources(section: str, name: str, sources: tuple[SourceConfig, ...], use: Da
             yield from _columns(section, key, source, columns, use) if columns is not None else ()
 
 
-def _weights(key: str, sources: tuple[SourceConfig, ...]) -> Iterator[Problem]:
+def check_names(key: str, sources: tuple[SourceConfig, ...]) -> Iterator[Problem]:
+    """Checks that there are sources, and each only once."""
+    if not sources:
+        yield Problem((key,), "has no sources: name at least one")
+    if len({(source.path, source.split) for source in sources}) < len(sources):
+        yield Problem((key,), "names a source twice: give it a larger weight instead")
+
+
+def check_weights(key: str, sources: tuple[SourceConfig, ...]) -> Iterator[Problem]:
+    """Checks that all training sources have a weight or none has, and that weights have an effect."""
     without = [source.path for source in sources if source.weight is None]
     if len(sources) == 1 and not without:
         yield Problem((key,), f"the weight of {sources[0].path} has no effect: it is the only source")

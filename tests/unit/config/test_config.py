@@ -64,7 +64,8 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("plain.txt", "plain.jsonl"):
         (tmp_path / name).write_text("21=12.\n")
     score = "def score(prompt, response, row):\n    return 1.0\n\n\njudge = model = overlong = score\n\n\n"
-    (tmp_path / "mine.py").write_text(score + "class Env:\n    pass\n")
+    program = "async def play(ctx, prompt):\n    return 1.0\n"
+    (tmp_path / "mine.py").write_text(f"{score}{program}\n\nclass Env:\n    pass\n")
     return tmp_path
 
 
