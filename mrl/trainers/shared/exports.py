@@ -97,9 +97,19 @@ class Exports:
 class AdapterExports:
     """Exports of a run of several adapters: each one's adapter, in RUN_DIR/adapters/NAME. No weights are merged."""
 
-    def __init__(self, cfg: Config, phase: Phases, config: Mapping[str, Any], learners: Mapping[str, Learner]) -> None:
-        """learners: by their names in checkpoints, which are folders of the run directory too."""
-        self._each = {name: Exports(cfg, phase, config, learner, part=name) for name, learner in learners.items()}
+    def __init__(
+        self,
+        cfg: Config,
+        phase: Phases,
+        config: Mapping[str, Any],
+        learners: Mapping[str, Learner],
+        end_tokens: Mapping[str, Collection[int]],
+    ) -> None:
+        """learners: by their names in checkpoints, which are folders of the run directory too, as are end_tokens."""
+        self._each = {
+            name: Exports(cfg, phase, config, learner, end_tokens.get(name, ()), part=name)
+            for name, learner in learners.items()
+        }
 
     def of_step(self, step: int) -> None:
         """Writes RUN_DIR/adapters/NAME/adapter_step_N."""

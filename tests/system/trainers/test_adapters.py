@@ -22,6 +22,7 @@ from mrl.inference.engine import Engine
 from mrl.inference.launch import started_with
 from mrl.inference.start import start_engine
 from mrl.weights.disk.adapter_files import WEIGHTS
+from mrl.weights.disk.model_files import GENERATION
 from tests.conftest import TinyModels
 from tests.helpers.runs import results, samples, train
 from tests.helpers.train_tools import Train, given, write_config
@@ -56,7 +57,7 @@ def second(folder: Path) -> dict[str, Any]:
         "algorithm": {"adv_estimator": "rloo", "kl": {"use_in_loss": True, "coef": 0.01}},
         "optimizer": {"lr": 1e-2},
         "lora": LORA | {"rank": 2, "targets": ["q_proj", "down_proj"]},
-        "sampling": {"max_new_tokens": 10},
+        "sampling": {"max_new_tokens": 10, "stop_token_ids": [9]},
     }
 
 
@@ -113,6 +114,9 @@ def test_each_adapter_becomes_to_the_bit_what_a_run_of_it_alone_makes(
     assert weights.keys() == wanted.keys() and all(torch.equal(weights[key], wanted[key]) for key in wanted)
     assert max(float(tensor.abs().max()) for key, tensor in weights.items() if "lora_B" in key) > 1e-3
     assert samples(own) == samples(other)
+    files = [each / "adapter" / GENERATION for each in (own, other)]  # with end tokens that the base does not have
+    ends = [json.loads(file.read_text())["eos_token_id"] for file in files if file.is_file()]
+    assert [9 in each for each in ends] == [True, True] * (name == "upper") and len({*map(tuple, ends)}) < 2
     rows, alone_rows = results(run_dir), results(other)
     for step in range(1, STEPS + 1):
         mine = {key.removeprefix(f"{name}/"): value for key, value in rows[step].items() if key.startswith(f"{name}/")}
