@@ -36,8 +36,8 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--network", action="store_true", help="only measure an all-reduce: run on every rank by torchrun or srun"
     )
-    parser.add_argument("--mib", type=int, metavar="N", help="size of an all-reduce (default: 256; 16 without GPUs)")
-    parser.add_argument("--at-least", type=float, metavar="GB_PER_S", help="required speed of an all-reduce")
+    parser.add_argument("--mib", type=int, metavar="N", help="with --network or --nodes: size (256; 16 without GPUs)")
+    parser.add_argument("--at-least", type=float, metavar="GB_PER_S", help="with --network or --nodes: required speed")
     parser.description = (
         "Reports everything that mrl train would refuse, all at once, and starts no part of the run. Exit code 0: "
         "ready; 2: the configuration is wrong; 1: another problem. With --nodes, run it on every node: it also "
