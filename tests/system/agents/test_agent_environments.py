@@ -43,7 +43,7 @@ import os
 from mrl.agents.environments import from_gymnasium, from_openenv
 
 class Walk:
-    """As gymnasium.Env: from 0 by each action, over at 3 steps."""
+    """A gymnasium.Env that adds each action to its position and ends after 3 steps."""
 
     def reset(self, *, seed=None, options=None):
         assert isinstance(seed, int)
@@ -79,7 +79,7 @@ class Early:
         return "next", (1.0, 0.0, 0.25)[turn.number], turn.number == 2
 
 class Nothing:
-    """Its rewards are those of the row, None for none."""
+    """An environment that gives the rewards of the row, of which some are None."""
 
     def reset(self, row, rng):
         self.rewards = row["rewards"]
@@ -174,7 +174,7 @@ def test_a_server_of_openenv_is_played(programs: Path) -> None:
 
 
 class Sessions:
-    """As a server of OpenEnv with an environment for each WebSocket, of two steps each."""
+    """An OpenEnv server with an environment of two steps for each WebSocket."""
 
     def __init__(self, most: int) -> None:
         self.most, self.running, self.ended = most, 0, list[str]()

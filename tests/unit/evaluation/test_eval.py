@@ -234,7 +234,7 @@ def test_a_run_of_several_machines_is_looked_at_from_one(
 def test_a_run_of_several_adapters_has_no_weights_to_evaluate(
     tiny_models: TinyModels, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its base model would answer in their place."""
+    """Without the refusal the base model would be evaluated in place of the adapters."""
     sections: dict[str, Any] = {"adapters": {"a": {}, "b": {}}, "sync": {"lora": "adapter"}}
     sections |= {"actor": {"lora": {"rank": 4, "targets": ["q_proj", "v_proj"]}}}
     config = write_config(tmp_path, tiny_models("llama"), **sections)
