@@ -100,7 +100,7 @@ def _checkpoint(cfg: AnyConfig) -> Iterator[Problem]:
     exports = checkpoint.weights_every_steps
     for name, steps in (("keep_every_steps", kept), ("weights_every_steps", exports)):
         if steps is not None and steps > cfg.run.steps and not cfg.steps_follow_data():
-            message = f"has no effect: step {steps} is after the last step, {cfg.run.steps}"
+            message = f"has no effect: step {steps} is after the last step, {cfg.run.steps}: lower it, or set it to null"
             yield Problem((f"checkpoint.{name}", "run.steps"), message)
     if repository is None:
         yield from without_effect(checkpoint, "checkpoint", ["hub_private"], "nothing is uploaded", hub)
