@@ -74,8 +74,8 @@ class HFCheckpoint:
     """Tensors of a Hugging Face directory, by name, and slices of them. A context manager; closing it unmaps the files.
 
     Raises WeightError, which names file and tensor, for missing weights, an unreadable index, an index that points
-    outside of the directory, a missing or truncated file, a tensor that is in the index but not in the file, a wrong
-    shape.
+    outside of the directory, a single file beside the index of other files, a missing or truncated file, a tensor that
+    is in the index but not in the file, a wrong shape.
     """
 
     def __init__(self, path: str | Path, allow_pickle: bool = False) -> None:
@@ -245,6 +245,12 @@ class HFCheckpoint:
                 raise WeightError(f"{index}: {name} points to {file!r}, outside of the directory")
             if pure.suffix != PurePosixPath(index.name.removesuffix(".index.json")).suffix:
                 raise WeightError(f"{index}: {name} points to {file!r}, a file of another format")
+        single = index.name.removesuffix(".index.json")
+        if (others := {*named.values()} - {single}) and (self.path / single).is_file():
+            raise WeightError(
+                f"{self.path} has both {single} and {index.name}, which names {min(others)}: transformers would read "
+                "the single file, and engines the others: remove the one that is not the model"
+            )
         return {name: self.path / file for name, file in named.items()}
 
     def _handle(self, file: Path) -> Any:

@@ -47,6 +47,17 @@ def test_single_file_and_index_read_the_same(tmp_path: Path) -> None:
             assert torch.equal(checkpoint.source("b")[:], B)
 
 
+def test_a_single_file_beside_the_index_of_other_files_is_refused(tmp_path: Path) -> None:
+    """transformers would read the single file, and engines the files of the index."""
+    write_indexed(tmp_path)
+    save_file({"a": A + 1, "b": B}, tmp_path / "model.safetensors")
+    with pytest.raises(WeightError, match=r"both model\.safetensors and model\.safetensors\.index\.json, which names one"):
+        HFCheckpoint(tmp_path)
+    write_indexed(tmp_path, a="model.safetensors", b="model.safetensors")
+    with HFCheckpoint(tmp_path) as checkpoint:
+        assert torch.equal(checkpoint.source("a")[:], A + 1)
+
+
 def test_a_block_of_a_tensor_reads_like_a_tensor(tmp_path: Path) -> None:
     with HFCheckpoint(write_indexed(tmp_path)) as checkpoint:
         block = checkpoint.source("a").narrow(((1, 2), (1, 3), (0, 4)), dims=2)
