@@ -95,7 +95,7 @@ def open_sft_run(cfg: SFTConfig) -> Iterator[SFTRun]:
         best = BestValidation.of(cfg)
         for line in rows.notes():
             start.recorder.note(line)
-        begun = start.begin(actor, best=best, end_tokens=rows.train.end_tokens)
+        begun = start.begin(actor, best=best, end_tokens={"actor": rows.train.end_tokens})
         run = SFTRun(**vars(begun), best=best, data=rows.train, packed=rows.packed, held_out=rows.held_out)
         run.resume()
         start.is_set_up()

@@ -229,7 +229,8 @@ def _begin(
         ORDER, {"actor": first}, Engines(world, RELEASED_PARTS[cfg.rollout.release], main.engine)
     )
     parts = {f"{FOLDER}/{name}": actor for name, actor in actors.items()}
-    base = setup.begin(first, parts, states, memory=memory)
+    ends = {f"{FOLDER}/{name}": own.generator.stop_ids for name, own in mains.items() if own.generator is not None}
+    base = setup.begin(first, parts, states, memory=memory, end_tokens=ends)
     speed = Speed(world_size())
     speed.watch(*actors.values())
     runs = {}

@@ -290,8 +290,7 @@ def build_run(
     is_kept = cfg.replay is not None or cfg.rollout.is_behind
     engines = Engines(setup.world, RELEASED_PARTS[cfg.rollout.release], main.engine)
     order = PhaseMemoryManager(order_with(models.teachers), models.learners, engines)
-    generator, stops = main.generator, cfg.rollout.sampling.stop_token_ids
-    ends = (*stops, generator.tokenizer.eos_id) if generator is not None else ()
+    ends = {"actor": main.generator.stop_ids} if main.generator is not None else None
     base = setup.begin(models.actor, models.saved, states, keeps if is_kept else None, order, end_tokens=ends)
     base.speed.watch(models.critic, models.ref, *models.teachers.values())
     return RLRun(

@@ -108,6 +108,7 @@ class Checkpointer:
     kept: state of rank 0 alone
     best: the best validation so far, None without validations
     exports: writes the Hugging Face exports; None: exports of the actor
+    end_tokens: stop tokens that each part learns, by its name; rank 0's count
     """
 
     def __init__(
@@ -120,14 +121,15 @@ class Checkpointer:
         kept: Stateful | None = None,
         best: BestValidation | None = None,
         exports: WeightExporter | None = None,
-        end_tokens: Collection[int] = (),
+        end_tokens: Mapping[str, Collection[int]] | None = None,
     ) -> None:
         self._cfg, self._phase, self._recorder, self._run_dir = cfg, phase, phase.recorder, phase.run_dir
         self._parts, self._updates, self._kept, self._best = parts, updates, kept, best
         self._states = {**states, **({"best": best} if best is not None else {})}
         self._saver = Saver(self._run_dir, cfg.checkpoint, self._note_written)
         self._config = self._from_main("reading the run's configuration and inputs", lambda: resume.snapshot(cfg))
-        self._exports = exports or self._of_actors(end_tokens)
+        self._end_tokens = end_tokens or {}
+        self._exports = exports or self._of_actors()
         self._since_row = StepStats(0)
         self._step = 0  # steps done by the learners
         self._written: list[Path] = []
@@ -250,7 +252,8 @@ class Checkpointer:
     def _save(self) -> None:
         states = {name: each.state_dict() for name, each in self._states.items()}
         trackers = {"trackers": self._recorder.tracker_runs()}
-        state = {"step": self._step, **states, **self._updates.state_dict(), **trackers, **self._config}
+        ends = {"end_tokens": {name: sorted(tokens) for name, tokens in self._end_tokens.items()}}
+        state = {"step": self._step, **states, **self._updates.state_dict(), **trackers, **ends, **self._config}
         kept = self._kept.state_dict() if self._kept is not None else None
         self._best_saved = self._best.kept_step if self._best is not None else None
         self._saver.save(self._step, self._parts, state, kept, self._best_saved)
@@ -290,13 +293,13 @@ class Checkpointer:
         if self._phase.world.is_main and checkpoint.best_of(path) == path:
             self._recorder.write_guarded("checkpoints/best", lambda: checkpoint.link_best(self._run_dir, step))
 
-    def _of_actors(self, end_tokens: Collection[int]) -> WeightExporter:
+    def _of_actors(self) -> WeightExporter:
         cfg, actor = self._cfg, self._parts.get("actor")
         assert isinstance(cfg, Config)
         if isinstance(actor, Learner):
-            return Exports(cfg, self._phase, self._config, actor, end_tokens)
+            return Exports(cfg, self._phase, self._config, actor, self._end_tokens.get("actor", ()))
         learners = {name: part for name, part in self._parts.items() if isinstance(part, Learner)}
-        return AdapterExports(cfg, self._phase, self._config, learners)
+        return AdapterExports(cfg, self._phase, self._config, learners, self._end_tokens)
 
     def _newest(self) -> int:
         path = self._from_main("looking for a checkpoint", lambda: checkpoint.latest(self._run_dir))

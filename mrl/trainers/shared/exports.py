@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from mrl.parallel import gather, rank, world_size
 from mrl.trainers.shared.phases import Phases
 from mrl.weights.disk.digest import file_digests
 from mrl.weights.disk.draft_layers import draft_note
-from mrl.weights.disk.model_files import CHAT_TEMPLATE, name_ends
+from mrl.weights.disk.model_files import write_prompt_files
 from mrl.weights.model.export import Describe, save_hf
 from mrl.weights.model.save_adapter import save_adapter
 
@@ -83,9 +82,7 @@ class Exports:
         base = _digests(origin.base_files())
 
         def describe(export: Path, digests: dict[str, str]) -> None:
-            if self._template is not None:
-                shutil.copyfile(self._template, export / CHAT_TEMPLATE)
-            name_ends(export, Path(self._model), self._ends, self._eos)
+            write_prompt_files(export, Path(self._model), self._template, self._ends, self._eos)
             if (export / "config.json").is_file() and (note := draft_note(Path(self._model), export)):
                 self._phase.recorder.note(f"{target}: {note}")  # adapters have no config.json
             if note := write_run_card(origin, export, target, digests, base):
@@ -97,9 +94,19 @@ class Exports:
 class AdapterExports:
     """Exports of a run of several adapters: each one's adapter, in RUN_DIR/adapters/NAME. No weights are merged."""
 
-    def __init__(self, cfg: Config, phase: Phases, config: Mapping[str, Any], learners: Mapping[str, Learner]) -> None:
-        """learners: by their names in checkpoints, which are folders of the run directory too."""
-        self._each = {name: Exports(cfg, phase, config, learner, part=name) for name, learner in learners.items()}
+    def __init__(
+        self,
+        cfg: Config,
+        phase: Phases,
+        config: Mapping[str, Any],
+        learners: Mapping[str, Learner],
+        end_tokens: Mapping[str, Collection[int]],
+    ) -> None:
+        """learners, end_tokens: by their names in checkpoints, which are folders of the run directory too."""
+        self._each = {
+            name: Exports(cfg, phase, config, learner, end_tokens.get(name, ()), part=name)
+            for name, learner in learners.items()
+        }
 
     def of_step(self, step: int) -> None:
         """Writes RUN_DIR/adapters/NAME/adapter_step_N."""

@@ -134,7 +134,7 @@ class RunSetup:
         kept: Stateful | None = None,
         memory: PhaseMemoryManager | None = None,
         best: BestValidation | None = None,
-        end_tokens: Collection[int] = (),
+        end_tokens: Mapping[str, Collection[int]] | None = None,
     ) -> Run:
         """Returns the run of a language model at step 0. Collective.
 
@@ -143,7 +143,7 @@ class RunSetup:
         kept: state of rank 0 alone
         memory: memory needs by phase; None: nothing is moved
         best: the best validation, part of the run's state
-        end_tokens: stop tokens that the actor learns; rank 0's count
+        end_tokens: stop tokens that each part learns, by its name; rank 0's count
         """
         memory = memory or PhaseMemoryManager()
         cfg, run_dir, recorder = self.cfg, self.run_dir, self.recorder

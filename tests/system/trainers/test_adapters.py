@@ -24,6 +24,7 @@ from mrl.inference.start import start_engine
 from mrl.weights.disk.adapter_files import WEIGHTS
 from tests.conftest import TinyModels
 from tests.helpers.runs import results, samples, train
+from tests.helpers.tiny import EOS
 from tests.helpers.train_tools import Train, given, write_config
 
 pytestmark = [
@@ -41,7 +42,7 @@ SHARED: dict[str, Any] = {
     "sync": {"lora": "adapter", "verify": "checksum"},
     "checkpoint": {"every_steps": 1, "export_hf": True},
 }
-STEPS = 3
+STEPS, STOP = 3, 7
 
 
 def second(folder: Path) -> dict[str, Any]:
@@ -56,7 +57,7 @@ def second(folder: Path) -> dict[str, Any]:
         "algorithm": {"adv_estimator": "rloo", "kl": {"use_in_loss": True, "coef": 0.01}},
         "optimizer": {"lr": 1e-2},
         "lora": LORA | {"rank": 2, "targets": ["q_proj", "down_proj"]},
-        "sampling": {"max_new_tokens": 10},
+        "sampling": {"max_new_tokens": 10, "stop_token_ids": [STOP]},
     }
 
 
@@ -127,6 +128,8 @@ def test_an_export_describes_its_own_adapter(run_dir: Path) -> None:
     assert "train.jsonl" in cards["lower"] and "names.jsonl" not in cards["lower"]
     for name, card in cards.items():
         assert f"both ({name})" in card and rewards[name] in card
+    ends = [run_dir / f"adapters/{name}/adapter/generation_config.json" for name in ("upper", "lower")]
+    assert json.loads(ends[0].read_text())["eos_token_id"] == [EOS, STOP] and not ends[1].exists()
 
 
 def test_an_adapter_of_a_checkpoint_is_converted_by_its_name(run_dir: Path, tmp_path: Path) -> None:
@@ -135,6 +138,7 @@ def test_an_adapter_of_a_checkpoint_is_converted_by_its_name(run_dir: Path, tmp_
     assert main([*convert, "adapters/upper"]) == 0
     assert (tmp_path / "upper" / WEIGHTS).read_bytes() == (run_dir / "adapters/upper/adapter" / WEIGHTS).read_bytes()
     assert "names.jsonl" in (tmp_path / "upper/README.md").read_text()
+    assert json.loads((tmp_path / "upper/generation_config.json").read_text())["eos_token_id"] == [EOS, STOP]
 
 
 def test_samples_are_of_the_adapter_that_is_trained(run_dir: Path) -> None:
