@@ -22,7 +22,6 @@ from mrl.models.mcore import (
     scatter_to_sequence_parallel_region,
 )
 
-
 LATENT_EPS = 1e-6  # of the norms of latent vectors in transformers, whatever `rms_norm_eps` is
 
 

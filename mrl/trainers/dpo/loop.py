@@ -201,7 +201,9 @@ def open_run(cfg: DPOConfig) -> Iterator[DPORun]:
         live, shift = live_reference(cfg, start, actor), RewardShift()
         parts = {"actor": actor} | ({"ref": live} if isinstance(live, RefreshedReference) else {})
         best = BestValidation.of(cfg)
-        begun = start.begin(actor, parts=parts, states={"shift": shift}, best=best, end_tokens={"actor": data.end_tokens})
+        begun = start.begin(
+            actor, parts=parts, states={"shift": shift}, best=best, end_tokens={"actor": data.end_tokens}
+        )
         begun.speed.watch(live)
         run = DPORun(
             **vars(begun),

@@ -20,8 +20,8 @@ from tests.unit.data.test_sft_data import CHATML, TALK, with_template
 def test_a_run_exports_what_it_has_learnt_to_stop_with(
     tmp_path: Path, tiny_models: TinyModels, capfd: pytest.CaptureFixture[str], adapted: bool
 ) -> None:
-    """A run exports the end-of-turn token that it has learned and its chat template: with its model, its adapters, their
-    merged model, and what is converted from its checkpoint.
+    """A run exports its chat template and the end-of-turn token that it has learned: with its model, its adapters,
+    their merged model, and what is converted from its checkpoint.
     """
     shutil.copytree(tiny_models("llama", vocab_size=272), tmp_path / "model")
     end = with_template(tmp_path / "model", CHATML).hf.convert_tokens_to_ids("<|im_end|>")

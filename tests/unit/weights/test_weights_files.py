@@ -51,7 +51,9 @@ def test_a_single_file_beside_the_index_of_other_files_is_refused(tmp_path: Path
     """transformers would read the single file, and engines the files of the index."""
     write_indexed(tmp_path)
     save_file({"a": A + 1, "b": B}, tmp_path / "model.safetensors")
-    with pytest.raises(WeightError, match=r"both model\.safetensors and model\.safetensors\.index\.json, which names one"):
+    with pytest.raises(
+        WeightError, match=r"both model\.safetensors and model\.safetensors\.index\.json, which names one"
+    ):
         HFCheckpoint(tmp_path)
     write_indexed(tmp_path, a="model.safetensors", b="model.safetensors")
     with HFCheckpoint(tmp_path) as checkpoint:
