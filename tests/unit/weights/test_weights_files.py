@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -283,3 +284,18 @@ def test_packed_experts_are_those_that_transformers_unpacks(tiny_models: TinyMod
                 out = torch.empty(5, rows.shape[1])
                 rows.read(3, out)
                 assert torch.equal(out, want[3:8].float())
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_two_forms_of_the_same_weights_are_refused(tiny_models: TinyModels, tmp_path: Path, family: str) -> None:
+    """Experts that a file has both one by one and joined, or both plain and packed, may differ."""
+    model = shutil.copytree(tiny_models(family), tmp_path / "model")
+    weights, experts = load_file(model / "model.safetensors"), "model.layers.1.mlp.experts."
+    form, other = experts + "gate_up_proj_blocks", torch.zeros(4, 192, 2, 16, dtype=torch.uint8)
+    if family == "qwen3_moe":
+        form, other = experts + "gate_up_proj", torch.zeros(4, 128, 64)
+    save_file(weights | {form: other}, model / "model.safetensors")
+    arch = load_arch(model)
+    with HFCheckpoint(model) as checkpoint:
+        (problem,) = unused_tensors(checkpoint, arch, weight_table(arch), "policy")
+    assert f"{form} and {experts}" in problem and problem.endswith("two forms of the same weights: remove one of them")
