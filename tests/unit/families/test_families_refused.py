@@ -128,6 +128,7 @@ DELTA_NETS: list[tuple[str, dict[str, Any], str]] = [
         ("deepseek_v3", {"norm_topk_prob": None}, "norm_topk_prob=false"),
         ("llama", {"is_causal": False}, "is_causal=false .only causal attention"),
         ("gpt_oss", {"is_causal": None}, "is_causal=false .only causal attention"),
+        ("llama", {"per_layer_config": {"1": {"rms_norm_eps": 0.1}}}, "per_layer_config .keys that differ by layer"),
         (
             "glm4_moe",
             {"n_group": 2, "topk_group": 2},
