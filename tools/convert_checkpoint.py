@@ -1,4 +1,4 @@
-"""`mrl convert`, for those who look here: python tools/convert_checkpoint.py hf-to-megatron SRC DST [--verify]."""
+"""The same as `mrl convert`: python tools/convert_checkpoint.py hf-to-megatron SRC DST [--verify]."""
 
 import sys
 from pathlib import Path

@@ -1,8 +1,8 @@
-"""How many answers of a model are a data set's: the likeliest ones, and those drawn at temperature 1.
+"""Measures the accuracy of a model's answers by exact match: greedy ones, and ones sampled at temperature 1.
 
     python tools/exact_match.py MODEL_DIR DATA.jsonl [--rows 256 --max-new-tokens 8]
 
-Rows are {"prompt": ..., "answer": ...}; transformers generates, one token after the other.
+Rows are {"prompt": ..., "answer": ...}; transformers generates the answers.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import json
 from pathlib import Path
 
 
-def shares(model_dir: Path, rows: list[dict[str, str]], max_new_tokens: int) -> tuple[float, float]:
-    """(likeliest, drawn): of the rows whose answer the model gives, up to its EOS."""
+def accuracy(model_dir: Path, rows: list[dict[str, str]], max_new_tokens: int) -> tuple[float, float]:
+    """Returns the shares of rows whose greedy answer, and whose sampled answer, is right."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -22,19 +22,19 @@ def shares(model_dir: Path, rows: list[dict[str, str]], max_new_tokens: int) -> 
     model = AutoModelForCausalLM.from_pretrained(model_dir, torch_dtype=torch.float32)
     batch = tokenizer([row["prompt"] for row in rows], return_tensors="pt", padding=True, add_special_tokens=False)
     torch.manual_seed(0)
-    found = []
-    for draws in (False, True):
-        made = model.generate(
+    accuracies = []
+    for do_sample in (False, True):
+        tokens = model.generate(
             batch["input_ids"],
             attention_mask=batch["attention_mask"],
             max_new_tokens=max_new_tokens,
-            do_sample=draws,
-            top_k=0 if draws else None,
+            do_sample=do_sample,
+            top_k=0 if do_sample else None,
             pad_token_id=tokenizer.pad_token_id,
         )
-        texts = tokenizer.batch_decode(made[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
-        found.append(sum(text == row["answer"] for text, row in zip(texts, rows, strict=True)) / len(rows))
-    return found[0], found[1]
+        texts = tokenizer.batch_decode(tokens[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+        accuracies.append(sum(text == row["answer"] for text, row in zip(texts, rows, strict=True)) / len(rows))
+    return accuracies[0], accuracies[1]
 
 
 def main() -> None:
@@ -46,10 +46,8 @@ def main() -> None:
     args = parser.parse_args()
     with args.data.open() as file:
         rows = [json.loads(line) for line in itertools.islice(file, args.rows)]
-    likeliest, drawn = shares(args.model_dir, rows, args.max_new_tokens)
-    print(
-        f"{args.model_dir}: right of {len(rows)}: {likeliest:.3f} of the likeliest answers, {drawn:.3f} of those drawn"
-    )
+    greedy, sampled = accuracy(args.model_dir, rows, args.max_new_tokens)
+    print(f"{args.model_dir}: accuracy on {len(rows)} rows: greedy {greedy:.3f}, sampled {sampled:.3f}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Trains a tiny model twice, the second time with a stranger trying everything on its engines' ports, and compares.
+"""Attack test: trains a tiny model twice, the second time while another account attacks its engines' ports.
 
     python tools/hammer.py [--engine sglang|transformers] [--steps N]
 
-Prints what the stranger got as answers, and which samples and weights are not those of the run left alone (none).
+Prints the outcomes of the attacks, and the samples and weights that differ from the undisturbed run's (none should).
 """
 
 from __future__ import annotations
@@ -38,8 +38,14 @@ def main() -> None:
 
 
 def measure(folder: Path, model: Path, foreign: Path, engine: str, steps: int) -> dict[str, Any]:
-    """seconds that the stranger was at it; attacks: {attack: {outcome: how often}}; written: what the engines wrote for
-    it; differences: files of the hammered run that are not the undisturbed one's."""
+    """Trains with and without attacks.
+
+    Returns:
+        seconds: duration of the attacks
+        attacks: {attack: {outcome: count}}
+        written: files that engines wrote on the attacker's request
+        differences: files of samples and weights that differ from the undisturbed run's
+    """
     config = write_config(
         folder,
         model,
@@ -59,9 +65,12 @@ def measure(folder: Path, model: Path, foreign: Path, engine: str, steps: int) -
             assert run.wait(RUN_S) == 0, run.terminal
         seconds = time.monotonic() - started
         process.terminate()
+    attacks = json.loads((folder / "hammer.json").read_text())
+    if not attacks:
+        raise RuntimeError("the attacker found no engine: see engine_ports in tests/worlds/stranger.py")
     return {
         "seconds": round(seconds, 1),
-        "attacks": json.loads((folder / "hammer.json").read_text()),
+        "attacks": attacks,
         "written": [file.name for file in written.iterdir()],
         "differences": differences(folder / "runs/alone", folder / "runs/hammered"),
     }

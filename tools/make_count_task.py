@@ -1,15 +1,14 @@
-"""A task with pictures for a tiny model: how many squares of a colour are there?
+"""Writes a task with images for a tiny model: how many squares of a colour are there?
 
 Usage: python tools/make_count_task.py OUT [--family qwen3_vl] [--pictures 3000] [--until 0.45] [--seed 1]
-Writes OUT/model (Qwen3-VL's or Qwen2.5-VL's form, about 0.3 M parameters, taught by transformers alone until the share
---until of its sampled answers is right), OUT/data/train.jsonl, OUT/data/validation.jsonl and the pictures below them.
+OUT/model: a Qwen3-VL or Qwen2.5-VL of about 0.3M parameters, trained with transformers until the share --until of its
+sampled answers is right. OUT/data: train.jsonl, validation.jsonl and their images.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -30,22 +29,22 @@ CHAT = (
     "{% else %}{{ c['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
 )
-SIDE, PATCH, CELL = 32, 8, 8  # pixels: a cell of the grid is a patch
-MOST, OTHERS = 9, 5  # squares of the colour that is asked for, and of others
-BATCH, WARM_UP, LR, MOST_STEPS, LOOK_EVERY, LOOKED_AT = 48, 50, 2e-3, 800, 50, 300
+SIDE, PATCH, CELL = 32, 8, 8  # pixels; a cell of the grid is a patch
+MAX_TARGETS, MAX_OTHERS = 9, 5  # squares of the colour in question, and of other colours
+BATCH, WARM_UP, LR, MAX_STEPS, EVALUATE_EVERY, EVALUATED = 48, 50, 2e-3, 800, 50, 300
 
 
 def picture(rng: np.random.Generator) -> tuple[Image.Image, str, int]:
-    """(picture, the colour that is asked for, how many squares have it)"""
+    """Returns an image, the colour in question, and the number of its squares."""
     image = Image.new("RGB", (SIDE, SIDE), (245, 245, 245))
     draw, cells, colours = ImageDraw.Draw(image), SIDE // CELL, list(COLOURS)
-    count, asked = int(rng.integers(0, MOST + 1)), int(rng.integers(len(colours)))
-    others = int(rng.integers(0, OTHERS + 1))
+    count, target = int(rng.integers(0, MAX_TARGETS + 1)), int(rng.integers(len(colours)))
+    others = int(rng.integers(0, MAX_OTHERS + 1))
     for number, place in enumerate(rng.permutation(cells * cells)[: count + others]):
-        colour = colours[asked if number < count else (asked + int(rng.integers(1, len(colours)))) % len(colours)]
+        colour = colours[target if number < count else (target + int(rng.integers(1, len(colours)))) % len(colours)]
         x, y = int(place) % cells * CELL + 1, int(place) // cells * CELL + 1
         draw.rectangle([x, y, x + CELL - 3, y + CELL - 3], COLOURS[colour])
-    return image, colours[asked], count
+    return image, colours[target], count
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -53,15 +52,15 @@ def tokenizer() -> PreTrainedTokenizerFast:
     raw = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     raw.decoder = decoders.Fuse()
-    made = PreTrainedTokenizerFast(
+    fast = PreTrainedTokenizerFast(
         tokenizer_object=raw,
         eos_token=SPECIAL[EOS],
         pad_token=SPECIAL[PAD],
         unk_token="<unk>",
         additional_special_tokens=SPECIAL[1:],
     )
-    made.chat_template = CHAT
-    return made
+    fast.chat_template = CHAT
+    return fast
 
 
 def config(family: str) -> Any:
@@ -99,7 +98,7 @@ def prompt(colour: str) -> str:
 
 
 class Task:
-    """Batches of fresh pictures, as the model takes them."""
+    """Batches of new images as model inputs."""
 
     def __init__(self, directory: Path, seed: int) -> None:
         self._text = tokenizer()
@@ -107,13 +106,15 @@ class Task:
         self._rng = np.random.default_rng(seed)
 
     def batch(self, size: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        made = [picture(self._rng) for _ in range(size)]
-        inputs = self._processor(images=[image for image, _, _ in made], return_tensors="pt")
-        spelled = SPECIAL[START] + SPECIAL[IMAGE] * (SIDE // PATCH // 2) ** 2 + SPECIAL[END]
-        messages = [[{"role": "user", "content": prompt(colour).replace("<image>", spelled)}] for _, colour, _ in made]
+        """Returns the model's inputs and the answers' token ids, [size]."""
+        pictures = [picture(self._rng) for _ in range(size)]
+        inputs = self._processor(images=[image for image, _, _ in pictures], return_tensors="pt")
+        image_tokens = SPECIAL[START] + SPECIAL[IMAGE] * (SIDE // PATCH // 2) ** 2 + SPECIAL[END]
+        prompts = [prompt(colour).replace("<image>", image_tokens) for _, colour, _ in pictures]
+        messages = [[{"role": "user", "content": content}] for content in prompts]
         texts = [self._text.apply_chat_template(m, tokenize=False, add_generation_prompt=True) for m in messages]
         ids = torch.tensor(self._text(texts, add_special_tokens=False)["input_ids"])
-        answers = torch.tensor(self._text.convert_tokens_to_ids([str(count) for _, _, count in made]))
+        answers = torch.tensor(self._text.convert_tokens_to_ids([str(count) for _, _, count in pictures]))
         return {"input_ids": ids, "mm_token_type_ids": (ids == IMAGE).int(), **inputs}, answers
 
 
@@ -123,18 +124,17 @@ def logits(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
 
 @torch.no_grad()
 def sampled_accuracy(model: Any, task: Task) -> float:
-    """The chance that a sampled answer is right."""
-    inputs, answers = task.batch(LOOKED_AT)
+    """Returns the probability that a sampled answer is right."""
+    inputs, answers = task.batch(EVALUATED)
     return float(logits(model, inputs).softmax(-1).gather(1, answers[:, None]).mean())
 
 
-def teach(model: Any, directory: Path, until: float, seed: int) -> float:
-    """By what is right, on fresh pictures; returns the sampled accuracy that it ends with. The answer's end is taught
-    too, as the token after any answer."""
+def train_model(model: Any, directory: Path, until: float, seed: int) -> float:
+    """Trains on new images by cross-entropy on the answer and the EOS after it; returns the last sampled accuracy."""
     train, held_out = Task(directory, seed), Task(directory, seed + 1000)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0, betas=(0.9, 0.98))
-    found = 0.0
-    for step in range(1, MOST_STEPS + 1):
+    accuracy = 0.0
+    for step in range(1, MAX_STEPS + 1):
         for group in optimizer.param_groups:
             group["lr"] = LR * min(1, step / WARM_UP)
         inputs, answers = train.batch(BATCH)
@@ -147,12 +147,12 @@ def teach(model: Any, directory: Path, until: float, seed: int) -> float:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if step % LOOK_EVERY == 0:
-            found = sampled_accuracy(model, held_out)
-            print(f"step {step}: {found:.2f} of sampled answers are right", flush=True)
-            if found >= until:
+        if step % EVALUATE_EVERY == 0:
+            accuracy = sampled_accuracy(model, held_out)
+            print(f"step {step}: {accuracy:.2f} of sampled answers are right", flush=True)
+            if accuracy >= until:
                 break
-    return found
+    return accuracy
 
 
 def write_rows(directory: Path, name: str, count: int, rng: np.random.Generator) -> None:
@@ -169,11 +169,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--family", choices=["qwen3_vl", "qwen2_5_vl"], default="qwen3_vl")
-    parser.add_argument("--pictures", type=int, default=3000)
-    parser.add_argument("--until", type=float, default=0.45)
+    parser.add_argument("--pictures", type=int, default=3000, help="training images")
+    parser.add_argument("--until", type=float, default=0.45, help="stop training at this sampled accuracy")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    torch.set_num_threads(1)  # more are slower on products of this size
+    torch.set_num_threads(1)  # more threads are slower on matrices of this size
     torch.manual_seed(args.seed)
     directory, rng = args.out / "model", np.random.default_rng(args.seed)
     directory.mkdir(parents=True, exist_ok=True)
@@ -185,12 +185,12 @@ def main() -> None:
     }  # fmt: skip
     (directory / "preprocessor_config.json").write_text(json.dumps(processor, indent=1))
     model = AutoModelForImageTextToText.from_config(config(args.family), dtype=torch.float32)
-    teach(model, directory, args.until, args.seed)
+    train_model(model, directory, args.until, args.seed)
     model.save_pretrained(directory)
     tokenizer().save_pretrained(directory)
     write_rows(args.out / "data", "train", args.pictures, rng)
     write_rows(args.out / "data", "validation", 256, rng)
-    print(f"{os.fspath(args.out)}: model, {args.pictures} pictures to learn from, 256 held out")
+    print(f"wrote {args.out}: model, {args.pictures} training images, 256 validation images")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Write the task of yaml_configs/quickstart_agent*.yaml: guess a number.
+"""Writes the task of yaml_configs/quickstart_agent*.yaml: guess a number.
 
     python tools/make_guess_task.py OUT_DIR [--rows 7]
 
-OUT_DIR/model_init: config.json of a 2-layer Llama and a tokenizer with one token a character, no weights.
-OUT_DIR/train.jsonl, validation.jsonl: rows {"prompt": "?", "number": 3}, all numbers of 0 to 6 equally often.
+OUT_DIR/model_init: config.json of a 2-layer Llama and a tokenizer with one token per character, without weights.
+OUT_DIR/train.jsonl, validation.jsonl: rows {"prompt": "?", "number": 3}, with each number from 0 to 6 equally often.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from make_sort_task import MODEL
 
 NUMBERS = 7
-VOCABULARY = ["<pad>", "<eos>", "<unk>", "?", "<", ">", *map(str, range(10))]  # 16
+VOCABULARY = ["<pad>", "<eos>", "<unk>", "?", "<", ">", *map(str, range(10))]  # 16 tokens
 
 
 def write_model(out: Path) -> None:

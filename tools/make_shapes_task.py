@@ -1,4 +1,4 @@
-"""Writes DIR: a diffusers directory of a tiny DiT with random weights, pictures of four shapes, and their prompts.
+"""Writes the configuration of a tiny DiT in diffusers' format, images of four shapes, and their prompts to DIR.
 
 Usage: python tools/make_shapes_task.py DIR
 """
@@ -17,11 +17,11 @@ SIZE, PICTURES = 16, 4096
 
 
 def picture(label: int, rng: np.random.Generator) -> np.ndarray:
-    """[SIZE, SIZE] uint8: the shape somewhere, in some grey, on black."""
+    """Returns an image of the shape, at a random place in a random grey on black. [SIZE, SIZE], uint8"""
     y, x = np.mgrid[:SIZE, :SIZE]
     top, left = rng.integers(5, 11, size=2)
-    far = np.hypot(y - top, x - left)
-    inside = (abs(y - top) < 2, abs(x - left) < 2, far < 4, (far > 3) & (far < 5))[label]
+    radius = np.hypot(y - top, x - left)
+    inside = (abs(y - top) < 2, abs(x - left) < 2, radius < 4, (radius > 3) & (radius < 5))[label]
     return np.where(inside, rng.integers(80, 180), 12).astype(np.uint8)
 
 
@@ -39,7 +39,7 @@ def write_pictures(directory: Path) -> None:
 
 
 def write_model(directory: Path) -> None:
-    """Its configuration alone: the run that begins with it is from scratch."""
+    """Writes the configuration without weights: the first run starts from random ones."""
     net = {
         "_class_name": "DiTTransformer2DModel",
         "num_attention_heads": 4,

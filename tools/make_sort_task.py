@@ -1,17 +1,18 @@
-"""Write a task that a tiny model learns on a laptop: sort the digits of a number.
+"""Writes a task that a tiny model learns on a laptop: sort the digits of a number.
 
     python tools/make_sort_task.py OUT_DIR [--digits 5 --train-rows 20000 --validation-rows 512 --seed 0 --sizes FILE]
 
-OUT_DIR/model_init: config.json of an 85k-parameter Llama and a character-level tokenizer, no weights;
-with --sizes that config.json, such as one below yaml_configs/models, with this tokenizer's special tokens.
-OUT_DIR/data: train.jsonl and validation.jsonl with rows {"prompt": "31542=", "answer": "12345"}; no validation prompt
-is in the training file. pairs.jsonl: {"prompt": "31542=", "chosen": "12345", "rejected": "12435"}, of the training
-prompts; what is rejected has two of its digits exchanged. pairs_validation.jsonl: the same of the validation prompts.
-both_ways.jsonl: train.jsonl, but about half of the answers are backwards: a model learns either, and reward says which.
+OUT_DIR/model_init: config.json of an 85k-parameter Llama and a character-level tokenizer, without weights. --sizes
+takes another config.json, such as one in yaml_configs/models; its special tokens become this tokenizer's.
+OUT_DIR/data/train.jsonl, validation.jsonl: rows {"prompt": "31542=", "answer": "12345"}; no prompt is in both files.
+OUT_DIR/data/pairs.jsonl: {"prompt": "31542=", "chosen": "12345", "rejected": "12435"} for the training prompts; two
+digits of the rejected answer are exchanged. pairs_validation.jsonl: the same for the validation prompts.
+OUT_DIR/data/both_ways.jsonl: train.jsonl with about half of the answers reversed. SFT on it learns both orders, and
+the reward of a later RL run selects one.
 
-With --chat the rows are conversations, {"messages": [...], "data_source": "2 turns"}: the user begins with a number,
-which the assistant sorts, then asks with "-" for the same backwards, or with "+" for the same again. The tokenizer has
-a chat template that marks what the assistant says, and ends every turn with <end>.
+With --chat the rows are conversations, {"messages": [...], "data_source": "2 turns"}. The user begins with a number,
+which the assistant sorts; "-" then asks for the reversed answer, and "+" for the same one. The tokenizer has a chat
+template that marks the assistant's tokens and ends every turn with <end>.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from typing import Any
 
 SPECIAL = ["<pad>", "<eos>", "<unk>"]
 CHARACTERS = list("0123456789=+-")
-VOCABULARY = SPECIAL + CHARACTERS  # 16: divides by every tensor-parallel size a laptop runs
-TURNS = ["<user>", "<assistant>", "<end>", "<unused>"]  # of --chat
+VOCABULARY = SPECIAL + CHARACTERS  # 16 tokens, divisible by every tensor-parallel size that a laptop runs
+TURNS = ["<user>", "<assistant>", "<end>", "<unused>"]  # more tokens, for --chat
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}<assistant>{% generation %}{{ m['content'] }}<end>"
     "{% endgeneration %}{% else %}<user>{{ m['content'] }}<end>{% endif %}{% endfor %}"
@@ -58,17 +59,18 @@ MODEL: dict[str, Any] = {
     "torch_dtype": "float32",
 }
 
-IDS = ("pad_token_id", "bos_token_id", "eos_token_id")  # the tokenizer's, whatever the model
+IDS = ("pad_token_id", "bos_token_id", "eos_token_id")  # the tokenizer's, with every model
 
 
 def write_model(out: Path, sizes: Path | None, chat: bool = False) -> None:
-    """config.json, the sizes of another model's if one is given, and a fast tokenizer with one token a character."""
+    """Writes config.json, or a copy of `sizes` with the tokenizer's ids, and a tokenizer with a token per character."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     tokens, end = (VOCABULARY + TURNS, "<end>") if chat else (VOCABULARY, "<eos>")
-    sized = MODEL | {"vocab_size": len(tokens), "eos_token_id": tokens.index(end)}
-    model = sized if sizes is None else json.loads(sizes.read_text()) | {name: sized[name] for name in IDS}
+    model = MODEL | {"vocab_size": len(tokens), "eos_token_id": tokens.index(end)}
+    if sizes is not None:
+        model = json.loads(sizes.read_text()) | {name: model[name] for name in IDS}
     if model["vocab_size"] < len(tokens):
         raise SystemExit(f"{sizes}: vocab_size {model['vocab_size']}, but the tokenizer has {len(tokens)} tokens")
     out.mkdir(parents=True, exist_ok=True)
@@ -92,55 +94,58 @@ def write_model(out: Path, sizes: Path | None, chat: bool = False) -> None:
 
 
 def write_data(out: Path, digits: int, train_rows: int, validation_rows: int, seed: int, chat: bool = False) -> None:
-    """Distinct random numbers of `digits` digits (leading zeros allowed), cut into the two files."""
+    """Writes the rows of distinct random numbers of `digits` digits; leading zeros are allowed."""
     needed = train_rows + validation_rows
     if needed > 10**digits:
-        raise SystemExit(
-            f"{needed} different rows asked for, but there are only {10**digits} numbers of {digits} digits"
-        )
+        raise SystemExit(f"{needed} rows requested, but only {10**digits} numbers have {digits} digits")
     out.mkdir(parents=True, exist_ok=True)
     numbers = random.Random(seed).sample(range(10**digits), needed)
     texts = [f"{n:0{digits}d}" for n in numbers]
     for name, part in (("validation", texts[:validation_rows]), ("train", texts[validation_rows:])):
-        rows = (talk(t, random.Random(f"{seed} {t}")) if chat else sorting(t) for t in part)
-        (out / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    if chat:
-        return
-    rows = (either_way(text, random.Random(f"{seed} {text}")) for text in texts[validation_rows:])
-    (out / "both_ways.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    for name, part in (("pairs_validation", texts[:validation_rows]), ("pairs", texts[validation_rows:])):
-        pairs = (spoiled(text, random.Random(f"{seed} {text}")) for text in part)
-        (out / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in pairs if row is not None))
+        rows = [conversation(text, seeded(seed, text)) if chat else sort_row(text) for text in part]
+        write_rows(out / f"{name}.jsonl", rows)
+        if not chat:
+            pairs = [preference_pair(text, seeded(seed, text)) for text in part]
+            write_rows(out / f"pairs{'_validation' * (name == 'validation')}.jsonl", [pair for pair in pairs if pair])
+    if not chat:
+        train = texts[validation_rows:]
+        write_rows(out / "both_ways.jsonl", [maybe_reversed_row(text, seeded(seed, text)) for text in train])
 
 
-def sorting(text: str) -> dict[str, Any]:
-    """A prompt with its answer."""
+def seeded(seed: int, text: str) -> random.Random:
+    return random.Random(f"{seed} {text}")
+
+
+def write_rows(file: Path, rows: list[dict[str, Any]]) -> None:
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+def sort_row(text: str) -> dict[str, Any]:
     return {"prompt": f"{text}=", "answer": "".join(sorted(text))}
 
 
-def either_way(text: str, draw: random.Random) -> dict[str, Any]:
-    """A prompt with its answer, or that backwards."""
-    row = sorting(text)
-    return row if draw.random() < 0.5 else row | {"answer": row["answer"][::-1]}
+def maybe_reversed_row(text: str, rng: random.Random) -> dict[str, Any]:
+    row = sort_row(text)
+    return row if rng.random() < 0.5 else row | {"answer": row["answer"][::-1]}
 
 
-def talk(text: str, draw: random.Random) -> dict[str, Any]:
-    """A conversation of one to three turns, which begins with this number."""
-    said, messages = "".join(sorted(text)), []
-    asked = [text, *draw.choices("+-", k=draw.randrange(3))]
-    for turn, question in enumerate(asked):
-        said = said[::-1] if turn and question == "-" else said
-        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": said}]
-    return {"messages": messages, "data_source": f"{len(asked)} turn{'s' * (len(asked) > 1)}"}
+def conversation(text: str, rng: random.Random) -> dict[str, Any]:
+    """Returns a conversation of one to three turns that begins with this number."""
+    answer, messages = "".join(sorted(text)), []
+    questions = [text, *rng.choices("+-", k=rng.randrange(3))]
+    for turn, question in enumerate(questions):
+        answer = answer[::-1] if turn and question == "-" else answer
+        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return {"messages": messages, "data_source": f"{len(questions)} turn{'s' * (len(questions) > 1)}"}
 
 
-def spoiled(text: str, draw: random.Random) -> dict[str, str] | None:
-    """A pair; None for a number of equal digits, whose order cannot be wrong."""
+def preference_pair(text: str, rng: random.Random) -> dict[str, str] | None:
+    """Returns a pair; None for a number of equal digits, whose order cannot be wrong."""
     right = sorted(text)
     places = [(i, j) for i in range(len(text)) for j in range(i) if right[i] != right[j]]
     if not places:
         return None
-    i, j = draw.choice(places)
+    i, j = rng.choice(places)
     wrong = [*right]
     wrong[i], wrong[j] = wrong[j], wrong[i]
     return {"prompt": f"{text}=", "chosen": "".join(right), "rejected": "".join(wrong)}
@@ -153,8 +158,8 @@ def main() -> None:
     parser.add_argument("--train-rows", type=int, default=20000)
     parser.add_argument("--validation-rows", type=int, default=512)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--sizes", type=Path, metavar="FILE")
-    parser.add_argument("--chat", action="store_true")
+    parser.add_argument("--sizes", type=Path, metavar="FILE", help="config.json of the model (default: 85k parameters)")
+    parser.add_argument("--chat", action="store_true", help="write conversations")
     args = parser.parse_args()
     write_model(args.out_dir / "model_init", args.sizes, args.chat)
     write_data(args.out_dir / "data", args.digits, args.train_rows, args.validation_rows, args.seed, args.chat)

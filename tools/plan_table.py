@@ -1,8 +1,8 @@
-"""What `mrl plan` says against what is there, as docs/benchmarks/planning.md shows it.
+"""Compares the bytes that `mrl plan` predicts with measured ones, in the tables of docs/benchmarks/planning.md.
 
 Usage: python -m tools.plan_table [--write], about a minute of one core; --write puts the tables into that page.
-Exit code 1: bytes of weights, gradients or optimizer differ, saved activations by more than 10%, or a rank is built
-otherwise than planned.
+The exit code is 1 if bytes of weights, gradients or optimizer differ, if saved activations differ by more than 10%, or
+if a rank is built differently than planned.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-os.chdir(ROOT)  # where the recipes' paths start
+os.chdir(ROOT)  # paths in the recipes are relative to it
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
@@ -40,9 +40,7 @@ PAGE = ROOT / "docs" / "benchmarks" / "planning.md"
 BEGIN, END = "<!-- by tools/plan_table.py -->", "<!-- end of tools/plan_table.py -->"
 TOLERANCE = 0.1
 RECIPES = ("ppo_llama70b_64gpu", "ppo_llama70b_64gpu_16k")
-Table = Iterator[tuple[list[str], bool]]  # cells of a row, and whether plan and measurement agree
-
-
+Table = Iterator[tuple[list[str], bool]]  # cells of a row; whether plan and measurement agree
 AXES = {
     "tensor": "TP", "pipeline": "PP", "virtual_pipeline": "VPP", "context": "CP", "expert": "EP",
     "expert_tensor": "ETP",
@@ -51,37 +49,44 @@ AXES = {
 }  # fmt: skip
 
 
-def _words(case: Case) -> str:
-    """Such as qwen3, TP2 PP2 of 8 ranks."""
+def case_name(case: Case) -> str:
+    """Returns a name such as 'qwen3: TP2 PP2 of 8 ranks'."""
     keys = [f"{AXES[key]}{value}" for key, value in (case.layout | case.model).items() if key in AXES]
-    tied = ", tied" if "tied" in case.model else ""
-    return (
-        f"{case.family}{tied}: {' '.join(keys)} of {case.world} ranks" if keys else f"{case.family}: {case.world} rank"
-    )
+    if not keys:
+        return f"{case.family}: {case.world} rank"
+    return f"{case.family}{', tied' if 'tied' in case.model else ''}: {' '.join(keys)} of {case.world} ranks"
 
 
 def states() -> Table:
-    """Bytes of a rank, measured = planned."""
+    """Yields the bytes of a rank's weights, gradients and optimizer state, where measured and planned must be equal."""
     with tempfile.TemporaryDirectory() as folder, padded_as_on_gpus():
         for number, (case, dtype) in enumerate((c, d) for c in LAYOUTS for d in (torch.bfloat16, torch.float32)):
-            measured, planned = state_bytes(case, dtype, _tiny(folder, number))
-            both = zip(measured, planned, strict=True)
-            cells = [f"{have}" if have == plan else f"{have}, planned {plan}" for have, plan in both]
-            yield [_words(case), _short(dtype), *cells], measured == planned
+            measured, planned = state_bytes(case, dtype, tiny_models(folder, number))
+            pairs = zip(measured, planned, strict=True)
+            cells = [f"{size}" if size == plan else f"{size}, planned {plan}" for size, plan in pairs]
+            yield [case_name(case), dtype_name(dtype), *cells], measured == planned
 
 
 def activations() -> Table:
-    """Bytes that autograd keeps, measured and planned."""
+    """Yields the bytes that autograd keeps for the backward pass, measured and planned."""
     with tempfile.TemporaryDirectory() as folder, padded_as_on_gpus():
         for number, (case, recompute, dtype, role) in enumerate(HEADED):
-            measured, planned = saved_activations(case, recompute, dtype, role, _tiny(folder, number))
+            measured, planned = saved_activations(case, recompute, dtype, role, tiny_models(folder, number))
             ratio = planned / measured - 1
-            row = [_words(case), role, _short(dtype), recompute, f"{measured}", f"{planned:.0f}", f"{ratio:+.1%}"]
+            row = [
+                case_name(case),
+                role,
+                dtype_name(dtype),
+                recompute,
+                f"{measured}",
+                f"{planned:.0f}",
+                f"{ratio:+.1%}",
+            ]
             yield row, abs(ratio) <= TOLERANCE
 
 
 def ranks() -> Table:
-    """Every kind of rank of the largest recipes, built on the meta device."""
+    """Yields every kind of rank of the largest recipes, built on the meta device."""
     for name in RECIPES:
         cfg = load(f"yaml_configs/{name}.yaml", planned=machine_of)
         machine = machine_of(cfg)
@@ -95,11 +100,11 @@ def ranks() -> Table:
                 yield [*row, *trained], kind.is_right
 
 
-def _tiny(folder: str, number: int) -> TinyModels:
+def tiny_models(folder: str, number: int) -> TinyModels:
     return lambda *family, **settings: make_tiny(Path(folder, str(number)), *family, **settings)
 
 
-def _short(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -123,7 +128,7 @@ TABLES = (
 
 
 def lines(title: str, columns: Iterable[str], table: Table, wrong: list[str]) -> Iterator[str]:
-    """A Markdown table. wrong: gets what does not agree."""
+    """Yields the lines of a Markdown table; appends rows in which plan and measurement disagree to `wrong`."""
     yield from ("", f"**{title}.**", "", f"| {' | '.join(columns)} |", f"|{'---|' * len(list(columns))}")
     for cells, agrees in table:
         if not agrees:
@@ -132,9 +137,8 @@ def lines(title: str, columns: Iterable[str], table: Table, wrong: list[str]) ->
 
 
 def main() -> int:
-    """Prints, and writes, the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="into docs/benchmarks/planning.md")
+    parser.add_argument("--write", action="store_true", help="write the tables into docs/benchmarks/planning.md")
     args = parser.parse_args()
     wrong: list[str] = []
     text = "\n".join(line for title, columns, table in TABLES for line in lines(title, columns, table(), wrong))
@@ -143,7 +147,7 @@ def main() -> int:
         before, _, rest = PAGE.read_text().partition(BEGIN)
         PAGE.write_text(f"{before}{BEGIN}\n{text}\n\n{END}{rest.partition(END)[2]}")
     for row in wrong:
-        print(f"does not agree: {row}", file=sys.stderr)
+        print(f"plan and measurement disagree: {row}", file=sys.stderr)
     return int(bool(wrong))
 
 

@@ -65,7 +65,7 @@ class Context:
     _sandbox: Mapping[str, Any]  # agent.sandbox
     _max_bytes: float
     why_over: str = ""  # why the model has no turn left, once the program has received it
-    score: float = 0.0
+    score: float | None = None  # the sum of the rewards so far; None: there were none
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     _new_reward: float = 0.0
     _said: list[Message | str] = field(default_factory=list)
@@ -134,7 +134,7 @@ class Context:
         value = float(value)
         if not math.isfinite(value):
             raise ValueError(f"the reward is {value!r}: it must be a finite number")
-        self.score += value
+        self.score = (self.score or 0.0) + value
         self._new_reward += value
 
     def take_reward(self) -> float:
@@ -188,8 +188,8 @@ def _harness_program(function: Callable[[Context, str], Any]) -> Program:
 
 def _environment_program(kind: type[Any]) -> Program:
     """Returns the program of a class: reset(row, rng) begins, and may return text after the prompt; step(turn) returns
-    (text, reward, done); close(), if there is one, ends. Methods that are not `async` run in a thread of the
-    trajectory's own, so that a slow one holds up no other trajectory.
+    (text, reward, done), with None for no reward; close(), if there is one, ends. Methods that are not `async` run in a
+    thread of the trajectory's own, so that a slow one holds up no other trajectory.
     """
 
     async def play(ctx: Context, prompt: str) -> None:
@@ -208,7 +208,8 @@ def _environment_program(kind: type[Any]) -> Program:
                 ctx.say(begins)
             while True:
                 said, reward, done = await call(environment.step, await ctx.generate())
-                ctx.reward(reward)
+                if reward is not None:
+                    ctx.reward(reward)
                 if done:
                     return
                 ctx.say(said)
@@ -220,14 +221,21 @@ def _environment_program(kind: type[Any]) -> Program:
     return play
 
 
-def score_of(result: Any, ctx: Context) -> dict[str, float]:
-    """Returns a program's result plus its rewards: "score", and other numbers by name. Raises ValueError for others."""
+def score_of(result: Any, ctx: Context, is_over: bool = False) -> dict[str, float]:
+    """Returns a program's result plus its rewards: "score", and other numbers by name. Raises ValueError for others.
+
+    A program that ended by itself, without a result and without a reward, has no "score". is_over: the model had no
+    turn left, so that the score is that of the rewards so far, 0 without any
+    """
     if isinstance(result, Mapping):
         parts = {str(name): value for name, value in result.items()}
     else:
-        parts = {"score": 0.0 if result is None else result}
-    parts["score"] = parts.get("score", 0.0) + ctx.score
+        parts = {} if result is None else {"score": result}
     for name, value in parts.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise ValueError(f"{name} is {value!r}: it must be a finite number")
+    if "score" in parts or ctx.score is not None or is_over:
+        parts["score"] = parts.get("score", 0.0) + (ctx.score or 0.0)
+        if not math.isfinite(parts["score"]):
+            raise ValueError(f"score is {parts['score']!r}: it must be a finite number")
     return {name: float(value) for name, value in parts.items()}

@@ -115,7 +115,7 @@ class AgentRunner:
             if "error" in answer:
                 raise SessionFault(f"raised {answer['error']}", details=answer["traceback"])
             trajectory.settle(answer.get("arrived"))
-            trajectory.reward(answer.get("reward", 0.0))
+            trajectory.reward(answer["reward"])
             if "done" in answer:
                 if not trajectory.turns:
                     raise SessionFault(": ".join(filter(None, ("ended before the model's first turn", answer["over"]))))

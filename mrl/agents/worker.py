@@ -116,7 +116,8 @@ class _Trajectories:
             except Exception:
                 if not session.why_over:  # a harness may fail in any way after it was told that
                     raise
-            return {"done": score_of(result, ctx), "over": ctx.why_over or session.why_over}
+            over = ctx.why_over or session.why_over
+            return {"done": score_of(result, ctx, bool(over)), "over": over}
         except (Exception, asyncio.CancelledError) as error:
             line = " ".join(f"{type(error).__name__}: {error}".split())
             return {"error": line[:MAX_LINE_CHARS], "traceback": describe(error, MAX_TRACEBACK_CHARS)}

@@ -35,6 +35,9 @@ def overrides(
     config: Source, reward_fn: Callable[..., Any] | str | None, train: Rows | None, validation: Rows | None
 ) -> list[str]:
     """Writes the inputs; returns the overrides that name them. Raises ConfigError."""
+    if not (reward_fn is None or isinstance(reward_fn, str) or callable(reward_fn)):
+        what = f"reward_fn must be one function, or its FILE.py:NAME, got {type(reward_fn).__name__}"
+        raise ConfigError("config", [Problem(("reward.function",), f"{what}; reward.recipe adds up several")])
     rows = {"data.train": train, "data.validation": validation}
     names = {key: str(value) for key, value in rows.items() if isinstance(value, str | Path)}
     made = {key: value for key, value in rows.items() if value is not None and not isinstance(value, str | Path)}

@@ -18,6 +18,7 @@ from mrl.commands.train import COMPILED
 from mrl.config.derived import Machine
 from mrl.config.loader import load
 from mrl.config.problems import ConfigError, Problem
+from mrl.config.schema import RLConfig
 from mrl.config.trainers.base import AnyConfig
 from mrl.config.trainers.table import TRAINERS, trainer_of
 from mrl.config.tree import Source, name_of
@@ -70,6 +71,7 @@ class Trainer:
 
     Raises:
         ConfigError: everything that is wrong with the configuration.
+        TypeError: callbacks that are no list of TrainerCallback objects.
     """
 
     trainer: ClassVar[str]  # the configuration's
@@ -87,7 +89,9 @@ class Trainer:
             config = config.model_dump(mode="json")
         self._source: Source = {"trainer": self.trainer, **config} if isinstance(config, Mapping) else config
         self._overrides = inputs.overrides(self._source, reward_fn, train_dataset, val_dataset)
-        self._callbacks = tuple(callbacks)
+        self._callbacks = () if isinstance(callbacks, TrainerCallback) else tuple(callbacks)
+        if isinstance(callbacks, TrainerCallback) or not all(isinstance(c, TrainerCallback) for c in self._callbacks):
+            raise TypeError(f"callbacks must be a list of objects of TrainerCallback classes, got {callbacks!r}")
         self._loop: Any = None
         self.cfg = self._load()
 
@@ -304,12 +308,16 @@ class RLTrainer(Trainer):
     def train_step(self, rollout: Rollout | None = None) -> Mapping[str, float]:
         """Makes all updates of a step. The engines keep their weights until `sync_weight`.
 
+        With several adapters (section `adapters`) a step has no parts: it samples, trains and syncs all of them.
+
         Args:
             rollout: what `generate` has returned, perhaps with other scores; None: it is generated here.
 
         Returns:
             The metrics of the step.
         """
+        if rollout is None and isinstance(self.cfg, RLConfig) and self.cfg.adapters:
+            return super().train_step()
         metrics: Mapping[str, float] = self._opened().learn(self.generate() if rollout is None else rollout)
         return metrics
 

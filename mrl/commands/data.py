@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mrl.commands import shared
 from mrl.imports import importing
+
+if TYPE_CHECKING:
+    from mrl.config.schema import Config
 
 
 def add(commands: Any) -> None:
@@ -32,9 +36,7 @@ def run(args: argparse.Namespace) -> int:
 
     with importing():
         from mrl.data import DataError, TokenizerError
-        from mrl.data.preview import preview
         from mrl.preflight.checks import INPUT_CHECKS, run_checks
-        from mrl.preflight.inputs import sampled_row_check
 
     cfg = shared.load_read_only(args.config, args.overrides)
     if args.sheet is not None and not cfg.sees_pictures:
@@ -48,10 +50,21 @@ def run(args: argparse.Namespace) -> int:
             lines = own(cfg, args.samples)
         else:
             assert isinstance(cfg, Config)
-            lines = preview(cfg, args.samples, sampled_row_check(cfg), args.sheet)
+            lines = _previews(cfg, args)
         for line in lines:
             print(line)
     except (DataError, TokenizerError) as error:
         print(error, file=sys.stderr)
         return 1
     return 0
+
+
+def _previews(cfg: Config, args: argparse.Namespace) -> Iterator[str]:
+    """Yields the preview of each adapter's data; of a run with one policy that of its data."""
+    from mrl.data.preview import preview
+    from mrl.preflight.inputs import sampled_row_check
+
+    for name, own in (cfg.adapter_configs() or {"": cfg}).items():
+        if name:
+            yield f"\nadapter {name}"
+        yield from preview(own, args.samples, sampled_row_check(own), args.sheet)

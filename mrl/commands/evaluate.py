@@ -18,7 +18,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--precision-report", action="store_true", help="compare emulated fp8 recipes with float32")
     shared.add_config(parser, "run.name=mine")
-    parser.add_argument("--weights", type=Path, metavar="DIR", help="the model to evaluate (default: see below)")
+    parser.add_argument("--weights", type=Path, metavar="DIR", help="the model (default: RUN_DIR/hf, else model.path)")
     evaluate_rows.add_arguments(parser)
     parser.add_argument("--samples", type=int, default=64, metavar="N", help="for the precision report (default: 64)")
     parser.add_argument("--recipes", metavar="NAME,NAME", help="fp8 recipes, such as current,blockwise (default: all)")

@@ -24,7 +24,7 @@ def add(commands: Any) -> None:
     """Adds the subcommand and its arguments."""
     parser = commands.add_parser(NAME, help="accuracy of a reward model by subset (as RewardBench) and length")
     parser.add_argument("model", type=Path, metavar="DIR", help="a ...ForSequenceClassification, such as RUN_DIR/hf")
-    parser.add_argument("data", type=Path, metavar="DATA", help="rows with prompt, chosen and rejected; see below")
+    parser.add_argument("data", type=Path, metavar="DATA", help="rows with prompt, chosen and rejected")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report and the score of every row")
     parser.add_argument("--at-least", type=float, metavar="X", help="exit with 1 if the accuracy is lower")
     parser.add_argument("--compare", action="store_true", help=f"compare {COMPARED_ROWS} scores with transformers'")

@@ -110,6 +110,13 @@ def load_for_eval(args: argparse.Namespace) -> Config:
     cfg = load_read_only(args.config, args.overrides)
     if not isinstance(cfg, Config):
         raise UsageError(f"mrl eval supports language models only, and this is trainer {cfg.trainer}")
+    if args.weights is not None and not args.weights.is_dir():
+        raise UsageError(f"--weights {args.weights}: there is no such directory")
+    if several := cfg.adapter_configs():
+        raise UsageError(
+            f"mrl eval evaluates one model, and this run trains the adapters {', '.join(several)}: merge one with mrl "
+            "merge, and evaluate it by --weights and a configuration of it alone, without the section adapters"
+        )
     return cfg
 
 

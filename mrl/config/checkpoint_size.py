@@ -27,10 +27,9 @@ def checkpoint_bytes(cfg: Config, archs: Archs) -> int:
             continue
         arch = archs[name]
         assert arch is not None
-        tp, lora = built.train.parallel.tensor, built.train.lora
         role: Role = "critic" if built.scores else "policy"
-        count = num_parameters(arch, role, tp) if lora is None else num_trained(arch, role, lora.spec)
-        total += count * bytes_a_weight(cfg, name)
+        count = sum(num_trained(arch, role, lora.spec) for lora in built.loras)
+        total += (count or num_parameters(arch, role, built.train.parallel.tensor)) * bytes_a_weight(cfg, name)
     return total
 
 
@@ -73,12 +72,13 @@ def disk_use(cfg: Config, archs: Archs) -> DiskUse:
         if kept.keep_every_steps is not None:
             staying += one * (max(0, made - last) * every // kept.keep_every_steps)
     exports = steps // kept.weights_every_steps if steps is not None and kept.weights_every_steps is not None else 0
-    arch, lora, adapters = archs["actor"], cfg.actor.lora, 0
-    if arch is not None and lora is not None:
-        adapters = num_trained(arch, "policy", lora.spec) * DTYPE_BYTES[cfg.model.dtype]
+    arch, loras = archs["actor"], cfg.built()["actor"].loras
+    assert arch is not None
+    adapters = sum(num_trained(arch, "policy", lora.spec) for lora in loras) * DTYPE_BYTES[cfg.model.dtype]
     whole = export_bytes(cfg, archs)
     staying += exports * (adapters or whole)
     if kept.export_hf:
         averages = "moving average" in cfg.copies()
-        staying += (1 + cfg.keeps_best()) * (adapters + whole) + averages * whole
+        merged = 0 if cfg.adapter_configs() else whole  # several adapters are exported unmerged
+        staying += (1 + cfg.keeps_best()) * (adapters + merged) + averages * whole
     return DiskUse(turning, staying)

@@ -21,6 +21,15 @@ from mrl.config.yaml_dialect import Dumper
 from mrl.options.base import Section
 from mrl.redaction import redact_tree
 
+_ALGORITHMS = {  # name of an algorithm -> section `algorithm`, for users who write the name alone
+    "ppo": "{adv_estimator: gae}",
+    "grpo": "{adv_estimator: grpo}",
+    "dapo": "{adv_estimator: grpo, policy_loss: {clip_ratio_high: 0.28}, filter_groups: {enable: true}}",
+    "dr_grpo": "{adv_estimator: grpo, norm_adv_by_std_in_grpo: false}",
+    "gspo": "{adv_estimator: grpo, policy_loss: {loss_mode: gspo}}",
+    "cispo": "{adv_estimator: grpo, policy_loss: {loss_mode: cispo}}",
+}
+
 MAX_ERRORS = 200  # errors reported; a file with more is not a configuration of mrl
 
 _EXPECTED = {
@@ -102,7 +111,9 @@ def _schema(tree: Node, path: str, problems: list[Problem]) -> type[AnyConfig]:
     elif isinstance(node.value, str) and node.value in TRAINERS:
         return TRAINERS[node.value].schema
     else:
-        message = f"must be one of {', '.join(TRAINERS)}, got {describe(node.value)}"
+        section = _ALGORITHMS.get(str(node.value).lower())
+        hint = f"; {node.value} is trainer: rl with algorithm: {section}" if section else ""
+        message = f"must be one of {', '.join(TRAINERS)}, got {describe(node.value)}{hint}"
     raise ConfigError(path, [*problems, Problem(("trainer",), message, (node.place,))])
 
 
@@ -176,6 +187,8 @@ def _problem(schema: type[AnyConfig], tree: Node, error: dict[str, Any]) -> Prob
         choices = [choice.strip("' ") for choice in error["ctx"]["expected"].replace(" or ", ", ").split(", ")]
         close = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
         hint = f"; did you mean {close[0]}?" if close else ""
+        if path[-1] == "adv_estimator" and (section := _ALGORITHMS.get(str(value).lower())):
+            hint = f"; {value} is algorithm: {section}"
         message = f"must be one of {', '.join(choices)}, got {describe(value)}{hint}"
     else:
         expected = _EXPECTED.get(kind) or error["msg"].removeprefix("Value error, ").replace(

@@ -16,6 +16,8 @@ from functools import cache
 from typing import Any
 from urllib.parse import parse_qsl
 
+from mrl.packages import pip_install_extra
+
 PREFIX = "reasoning_gym:"
 COLUMN = "reasoning_gym"  # the problem of a row: {"source", "index", "checksum"}
 MAX_SIZE = 1_000_000
@@ -121,7 +123,7 @@ def _problems(name: str) -> Any:
     try:
         from reasoning_gym.factory import DATASETS, create_dataset
     except ImportError as error:
-        raise ValueError(f"the package reasoning-gym is missing ({error}): pip install 'mrl[tasks]'") from None
+        raise ValueError(f"the package reasoning-gym is missing ({error}): {pip_install_extra('tasks')}") from None
     if task not in DATASETS:
         near = get_close_matches(task, DATASETS)
         raise ValueError(f"reasoning-gym has no task {task!r}; close: {', '.join(near) or 'none'}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -188,7 +189,10 @@ def _size(source: Tree) -> str:
 
 
 def may_change(key: str) -> bool:
-    """True if a resumed run may change the key: the longest entry that covers the key decides."""
+    """True if a resumed run may change the key: the longest entry that covers the key decides. A section of an adapter
+    may change as the run's section of that name.
+    """
+    key = re.sub(r"^adapters\.[^.]+\.", "", key)
     allowed, forbidden = _covers(MAY_CHANGE, key), _covers(MUST_NOT_CHANGE, key)
     return len(allowed) > len(forbidden)
 
@@ -207,6 +211,11 @@ def _differences(old: Tree, section: Section, new: Tree, prefix: str) -> Iterato
             before = json.loads(json.dumps(default, default=lambda section: section.model_dump(mode="json")))
         if isinstance(inner, Section) and isinstance(before, dict):
             yield from _differences(before, inner, new[name], f"{prefix}{name}.")
+        elif isinstance(before, dict) and _holds(inner, Section) and _holds(before, dict):
+            if inner.keys() != before.keys():
+                yield KeyChange(f"{prefix}{name}", [*before], [*inner])
+            for each in filter(before.__contains__, inner):
+                yield from _differences(before[each], inner[each], new[name][each], f"{prefix}{name}.{each}.")
         elif before != new[name]:
             yield KeyChange(f"{prefix}{name}", before, new[name])
 
@@ -214,6 +223,10 @@ def _differences(old: Tree, section: Section, new: Tree, prefix: str) -> Iterato
 def _covers(entries: tuple[str, ...], key: str) -> str:
     """Returns the longest entry that is the key or a section around it; empty if there is none."""
     return max((entry for entry in entries if f"{key}.".startswith(f"{entry}.")), key=len, default="")
+
+
+def _holds(value: Any, kind: type) -> bool:
+    return isinstance(value, dict) and bool(value) and all(isinstance(inner, kind) for inner in value.values())
 
 
 def _short(value: Any) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.config.reasoning_tasks import parse_settings
+from mrl.packages import pip_install_extra
 
 PREFIX = "verifiers:"
 SPLITS = ("train", "eval")  # the first is the default
@@ -33,7 +34,7 @@ def name_problem(name: str) -> str | None:
     try:
         environment, _ = _parsed(name)
         if find_spec("verifiers") is None:
-            return "the package verifiers is not installed: pip install 'mrl[verifiers]'"
+            return f"the package verifiers is not installed: {pip_install_extra('verifiers')}"
         if find_spec(_module(environment)) is None:
             return f"there is no module {_module(environment)}: install the package of the environment {environment!r}"
     except (ValueError, ImportError) as error:

@@ -151,7 +151,12 @@ def read_hf_config(path: str | Path) -> dict[str, Any]:
     """
     file = Path(path) / "config.json"
     if not file.is_file():
-        raise FileNotFoundError(f"{file} does not exist: model.path must be a Hugging Face model directory")
+        message = f"{file} does not exist: expected a Hugging Face model directory"
+        if str(path).count("/") == 1 and not Path(path).parent.is_dir():  # perhaps a name on the hub
+            message += (
+                f"; mrl downloads nothing: for a model of the hub, run hf download {path} --local-dir DIR and give DIR"
+            )
+        raise FileNotFoundError(message)
     try:
         check_links(Path(path))
         config = read_json(file)

@@ -45,7 +45,7 @@ class Started:
 
     @property
     def here(self) -> list[EngineProcess]:
-        """Its processes on this node, which end with this process."""
+        """The engine's processes on this node, which end with this process."""
         return []
 
     def exit_code(self) -> int | None:

@@ -26,7 +26,7 @@ class LossParts:
 
 @dataclass(frozen=True)
 class TeacherStates:
-    """What one teacher says of one update's tokens, on the ranks with the head.
+    """Hidden states of one teacher for the tokens of one update, on the ranks with the head.
 
     states: for each micro-batch the tokens' indices [m] in the flat response vectors, and their hidden states [m, h]
     weight [padded vocabulary / tp, h]: this rank's part of its lm_head; vocab_size: as in TeacherRows

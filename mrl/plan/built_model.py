@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,9 @@ platform.install()
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
 
 from mrl.config.schema import TrainConfig  # noqa: E402
+from mrl.config.sections.lora import LoRAConfig  # noqa: E402
 from mrl.families import ModelArch  # noqa: E402
+from mrl.families.adapters import is_adapter  # noqa: E402
 from mrl.families.table import Role, weight_table  # noqa: E402
 from mrl.learner.optimizer import wrap_ddp  # noqa: E402
 from mrl.models.build import build_model  # noqa: E402
@@ -44,35 +46,48 @@ def build(
     *,
     overlap: bool = False,
     tower: bool = False,
+    loras: Sequence[LoRAConfig] = (),
 ) -> BuiltModel:
     """Builds the rank's chunks and wraps them for training on the meta device, without memory; returns what the rank
     holds.
 
-    overlap: as for `wrap_ddp`; tower: the vision tower is trained.
+    overlap: as for `wrap_ddp`; tower: the vision tower is trained; loras: of the adapters that share the model.
     """
     with platform.fake_rank(rank, world), (mesh := Mesh(train.parallel)).active():
         models = build_model(arch, hf_path, train, mesh, dtype, role, seed=None, trains_vision=tower)
-        if train.lora is not None:
-            attach(models, arch, mesh, train, seed=1)
-        parameters = [list(_planned(model, arch, role)) for model in models]
-        names = tuple(tuple((name, p.numel()) for name, p in chunk) for chunk in parameters)
-        wrapped = wrap_ddp(models, overlap=overlap)
-        buffers = [buffer for chunk in wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-        wide = [buffer for buffer in buffers if buffer.param_dtype == torch.float32 != dtype]
-        return BuiltModel(
-            names,
-            ModelElements(
-                weights=sum(numel for chunk in names for _, numel in chunk),
-                frozen=sum(p.numel() for chunk in parameters for _, p in chunk if not p.requires_grad),
-                buffer=sum(buffer.numel for buffer in buffers),
-                shard=sum(_shard(buffer) for buffer in buffers),
-                wide=Elements(
-                    weights=sum(p.numel() for buffer in wide for p in buffer.params),
-                    buffer=sum(buffer.numel for buffer in wide),
-                    shard=sum(_shard(buffer) for buffer in wide),
-                ),
-            ),
+        if not loras:
+            return _wrapped(models, arch, role, dtype, overlap)
+        each, attached = list[BuiltModel](), None
+        for lora in loras:
+            attached = attach(models, arch, mesh, train.model_copy(update={"lora": lora}), 1, attached)
+            each.append(_wrapped(models, arch, role, dtype, overlap))
+        names = tuple(
+            tuple(pair for own in each for pair in own.names[chunk] if own is each[0] or is_adapter(pair[0]))
+            for chunk in range(len(models))
         )
+        return BuiltModel(names, ModelElements.sharing([own.held for own in each]))
+
+
+def _wrapped(models: list[Any], arch: ModelArch, role: Role, dtype: torch.dtype, overlap: bool) -> BuiltModel:
+    parameters = [list(_planned(model, arch, role)) for model in models]
+    names = tuple(tuple((name, p.numel()) for name, p in chunk) for chunk in parameters)
+    wrapped = wrap_ddp(models, overlap=overlap)
+    buffers = [buffer for chunk in wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    wide = [buffer for buffer in buffers if buffer.param_dtype == torch.float32 != dtype]
+    return BuiltModel(
+        names,
+        ModelElements(
+            weights=sum(numel for chunk in names for _, numel in chunk),
+            frozen=sum(p.numel() for chunk in parameters for _, p in chunk if not p.requires_grad),
+            buffer=sum(buffer.numel for buffer in buffers),
+            shard=sum(_shard(buffer) for buffer in buffers),
+            wide=Elements(
+                weights=sum(p.numel() for buffer in wide for p in buffer.params),
+                buffer=sum(buffer.numel for buffer in wide),
+                shard=sum(_shard(buffer) for buffer in wide),
+            ),
+        ),
+    )
 
 
 def _planned(model: Any, arch: ModelArch, role: Role) -> Iterator[tuple[str, Any]]:

@@ -20,7 +20,7 @@ from mrl.plan.built_model import BuiltModel, build
 from mrl.plan.memory import elements_of_model
 from mrl.plan.parameters import ModelElements
 from mrl.plan.plan import Plan
-from mrl.plan.workload import PlannedModel
+from mrl.plan.workload import PlannedModel, StepWorkload
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,7 @@ def rank_kinds(model: PlannedModel) -> Iterator[RankKind]:
     found: dict[tuple[int, ModelElements], list[int]] = {}
     for coords in model.grid.all_coordinates:
         found.setdefault((coords.pp, elements_of_model(model, coords)), []).append(coords.rank)
-    lora = model.train.lora if model.is_trained else None
-    local = model.train.model_copy(update={"layers": "local", "precision": PrecisionConfig(), "lora": lora})
+    local = model.train.model_copy(update={"layers": "local", "precision": PrecisionConfig()})
     dtype = {2: torch.bfloat16, 4: torch.float32}[model.dtype]
     for (stage, planned), ranks in found.items():
         made = build(
@@ -56,6 +55,7 @@ def rank_kinds(model: PlannedModel) -> Iterator[RankKind]:
             dtype,
             overlap=model.overlap,
             tower=model.trains_tower,
+            loras=model.loras,
         )
         yield RankKind(stage, tuple(ranks), planned, made)
 
@@ -87,8 +87,9 @@ class DryRun:
             yield from (f"  {line}" for line in self._ranks(model))
         yield from ("", "Batch")
         yield from (f"  {line}" for line in text.batch(self.plan))
-        for model in self.plan.work.models.values():
-            yield from (f"  {line}" for line in self._micro_batches(model))
+        for name, work in self.plan.works.items():
+            lines = (self._micro_batches(model, work) for model in work.models.values())
+            yield from (f"  {name}: {line}" if name else f"  {line}" for line in lines)
         yield from ("", f"Memory per {cluster.chip.name if self.plan.on_gpu else 'rank'} in GiB")
         yield from (f"  {line}" for line in text.memory(self.plan))
         yield from ("", text.verdict(self.plan), f"dry run: {time.monotonic() - began:.0f} s")
@@ -106,9 +107,9 @@ class DryRun:
                 f"{'as planned' if kind.is_right else 'NOT as planned'}"
             )
 
-    def _micro_batches(self, model: PlannedModel) -> Iterator[str]:
+    def _micro_batches(self, model: PlannedModel, work: StepWorkload) -> str:
         """Runs the real planner on samples of every length up to the longest."""
-        work, layout = self.plan.work, model.layout
+        layout = model.layout
         samples = work.size.minibatch if model.is_trained else work.size.learnt
         lengths = torch.linspace(2, work.lengths.longest, samples).long()
         plan = plan_micro_batches(
@@ -120,7 +121,7 @@ class DryRun:
             costs=costs_of(ForwardFlops.of(model.arch, model.role), lengths, lengths),
         )
         totals = [sum(int(lengths[i]) for group in replica for i in group) for replica in plan]
-        yield (
+        return (
             f"{model.name}: {samples} samples of 2 to {work.lengths.longest} tokens pack into {len(plan[0])} "
             f"micro-batches per replica; replicas have {min(totals)} to {max(totals)} tokens"
         )

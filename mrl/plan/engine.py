@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -10,6 +11,7 @@ from mrl.config.engines import ENGINES
 from mrl.config.fp8_shapes import ENGINE_BLOCK, is_engine_fp8
 from mrl.config.sections.rollout import RolloutConfig
 from mrl.families import FAMILIES, ModelArch
+from mrl.families.adapters import LoRA, adapted_parts, adapter_table
 from mrl.families.engine_cache import cache_bytes_a_token, cpu_requests, state_bytes
 from mrl.families.engine_names import VOCAB_MULTIPLE
 from mrl.families.table import weight_table
@@ -89,6 +91,20 @@ def weights_per_gpu(arch: ModelArch, tensor: int, dtype: int, *, quantized: bool
     return int(total)
 
 
+def adapters_per_gpu(arch: ModelArch, tensor: int, dtype: int, adapters: Sequence[LoRA]) -> int:
+    """Returns the bytes of SGLang's room for adapters on each GPU.
+
+    One more than the run has fit at once, each with the largest rank and on all layers that any of them adapts, as
+    `mrl.inference.launch.started_with` asks for.
+    """
+    if not adapters:
+        return 0
+    parts = dict.fromkeys(part for lora in adapters for part in adapted_parts(arch, lora))
+    rows = adapter_table(arch, "policy", LoRA(max(lora.rank for lora in adapters), 1.0, tuple(parts))).values()
+    each = sum(prod(row.shapes[0]) // (tensor if row.tp_dim is not None else 1) for row in rows)
+    return (1 + len(adapters)) * each * dtype
+
+
 def plan_engine(
     arch: ModelArch,
     rollout: RolloutConfig,
@@ -102,14 +118,16 @@ def plan_engine(
     workspace: float,
     context: float,
     nodes: int = 1,
+    adapters: Sequence[LoRA] = (),
 ) -> EnginePlan:
     """Returns the plan of an engine's GPU.
 
     free: bytes of the GPU when the engine starts; None: on CPUs. engines: of the run. requests: of a step, over all
-    engines.
+    engines. adapters: of the run, if weight syncs send them
     """
     tensor = rollout.tensor
     weights = weights_per_gpu(arch, tensor, dtype, quantized=rollout.quantization == "fp8")
+    weights += adapters_per_gpu(arch, tensor, dtype, adapters)
     at_once = -(-min(rollout.concurrent_requests, requests) // engines)
     running = min(at_once, rollout.max_running_requests or at_once)
     context_tokens = min(rollout.max_context_tokens or longest, longest)

@@ -47,7 +47,7 @@ def forecast(plan: Plan, samples: Samples, phases: Collection[str], updated: Col
     work = plan.work.with_samples(size, SampleLengths(longest, samples.response, samples.prompt, images))
     away = {f"{name}_update" for name, model in work.models.items() if model.is_trained and name not in updated}
     found: dict[str, float] = {}
-    for part in timing.step(ClusterRates(plan.cluster, plan.assumed), work, plan.engine):
+    for part in timing.step(ClusterRates(plan.cluster, plan.assumed), {"": work}, plan.engine):
         phase = PHASES.get(part.phase, part.phase)
         if part.phase not in away and phase in (*phases, "offload"):
             found[phase] = found.get(phase, 0.0) + part.seconds

@@ -116,7 +116,7 @@ def update_peak(
     count = activations.in_flight(model.layout, coords.pp, micro_batches)
     yield MemoryItem(model.name, "activations", sum(sorted(each * -(-count // len(each)))[-count:]))
     working = _working_layer(shapes) + fp8.working_bytes(model, tokens)
-    if model.kind == "local" and model.adapters is None:  # transformer-engine adds in place
+    if model.kind == "local" and not model.adapters:  # transformer-engine adds in place
         # one product's gradient before it is added to the buffer
         widths = [layer.ffn_size * 2 for layer in set(model.arch.layers) if not layer.experts]
         working += max(widths, default=0) / model.layout.tensor * _width(model)
@@ -129,7 +129,7 @@ def update_peak(
 
 def _head_pass(model: PlannedModel, tokens: Tokens) -> float:
     """Bytes of the logits and gradients of a training pass of the head."""
-    if model.adapters is not None:
+    if model.adapters:
         return _logits(model, tokens, model.dtype)
     waiting = _waiting(model, tokens)
     # Bytes an element of the lm_head weight's gradient: a single product is as wide as the model (more in fp8). Else

@@ -5,7 +5,7 @@ Sizes come from the weight table; the order is that of the local layers' modules
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -187,6 +187,22 @@ class ModelElements(Elements):
     frozen: int = 0
     wide: Elements = Elements(0, 0, 0)
 
+    @staticmethod
+    def sharing(each: Sequence[ModelElements]) -> ModelElements:
+        """Returns the elements of several models that share their frozen parameters."""
+        frozen = each[0].frozen
+        return ModelElements(
+            weights=frozen + sum(own.weights - frozen for own in each),
+            buffer=sum(own.buffer for own in each),
+            shard=sum(own.shard for own in each),
+            frozen=frozen,
+            wide=Elements(
+                weights=sum(own.wide.weights for own in each),
+                buffer=sum(own.wide.buffer for own in each),
+                shard=sum(own.wide.shard for own in each),
+            ),
+        )
+
     def weight_bytes(self, dtype: int, trained: bool) -> int:
         wide = self.wide.buffer if trained else self.wide.weights
         return dtype * (self.frozen + self.buffer if trained else self.weights) + (MAIN_BYTES - dtype) * wide
@@ -209,17 +225,20 @@ def model_elements(
     grid: Grid,
     coords: RankCoordinates,
     overlap: bool = False,
-    lora: LoRA | None = None,
+    adapters: tuple[LoRA, ...] = (),
     tower: bool = False,
     wide_head: bool = True,
 ) -> ModelElements:
     """Returns the elements of a model on a rank.
 
-    lora: the adapters trained instead of the weights; tower: the vision tower is trained too; overlap: gradient
-    reduction overlaps the backward pass, for which Megatron cuts the first stage's buffers into many padded buckets;
-    wide_head: as for `Parameter.kind`.
+    adapters: trained instead of the weights, which they share; tower: the vision tower is trained too; overlap:
+    gradient reduction overlaps the backward pass, for which Megatron cuts the first stage's buffers into many padded
+    buckets; wide_head: as for `Parameter.kind`.
     """
-    layout = grid.layout
+    if len(adapters) > 1:
+        own = (model_elements(arch, role, grid, coords, overlap, (lora,), tower, wide_head) for lora in adapters)
+        return ModelElements.sharing([*own])
+    layout, lora = grid.layout, adapters[0] if adapters else None
     most = max(BUCKET, BUCKET_A_REPLICA * grid.dp) if overlap and coords.pp == 0 else None
     numbers = range(layout.virtual_pipeline or 1)
     dense, expert = (grid.dp * layout.context, coords.cp + layout.context * coords.dp), (grid.edp, coords.edp)

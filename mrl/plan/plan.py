@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mrl.config.checkpoint_size import bytes_a_weight, checkpoint_bytes
@@ -45,13 +45,20 @@ def machine_of(cfg: AnyConfig, gpus: int | None = None, per_node: int | None = N
 
 @dataclass(frozen=True)
 class Plan:
-    """work: a step of the run; engine: an engine that mrl starts; None: engines are external, or nothing is sampled."""
+    """works: a step of each adapter, by its name; of a run with one policy its step, under an empty name
+    engine: an engine that mrl starts; None: engines are external, or nothing is sampled
+    """
 
     cfg: Config
     cluster: Cluster
     assumed: Assumptions
-    work: StepWorkload
+    works: Mapping[str, StepWorkload]
     engine: EnginePlan | None
+
+    @cached_property
+    def work(self) -> StepWorkload:
+        """A step with the samples of all adapters."""
+        return StepWorkload.together(self.works.values())
 
     @cached_property
     def ranks(self) -> dict[int, list[PhaseMemory]]:
@@ -59,7 +66,7 @@ class Plan:
         kinds: dict[tuple[object, ...], int] = {}
         for rank in range(self.cluster.gpus):
             kinds.setdefault(self._kind(rank), rank)
-        return {rank: memory.phases(self.work, rank, self._engine_at(rank), self.assumed) for rank in kinds.values()}
+        return {rank: self._phases(rank) for rank in kinds.values()}
 
     @cached_property
     def worst(self) -> dict[str, tuple[int, PhaseMemory]]:
@@ -85,7 +92,7 @@ class Plan:
         """Timed parts of a step; empty without GPUs."""
         if not self.on_gpu:
             return []
-        found = timing.step(ClusterRates(self.cluster, self.assumed), self.work, self.engine, self._apart)
+        found = timing.step(ClusterRates(self.cluster, self.assumed), self.works, self.engine, self._apart)
         return found + timing.overlapped(found) if self.samples_during_training else found
 
     @property
@@ -169,6 +176,15 @@ class Plan:
         saves = self.on_gpu and self.cfg.effective_checkpoint.every_steps is not None
         return self.seconds + self.write_seconds if saves else 0.0
 
+    def _phases(self, rank: int) -> list[PhaseMemory]:
+        """Returns each phase of the adapter that needs most in it."""
+        found: dict[str, PhaseMemory] = {}
+        for work in self.works.values():
+            for phase in memory.phases(work, rank, self._engine_at(rank), self.assumed):
+                if phase.name not in found or phase.total > found[phase.name].total:
+                    found[phase.name] = phase
+        return [*found.values()]
+
     def _kind(self, rank: int) -> tuple[object, ...]:
         found: list[object] = [self._engine_at(rank) is not None]
         for model in self.work.models.values():
@@ -190,10 +206,14 @@ def make_plan(
     """
     on_gpu = cluster.chip.is_gpu
     assumed = assumed if on_gpu else assumed.without_gpu()
-    work = StepWorkload.of(cfg, models_of(cfg, archs, cluster.gpus, on_gpu, on_gpu and fused), assumed)
-    engines = cfg.engines()
+    models, policies = models_of(cfg, archs, cluster.gpus, on_gpu, on_gpu and fused), cfg.adapter_configs() or {"": cfg}
+    works = {}
+    for name, own in policies.items():
+        its = own.built()
+        works[name] = StepWorkload.of(own, tuple(replace(m, train=its[m.name].train) for m in models), assumed)
+    engines, work = cfg.engines(), StepWorkload.together(works.values())
     engine = _engine(cfg, engines[0], cluster, work, assumed) if engines is not None else None
-    return Plan(cfg, cluster, assumed, work, engine)
+    return Plan(cfg, cluster, assumed, works, engine)
 
 
 def _engine(
@@ -224,6 +244,7 @@ def _engine(
         workspace=assumed.engine_workspace,
         context=assumed.engine_context,
         nodes=size,
+        adapters=actor.adapters if work.sends_adapters else (),
     )
 
 

@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mrl.config.derived import stage_layers
+from mrl.config.trainers.base import Config
 from mrl.families.flops import num_parameters
 from mrl.plan.chips import GIB
 from mrl.plan.memory import MemoryItem
 from mrl.plan.plan import Plan
-from mrl.plan.workload import PlannedModel
+from mrl.plan.workload import PlannedModel, StepWorkload
 
 
 def lines(plan: Plan) -> Iterator[str]:
@@ -85,6 +86,8 @@ def _head(plan: Plan) -> Iterator[str]:
         size = f"{whole / 1e9:.1f}B" if whole >= 1e8 else f"{whole / 1e6:.1f}M"
         held = f"{len(model.arch.layers)} layers, {size} weights"
         how = "trained" if model.is_trained else "not trained"
+        if len(model.adapters) > 1:
+            how = f"{len(model.adapters)} adapters trained"
         yield f"  {model.name:<8} {model.words}; {held}; {how}; {model.kind} layers, offload {model.train.offload}"
     if plan.engine is not None and (own := plan.cfg.engine_nodes()) is not None:
         engine, gpus = plan.engine, plan.engine.engines * plan.engine.tensor
@@ -107,14 +110,20 @@ def with_noun(number: float, what: str) -> str:
 
 def batch(plan: Plan) -> Iterator[str]:
     """Yields the step's arithmetic, from prompts to ranks."""
-    size, work = plan.work.size, plan.work
+    for adapter, work in plan.works.items():
+        cfg = plan.cfg.adapter_configs()[adapter] if adapter else plan.cfg
+        yield from (f"{adapter}: {line}" if adapter else line for line in _batch_of(cfg, work))
+
+
+def _batch_of(cfg: Config, work: StepWorkload) -> Iterator[str]:
+    size = work.size
     if size.sampled:
         samples = f"{size.sampled // size.prompts} = {with_noun(size.sampled, 'sample')}"
         yield f"{with_noun(size.prompts, 'prompt')} x {samples} per step"
         longest = f"{size.prompt_tokens} + {size.response_tokens} = {work.lengths.longest}"
         mean = f"{work.lengths.prompt:.0f} + {work.lengths.response:.0f}"
         yield f"a sample: at most {longest} tokens of prompt and response; assumed mean {mean}"
-    for name, words in plan.cfg.summary():
+    for name, words in cfg.summary():
         if name in ("dynamic sampling", "replay"):
             yield f"{name}: {words}; the times below are for one round without it"
     minibatches = size.learnt // size.minibatch
@@ -242,13 +251,16 @@ def assumed(plan: Plan) -> Iterator[str]:
 
 def data(plan: Plan) -> dict[str, Any]:
     """Returns the plan as JSON-ready values, in bytes and seconds."""
-    work = plan.work
     return {
         "fits": not plan.problems,
         "problems": plan.problems,
         "gpu": plan.cluster.chip.name,
         "gpu_bytes": plan.cluster.chip.memory,
-        "batch": {name: vars(each) for name, each in work.batches.items()},
+        "batch": {
+            f"{adapter}/{name}" if adapter else name: vars(each)
+            for adapter, work in plan.works.items()
+            for name, each in work.batches.items()
+        },
         "memory": {
             name: {"rank": rank, "bytes": phase.total, "items": [vars(item) for item in phase.items]}
             for name, (rank, phase) in plan.worst.items()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from mrl.families import ModelArch
 from mrl.families.flops import BACKWARD, BACKWARD_OF_FROZEN, ForwardFlops
@@ -79,7 +79,7 @@ def passes(
     layers = matrices / fp8.layers_rate(model, chip, assumed) + attention / rates.flops
     selective = 0.1 if model.arch.experts is not None else 0.6  # it recomputes the products of dense MLPs
     again = {"none": 0.0, "selective": selective, "full": 1.0}[model.train.recompute]
-    backward = BACKWARD if model.adapters is None else BACKWARD_OF_FROZEN
+    backward = BACKWARD_OF_FROZEN if model.adapters else BACKWARD
     times, head_times = (1 + backward + again, 2 + backward) if trained else (1, 1)
     p, name = model.layout, model.name
     ranks = model.grid.world
@@ -132,7 +132,7 @@ def _communication(
 
 def optimizer_step(rates: ClusterRates, model: PlannedModel, phase: str) -> Iterator[TimedPart]:
     """Yields the parts once an update: gradient reduction, Adam, weight gathering."""
-    own, size = elements_of_model(model, model.grid.coordinates(0)), model.grid.dp * model.layout.context
+    own, size = elements_of_model(model.updated, model.grid.coordinates(0)), model.grid.dp * model.layout.context
     if size > 1:
         speed, link = rates.link(model, "dp", "cp")
         weights = own.buffer * model.dtype - fp8.saved_weight_bytes(model, model.grid.coordinates(0)) / 2
@@ -196,9 +196,8 @@ def sync(rates: ClusterRates, work: StepWorkload, apart: int) -> Iterator[TimedP
     """
     actor = work.models["actor"]
     senders = actor.layout.pipeline
-    total = sum(
-        elements_of_model(actor, coords).weights for coords in actor.grid.all_coordinates if coords.dp == coords.cp == 0
-    )
+    held = [elements_of_model(actor, coords) for coords in actor.grid.all_coordinates if coords.dp == coords.cp == 0]
+    total = sum(own.weights - (own.frozen if work.sends_adapters else 0) for own in held)
     nbytes = total * actor.dtype / senders
     speed, link = rates.link(actor, "tp")
     yield TimedPart("sync", "gathering weights", nbytes / speed if actor.layout.tensor > 1 else 0.0, link)
@@ -274,12 +273,28 @@ def overlapped(parts: Sequence[TimedPart]) -> list[TimedPart]:
     return [TimedPart("rollout", "overlapped with training", -min(sampling, learning), "rollout.max_staleness")]
 
 
-def step(rates: ClusterRates, work: StepWorkload, engine: EnginePlan | None, apart: int = 0) -> list[TimedPart]:
-    """Returns all parts of one step, none overlapping. apart: engines that have their own nodes."""
-    found: list[TimedPart] = []
-    size, lengths = work.size, work.lengths
+def step(
+    rates: ClusterRates, works: Mapping[str, StepWorkload], engine: EnginePlan | None, apart: int = 0
+) -> list[TimedPart]:
+    """Returns all parts of one step, none overlapping.
+
+    works: as in `Plan`; apart: engines that have their own nodes
+    """
+    found, work = list[TimedPart](), StepWorkload.together(works.values())
     if engine is not None:
         found += rollout(rates, work, engine)
+    for adapter, own in works.items():
+        parts = _learning(rates, own)
+        found += [replace(part, what=f"{adapter}: {part.what}") for part in parts] if adapter else parts
+    if work.is_sampling:
+        found += [*sync(rates, work, apart), *offload(rates, work)]
+    return found
+
+
+def _learning(rates: ClusterRates, work: StepWorkload) -> list[TimedPart]:
+    """Returns the parts of all passes and updates over the samples of a step."""
+    found: list[TimedPart] = []
+    size, lengths = work.size, work.lengths
     all_samples = {name: MicroBatchPlan.of(model, size.learnt, lengths.mean) for name, model in work.models.items()}
     if "reward" in work.models:
         found += passes(rates, work.models["reward"], "scoring", all_samples["reward"], lengths, trained=False)
@@ -295,6 +310,4 @@ def step(rates: ClusterRates, work: StepWorkload, engine: EnginePlan | None, apa
             once += optimizer_step(rates, model, phase)
             once += divergence(rates, work, phase) if name == "actor" else ()
             found += [TimedPart(part.phase, part.what, part.seconds * updates, part.limit) for part in once]
-    if work.is_sampling:
-        found += [*sync(rates, work, apart), *offload(rates, work)]
     return found

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from mrl.config.derived import layout_text
+from mrl.config.sections.lora import LoRAConfig
 from mrl.config.sections.models import ParallelConfig, TrainConfig
 from mrl.config.trainers.base import Config, StepSize
 from mrl.families import FAMILIES, ModelArch
@@ -20,7 +21,8 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """One model of the run over its whole world. dtype: bytes of a weight; on_gpu: its ranks have GPUs."""
+    """One model of the run over its whole world. dtype: bytes of a weight; on_gpu: its ranks have GPUs; loras: of all
+    adapters that are trained instead of its weights."""
 
     name: str
     path: str
@@ -33,15 +35,21 @@ class PlannedModel:
     kind: LayerKind
     on_gpu: bool
     trains_tower: bool = False
+    loras: tuple[LoRAConfig, ...] = ()
 
     @property
     def layout(self) -> ParallelConfig:
         return self.train.parallel
 
     @property
-    def adapters(self) -> LoRA | None:
-        """LoRA adapters that are trained instead of all weights, or None."""
-        return self.train.lora.spec if self.is_trained and self.train.lora is not None else None
+    def adapters(self) -> tuple[LoRA, ...]:
+        """LoRA adapters that are trained instead of all weights; empty without any."""
+        return tuple(lora.spec for lora in self.loras)
+
+    @property
+    def updated(self) -> PlannedModel:
+        """The model with the only adapter that an update changes: that of `train`."""
+        return self if len(self.loras) < 2 or self.train.lora is None else replace(self, loras=(self.train.lora,))
 
     @property
     def words(self) -> str:
@@ -80,6 +88,7 @@ def models_of(
                 "transformer_engine" if takes_them else "local",
                 on_gpu,
                 trains_tower=archs[name].vision is not None and built.is_trained and cfg.model.vision.train,
+                loras=built.loras,
             )
         )
     return tuple(found)
@@ -172,7 +181,7 @@ class StepWorkload:
     """A step of a run, for all its models.
 
     tokens: of the largest micro-batch; bucket: bytes of a weight sync bucket; copies: as in `Config.copies`;
-    keeps_sent: with sync.delta
+    keeps_sent: with sync.delta; sends_adapters: weight syncs send adapters only
     """
 
     models: dict[str, PlannedModel]
@@ -183,6 +192,7 @@ class StepWorkload:
     bucket: int
     copies: dict[str, bool]
     keeps_sent: bool
+    sends_adapters: bool
 
     @property
     def teachers(self) -> list[PlannedModel]:
@@ -215,4 +225,26 @@ class StepWorkload:
             engines[1].bucket_mib << 20 if engines is not None else 0,
             cfg.copies(),
             engines is not None and engines[1].delta is not None,
+            engines is not None and engines[1].lora == "adapter",
         )
+
+    @staticmethod
+    def together(works: Collection[StepWorkload]) -> StepWorkload:
+        """Returns one workload with the samples of all: what the engines and the host have to hold."""
+        first, samples = next(iter(works)), sum(work.size.learnt for work in works)
+        if len(works) == 1:
+            return first
+        size = replace(
+            first.size,
+            learnt=samples,
+            prompts=sum(work.size.prompts for work in works),
+            sampled=sum(work.size.sampled for work in works),
+            response_tokens=max(work.size.response_tokens or 0 for work in works) or None,
+        )
+        lengths = SampleLengths(
+            max(work.lengths.longest for work in works),
+            sum(work.lengths.response * work.size.learnt for work in works) / samples,
+            sum(work.lengths.prompt * work.size.learnt for work in works) / samples,
+            sum(work.lengths.images * work.size.learnt for work in works) / samples,
+        )
+        return replace(first, size=size, lengths=lengths)

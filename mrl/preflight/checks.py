@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from mrl.config.problems import ConfigError
 from mrl.config.schema import AnyConfig, Config
@@ -11,10 +12,26 @@ from mrl.preflight.finding import Finding
 
 Check = Callable[[Config], Iterator[Finding]]
 
+
+def of_each_adapter(check: Check) -> Check:
+    """Returns the check of all of a run's adapters, which have data, rewards and algorithms of their own. A run with
+    one policy is checked itself.
+    """
+
+    def check_each(cfg: Config) -> Iterator[Finding]:
+        several = cfg.adapter_configs()
+        for name, own in several.items():
+            yield from (replace(finding, text=f"adapter {name}: {finding.text}") for finding in check(own))
+        if not several:
+            yield from check(cfg)
+
+    return check_each
+
+
 INPUT_CHECKS: tuple[Check, ...] = (
-    inputs.check_algorithm,
-    inputs.check_rewards,
-    inputs.check_data,
+    of_each_adapter(inputs.check_algorithm),
+    of_each_adapter(inputs.check_rewards),
+    of_each_adapter(inputs.check_data),
     inputs.check_image_processors,
 )
 RUN_CHECKS: tuple[Check, ...] = (

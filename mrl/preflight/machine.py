@@ -21,7 +21,7 @@ from mrl.inference.errors import EngineUnavailable
 from mrl.inference.launch import Part, ServerSpec, launcher
 from mrl.launcher.elastic import missing
 from mrl.observe import trackers
-from mrl.packages import pip_install
+from mrl.packages import pip_install, pip_install_extra
 from mrl.preflight.finding import Finding, Verdict
 from mrl.preflight.versions import TESTED
 
@@ -98,7 +98,7 @@ def check_packages(cfg: AnyConfig) -> Iterator[Finding]:
     for name in trainer_of(cfg).packages:
         if find_spec(name) is None:
             what = f"trainer: {cfg.trainer} needs {name}, which is not installed"
-            found.append(f"{what}: pip install 'mrl[diffusion]'")
+            found.append(f"{what}: {pip_install_extra('diffusion')}")
     if cfg.engine_nodes() is not None and find_spec("sglang_router") is None:
         command = pip_install(f"sglang-router=={TESTED['sglang-router']}")
         found.append(f"placement.mode: disaggregated needs sglang-router, which lists the engine nodes: {command}")

@@ -96,6 +96,11 @@ def _load_builtin(spec: str, answer_key: str, where: str, settings: Settings) ->
 def _of_environment(row: Mapping[str, Any]) -> Any:
     if "environment" not in row:
         raise ValueError("the response is not from an agent, so no environment has scored it")
+    if "score" not in row["environment"]:
+        raise ValueError(
+            "the environment gave no score: agent.rollout ended without any reward and returned none. Return a score, "
+            "or give a reward in at least one step; or set reward.function to a function that scores the conversation"
+        )
     return row["environment"]
 
 

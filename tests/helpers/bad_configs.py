@@ -151,7 +151,21 @@ BAD = [
         "algorithm.adv_estimator",
         ("one of gae, grpo", "did you mean gae?"),
     ),
-    Bad("unknown trainer", "trainer: rl", "trainer: ppo", "trainer", ("one of rl, sft", "'ppo'")),
+    Bad(
+        "algorithm of several keys",
+        GAE,
+        "  adv_estimator: ppo\n",
+        "algorithm.adv_estimator",
+        ("ppo is algorithm: {adv_estimator: gae}",),
+    ),
+    Bad("unknown trainer", "trainer: rl", "trainer: lm", "trainer", ("one of rl, sft", "got 'lm' (a string)")),
+    Bad(
+        "trainer of an algorithm",
+        "trainer: rl",
+        "trainer: GRPO",
+        "trainer",
+        ("rl with algorithm: {adv_estimator: grpo}",),
+    ),
     Bad("no trainer", "trainer: rl\n", "", "trainer", ("required key is missing",), "run:"),
     Bad("not YAML", "  path: dense", "  path: [dense", "", ("not valid YAML",), "actor:"),
     Bad(
@@ -687,6 +701,13 @@ BAD = [
         ("never be trained", "run.steps (c.yaml:4)"),
     ),
     Bad("no model", "  path: dense", "  path: nowhere", "model.path", ("nowhere/config.json does not exist",)),
+    Bad(
+        "name on the hub",
+        "  path: dense",
+        "  path: Qwen/Qwen3-8B",
+        "model.path",
+        ("run hf download Qwen/Qwen3-8B --local-dir DIR",),
+    ),
     Bad(
         "unsupported model",
         "  path: dense",

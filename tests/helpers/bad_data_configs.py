@@ -19,6 +19,15 @@ BAD_DATA = [
         "data.train",
         ("not in a format", "FILE.parquet"),
     ),
+    Bad(
+        "rows of another form",
+        "  train: train.jsonl",
+        "  train: talks.jsonl",
+        "data.form",
+        ("answers needs 'prompt' and 'answer', and the first row of talks.jsonl has messages: set it to messages",),
+        "data:",
+        base=SFT,
+    ),
     Bad("data is not JSON", "  train: train.jsonl", "  train: plain.jsonl", "data.train", ("not a JSON object",)),
     Bad(
         "wrong column",

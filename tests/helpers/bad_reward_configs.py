@@ -14,6 +14,7 @@ def bad(id: str, new: str, key: str, says: tuple[str, ...], at: str = "") -> Bad
 
 
 BAD_REWARDS = [
+    bad("a file alone", "  function: rewards.py\n", "function", ("'rewards.py' is a file", "as in rewards.py:NAME")),
     bad("no function", "  on_error: zero\n", "function", ("required by naive", "reward.manager"), "reward:"),
     bad(
         "servers that nobody asks",

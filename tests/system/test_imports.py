@@ -60,3 +60,14 @@ def test_algorithms_need_torch_alone() -> None:
     code += f"print({heavy} & {{*sys.modules}}, time.process_time() - start < 1.5)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.stdout == "set() True\n", done.stderr
+
+
+def test_benchmarks_and_tools_can_be_imported() -> None:
+    """All but those that need TRL (trl_*) or Megatron-Core 0.19 (resharding)."""
+    bench = ROOT / "tools" / "bench"
+    names = [file.stem for file in bench.glob("[!_]*.py") if not file.name.startswith(("trl_", "resharding"))]
+    lines = ["import sys", f"sys.path.append({str(bench)!r})", "import tools.hammer, tools.soak"]
+    lines += [f"import tools.bench.{name}" for name in names]
+    command = [sys.executable, "-c", "\n".join(lines)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]

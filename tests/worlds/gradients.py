@@ -152,6 +152,7 @@ def plain_loop(model_dir: str, weights: dict[str, torch.Tensor], rollout: Rollou
     assert rollout.action_mask is not None
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir), dtype=torch.float32)
     model.load_state_dict(weights, strict=False)
+    model.get_input_embeddings().padding_idx = None  # it would hide the gradient of a row that the rollouts contain
     advantages, total, at = advantages_of(rollout), torch.zeros(()), 0
     lengths = (rollout.seq_lens if rollout.sequence_lens is None else rollout.sequence_lens).tolist()
     for ids, drawn in zip(rollout.tokens.split(lengths), rollout.action_mask.split(lengths), strict=True):

@@ -54,7 +54,8 @@ def engine_ports(model: str) -> list[int]:
     found = []
     for entry in os.listdir("/proc"):
         with contextlib.suppress(OSError, ValueError):
-            line = Path("/proc", entry, "cmdline").read_text(errors="replace").split("\0")
+            # a forked engine sets its title, with spaces between the arguments
+            line = Path("/proc", entry, "cmdline").read_text(errors="replace").replace("\0", " ").split()
             if "--port" in line and model in line:
                 found.append(int(line[line.index("--port") + 1]))
     return sorted(set(found))

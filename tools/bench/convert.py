@@ -1,11 +1,11 @@
-"""Conversion against plain reads, writes and copies of as many bytes between the same places, and how memory grows.
+"""Compares the speed of conversion with plain reads, writes and copies of as many bytes, and checks its memory use.
 
 Usage: python tools/bench/convert.py [--gb 2] [--rounds 3] [--workers 4] [--folder DIR] [--ram DIR] [--out FILE]
 
-A synthetic Llama in bfloat16 of random bytes, in safetensors files of half a GB. Each round, in turn and from a page
-cache that was emptied of the files: plain reads into a preallocated buffer, then to the disk and to a folder in memory
-(where no disk bounds the writing) plain writes, a plain copy, by as many threads as convert, and both conversions. Each
-conversion is a process of its own, whose resident memory must not grow by more than a file and a bucket.
+Converts a synthetic Llama in bfloat16 with random weights, in safetensors files of half a GB. Each round measures plain
+reads into a preallocated buffer; then, on the disk and in a folder in memory, plain writes and a plain copy by as many
+threads as the conversion has, and both conversions. The files are dropped from the page cache before each measurement.
+Each conversion runs in its own process, whose resident memory must not grow by more than a file and a bucket.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TIMEOUT_S = 200
 
 
 def make_model(path: Path, nbytes: int) -> None:
-    """config.json and shards of random bytes; every exponent is a usual one."""
+    """Writes config.json and shards of normally distributed weights."""
     import torch
 
     from mrl.families import load_arch
@@ -70,8 +70,8 @@ def make_model(path: Path, nbytes: int) -> None:
             os.fsync(out.fileno())
 
 
-def forget(path: Path) -> None:
-    """Takes the files out of the page cache."""
+def drop_from_page_cache(path: Path) -> None:
+    """Drops the files from the page cache."""
     os.sync()
     for file in path.rglob("*"):
         if file.is_file():
@@ -81,8 +81,8 @@ def forget(path: Path) -> None:
 
 
 def plain_read(path: Path) -> float:
-    """GB/s of reading the weights, one file after the other, into one buffer."""
-    forget(path)
+    """Returns the GB/s of reading the files, one after the other, into one buffer."""
+    drop_from_page_cache(path)
     buffer, total, started = memoryview(bytearray(BUFFER_BYTES)), 0, time.monotonic()
     for file in sorted(path.rglob("*")):
         if file.is_file():
@@ -94,7 +94,7 @@ def plain_read(path: Path) -> float:
 
 
 def plain_write(folder: Path, nbytes: int, workers: int) -> float:
-    """GB/s of writing as many bytes from one buffer a thread, until they are on the disk."""
+    """Returns the GB/s of writing as many bytes and syncing them, from one buffer per thread."""
 
     def work(number: int) -> None:
         buffer = bytes(os.urandom(1 << 20)) * (BUFFER_BYTES >> 20)
@@ -107,8 +107,8 @@ def plain_write(folder: Path, nbytes: int, workers: int) -> float:
 
 
 def plain_copy(path: Path, folder: Path, workers: int) -> float:
-    """GB/s of reading and writing: what a conversion could reach if it did nothing else."""
-    forget(path)
+    """Returns the GB/s of reading and writing: the limit of a conversion."""
+    drop_from_page_cache(path)
     files = sorted(path.glob("*.safetensors"))
     spans = [(file, at) for file in files for at in range(0, file.stat().st_size, BUFFER_BYTES)]
     nbytes = sum(file.stat().st_size for file in files)
@@ -126,7 +126,7 @@ def plain_copy(path: Path, folder: Path, workers: int) -> float:
 
 
 def _timed(work: Callable[[int], None], folder: Path, nbytes: int, workers: int) -> float:
-    """GB/s of threads that write files `plain_*`, which are removed."""
+    """Returns the GB/s of threads that write files `plain_*`; removes these files."""
     started = time.monotonic()
     with ThreadPoolExecutor(workers) as pool:
         list(pool.map(work, range(workers)))
@@ -137,14 +137,14 @@ def _timed(work: Callable[[int], None], folder: Path, nbytes: int, workers: int)
 
 
 def conversion(direction: str, source: Path, target: Path, workers: int) -> dict[str, float]:
-    """In a process of its own, from a cold cache."""
-    forget(source)
+    """Converts in a new process, from a cold page cache."""
+    drop_from_page_cache(source)
     command = [sys.executable, __file__, "--child", direction, str(source), str(target), str(workers)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, cwd=ROOT)
     if done.returncode:
         sys.exit(f"{direction} failed: {done.stderr[-3000:]}")
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    numbers: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return numbers
 
 
 def child(direction: str, source: str, target: str, workers: str) -> None:
@@ -172,7 +172,7 @@ def child(direction: str, source: str, target: str, workers: str) -> None:
     dist.destroy_process_group()
 
 
-def one_round(work: Path, ram: Path, nbytes: int, workers: int) -> dict[str, Any]:
+def run_round(work: Path, ram: Path, nbytes: int, workers: int) -> dict[str, Any]:
     model, megatron, back = work / "model", work / "megatron", work / "back"
     result: dict[str, Any] = {"read": plain_read(model)}
     for place, to in (("", work), (" to memory", ram)):
@@ -184,14 +184,14 @@ def one_round(work: Path, ram: Path, nbytes: int, workers: int) -> dict[str, Any
     for direction, source in (("hf-to-megatron", model), ("megatron-to-hf", megatron)):
         result[f"{direction} to memory"] = conversion(direction, source, ram / "target", workers)
         shutil.rmtree(ram / "target")
-    same = all((back / file.name).read_bytes() == file.read_bytes() for file in model.glob("*.safetensors"))
+    same_bytes = all((back / file.name).read_bytes() == file.read_bytes() for file in model.glob("*.safetensors"))
     shutil.rmtree(megatron)
     shutil.rmtree(back)
-    return {**result, "same_bytes": same}
+    return {**result, "same_bytes": same_bytes}
 
 
 def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """The best of each, as noise only slows down, and what part of a plain read's rate it is."""
+    """Returns the best rates over the rounds, since noise only slows down, and their ratios to plain read and copy."""
     best = {name: max(entry[name] for entry in rounds) for name, rate in rounds[0].items() if isinstance(rate, float)}
     for name in [key for key in rounds[0] if key.startswith(("hf-to", "megatron-to"))]:
         read = best["read" if name.startswith("hf") else "read_megatron"]
@@ -208,11 +208,11 @@ def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gb", type=float, default=2.0)
+    parser.add_argument("--gb", type=float, default=2.0, help="size of the model")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--folder", type=Path, default=Path("/tmp"))
-    parser.add_argument("--ram", type=Path, default=Path("/dev/shm"))
+    parser.add_argument("--workers", type=int, default=4, help="threads")
+    parser.add_argument("--folder", type=Path, default=Path("/tmp"), help="a folder on the disk")
+    parser.add_argument("--ram", type=Path, default=Path("/dev/shm"), help="a folder in memory")
     parser.add_argument("--out", type=Path, default=record.RESULTS / "convert.json")
     args = parser.parse_args()
     with (
@@ -223,7 +223,7 @@ def main() -> None:
         nbytes = sum(file.stat().st_size for file in (Path(work) / "model").glob("*.safetensors"))
         rounds = []
         for _ in range(args.rounds):
-            rounds.append(one_round(Path(work), Path(ram), nbytes, args.workers))
+            rounds.append(run_round(Path(work), Path(ram), nbytes, args.workers))
             print(json.dumps(rounds[-1], indent=1), flush=True)
     result = {
         "model_gb": nbytes / 1e9, "shard_gb": SHARD_BYTES / 1e9, "buffer_mb": BUFFER_BYTES / 1e6,

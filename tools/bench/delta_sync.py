@@ -1,9 +1,9 @@
-"""Delta weight sync: sizes and speeds of encodings of changed elements, and what runs with `sync.delta` have sent.
+"""Delta weight sync: sizes and speeds of encodings of changed elements, and bytes that runs with `sync.delta` sent.
 
     python tools/bench/delta_sync.py [NAME=RUN_DIR ...]
 
-Encodings: random positions in normally distributed bfloat16 weights. Runs: the metrics of finished runs, by name.
-Writes tools/bench/results/delta_sync.json.
+The encodings are measured with changes at random positions of normally distributed bfloat16 weights. The bytes are read
+from the metrics of finished runs. Writes tools/bench/results/delta_sync.json.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ METRICS = ("sync/changed_share", "sync/network_bytes", "sync/bytes", "perf/sync_
 
 
 def timed(call: Callable[[], Any]) -> tuple[float, Any]:
-    """Returns the least seconds of three calls, and the value."""
+    """Returns the seconds of the fastest of three calls, and the value."""
     seconds = []
     for _ in range(3):
         began = time.monotonic()
@@ -40,11 +40,11 @@ def timed(call: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def encodings(share: float) -> dict[str, float]:
-    """Returns sizes as shares of the whole weights, and MB of whole weights a second."""
-    draw = torch.Generator().manual_seed(0)
-    weights = (torch.randn(ELEMENTS, generator=draw) * 0.02).bfloat16()
-    old, where = weights.view(torch.uint8), torch.rand(ELEMENTS, generator=draw) < share
-    new = torch.where(where, weights.view(torch.int16) + 1, weights.view(torch.int16)).view(torch.uint8)
+    """Returns sizes relative to the whole weights, and speeds in MB per second."""
+    generator = torch.Generator().manual_seed(0)
+    weights = (torch.randn(ELEMENTS, generator=generator) * 0.02).bfloat16()
+    old, is_changed = weights.view(torch.uint8), torch.rand(ELEMENTS, generator=generator) < share
+    new = torch.where(is_changed, weights.view(torch.int16) + 1, weights.view(torch.int16)).view(torch.uint8)
     encode_s, (changes, changed) = timed(lambda: encode(new, old, 2))
     values = 2 * changed
     if changes is None:
@@ -63,7 +63,7 @@ def encodings(share: float) -> dict[str, float]:
 
 
 def run(directory: Path) -> list[dict[str, float]]:
-    """Returns a run's syncs, one a step."""
+    """Returns the metrics of a run's weight syncs, one row per step."""
     steps = [step for step in read_metrics(directory) if "sync/bytes" in step]
     return [{name: step[name] for name in METRICS if name in step} for step in steps]
 

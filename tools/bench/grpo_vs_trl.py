@@ -1,13 +1,12 @@
-"""One GRPO step of mrl against TRL's GRPOTrainer, phase by phase: same model, prompts, lengths and machine.
+"""Compares a GRPO step of mrl and of TRL's GRPOTrainer by phase: same model, prompts, lengths and machine.
 
     python tools/bench/grpo_vs_trl.py --trl-python PYTHON [--shape toy] [--rounds 3] [--steps 14] [--only NAME ...]
 
-The contenders run one after the other, round by round, each in fresh processes, so that a slow minute of the machine
-hits all of them. Of every run the first `WARM_STEPS` steps are left out; of the rest the minimum, the median and the
-mean over all rounds count: where responses end by themselves, steps differ, and the mean is what to compare; `tokens`
-says how long they were on each side. Phases: rollout (prompts to scored samples), training (everything from the
-samples to updated weights), sync (weights to the engine; TRL samples from the weights it trains and has none), step
-(all of it).
+The contenders run one after the other, round by round, each in new processes, so that a slow minute of the machine
+affects all of them. The first `WARM_STEPS` steps of a run are left out; the results are the minimum, median and mean of
+the others over all rounds. Compare the means where response lengths vary (`ends_after`); `tokens` is the mean length.
+Phases: rollout (prompts to scored samples), training (samples to updated weights), sync (weights to the engine; TRL
+samples from the weights that it trains and needs none), step (all of these).
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ CORES = 2
 WARM_STEPS = 4
 RUN_TIMEOUT_S = 1200
 MICROBATCH_TOKENS = 8192
-MEMORY_EVERY_S = 4.0  # at 0.5, reading the memory of large processes takes a fifth of a core
+MEMORY_EVERY_S = 4.0  # between readings; at 0.5 s, reading the memory of large processes takes a fifth of a core
 PHASES = ("rollout", "training", "sync", "step")
 HOW = {"minimum": min, "median": statistics.median, "mean": statistics.fmean}
 Row = dict[str, float]
@@ -45,7 +44,7 @@ Row = dict[str, float]
 
 @dataclass
 class Contender:
-    """`options`: of trl_program.py, or dotted keys of mrl's configuration. `env`: added to the environment."""
+    """options: of trl_grpo.py, or overrides of mrl's configuration. env: added to the environment."""
 
     name: str
     what: str
@@ -101,8 +100,8 @@ CONTENDERS = (
 
 
 def run_trl(contender: Contender, python: str, directory: Path, shape: str, steps: int) -> dict[str, str]:
-    """Fills in rows; returns the versions on TRL's side."""
-    command = [python, str(HERE / "trl_program.py"), str(directory), shape, str(steps), str(CORES)]
+    """Runs TRL and adds its rows; returns the versions on TRL's side."""
+    command = [python, str(HERE / "trl_grpo.py"), str(directory), shape, str(steps), str(CORES)]
     command += contender.options
     output, peak = run(command, {"OMP_NUM_THREADS": str(CORES), "HF_HUB_OFFLINE": "1", **contender.env})
     line = next(line for line in output.splitlines() if line.startswith("RESULT "))
@@ -118,8 +117,9 @@ def run_mrl(contender: Contender, directory: Path, shape: workload.Shape, steps:
     command = [sys.executable, "-m", "mrl", "train", str(config), f"run.name={name}", *contender.options]
     _, peak = run(command, {"OMP_NUM_THREADS": "1", **contender.env})
     metrics = [json.loads(line) for line in (directory / name / "metrics.jsonl").read_text().splitlines()]
-    if not shape.as_expected([round(row["response/mean_tokens"]) for row in metrics]):
-        sys.exit(f"{name}: the lengths of responses are not those of the workload")
+    lengths = [round(row["response/mean_tokens"]) for row in metrics]
+    if not shape.has_expected_lengths(lengths):
+        sys.exit(f"{name}: mean response lengths of {min(lengths)} to {max(lengths)} do not fit the workload")
     for before, row in list(zip(metrics, metrics[1:]))[WARM_STEPS - 1 :]:
         contender.rows.append(
             {
@@ -157,16 +157,16 @@ def run(command: list[str], env: dict[str, str]) -> tuple[str, float]:
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         env = {**os.environ, "PYTHONPATH": str(ROOT), **env}
         process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=err, text=True)
-        peak = _watched(process)
+        peak = _wait(process)
         out.seek(0), err.seek(0)
-        said, errors = out.read(), err.read()
+        output, errors = out.read(), err.read()
     if process.returncode:
-        sys.exit(f"{' '.join(command)} ended with {process.returncode}:\n{said[-3000:]}\n{errors[-3000:]}")
-    return said, peak
+        sys.exit(f"{' '.join(command)} ended with {process.returncode}:\n{output[-3000:]}\n{errors[-3000:]}")
+    return output, peak
 
 
-def _watched(process: subprocess.Popen[str]) -> float:
-    """Waits for the end of the process; returns the most GiB that it and its descendants had at once."""
+def _wait(process: subprocess.Popen[str]) -> float:
+    """Waits for the end of the process; returns the peak GiB of the process and its descendants together."""
     import psutil
 
     peak, deadline = 0, time.monotonic() + RUN_TIMEOUT_S
@@ -175,11 +175,11 @@ def _watched(process: subprocess.Popen[str]) -> float:
         if time.monotonic() > deadline:
             process.kill()
             sys.exit(f"{' '.join(map(str, process.args))} did not end within {RUN_TIMEOUT_S} s")
-        held = 0
-        for one in [root, *root.children(recursive=True)]:
+        used = 0
+        for descendant in [root, *root.children(recursive=True)]:
             with contextlib.suppress(psutil.Error):  # it has ended
-                held += one.memory_full_info().pss  # shared pages count once
-        peak = max(peak, held)
+                used += descendant.memory_full_info().pss  # counts shared pages once
+        peak = max(peak, used)
         time.sleep(MEMORY_EVERY_S)
     return peak / 2**30
 
@@ -198,7 +198,11 @@ def result(
         "versions_of_trl": versions,
         "workload": {"parameters": parameters, **asdict(shape), "samples_per_prompt": workload.SAMPLES_PER_PROMPT},
         "same_work": "the same model, prompts, samples and reward; "
-        + ("as many tokens" if shape.ends_after is None else "lengths geometric of the same mean, drawn by each side"),
+        + (
+            "as many tokens"
+            if shape.ends_after is None
+            else "geometric lengths with the same mean, sampled by each side"
+        ),
         "rounds": rounds,
         "steps_a_run": steps,
         "warm_steps_left_out": WARM_STEPS,
@@ -211,8 +215,8 @@ def result(
     }
 
 
-def faster(peer: dict[str, float], ours: dict[str, float]) -> dict[str, float]:
-    return {phase: round(peer[phase] / ours[phase], 2) for phase in PHASES if peer[phase] and ours[phase]}
+def faster(trl: dict[str, float], mrl: dict[str, float]) -> dict[str, float]:
+    return {phase: round(trl[phase] / mrl[phase], 2) for phase in PHASES if trl[phase] and mrl[phase]}
 
 
 def main() -> None:
@@ -221,9 +225,10 @@ def main() -> None:
     parser.add_argument("--trl-python", required=True, help="interpreter of an environment with TRL and torch")
     parser.add_argument("--shape", choices=sorted(workload.SHAPES), default="toy")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=14, help=f"of a run, {WARM_STEPS} of which are left out (14)")
-    parser.add_argument("--only", nargs="*", choices=names, default=names)
-    parser.add_argument("--output", type=Path, help="tools/bench/results/grpo_vs_trl_SHAPE.json if not given")
+    steps_help = f"steps of a run; the first {WARM_STEPS} are left out (default: 14)"
+    parser.add_argument("--steps", type=int, default=14, help=steps_help)
+    parser.add_argument("--only", nargs="*", choices=names, default=names, help="contenders to run")
+    parser.add_argument("--output", type=Path, help="default: tools/bench/results/grpo_vs_trl_SHAPE.json")
     args = parser.parse_args()
     shape = workload.SHAPES[args.shape]
     contenders = [c for c in CONTENDERS if c.name in args.only]

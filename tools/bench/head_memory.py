@@ -1,10 +1,10 @@
-"""The most memory that the loss head takes beyond its inputs, at a large vocabulary: forward and backward, measured.
+"""Measures the peak memory of the loss head, forward and backward, beyond its inputs, with a large vocabulary.
 
     python tools/bench/head_memory.py [--trl-python TRL/bin/python]
 
-A process each form, one thread: what the process holds at most (VmHWM) after the loss and its gradients, less what it
-held (VmRSS) with the inputs and after a small call. dW, the gradient of the vocabulary's matrix, is in all of them.
-TRL's form is measured where a Python that has it is named.
+Each implementation runs in its own process with one thread. The result is the peak resident memory (VmHWM) after the
+loss and its gradients, minus the resident memory (VmRSS) with the inputs and after a small call. All results include
+dW, the gradient of the output matrix. TRL's implementation is measured if --trl-python is given.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ LIMIT_S = 900.0
 
 
 def log_probs(form: str, hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """And entropies, whose gradient is not wanted."""
+    """Returns log-probs, and entropies without a gradient."""
     if form.startswith("mrl"):
         from mrl.kernels.linear_logprob import LossGradients, linear_log_prob
 
         loss_gradients = LossGradients(lambda log_probs, entropies, rows: (torch.ones_like(log_probs), None))
-        slopes_of = loss_gradients if "formed" in form else None
-        return linear_log_prob(hidden, weight, labels, 1.0, 0, weight.size(0), loss_gradients=slopes_of)[:2]
+        given = loss_gradients if "formed" in form else None
+        return linear_log_prob(hidden, weight, labels, 1.0, 0, weight.size(0), loss_gradients=given)[:2]
     logits = hidden @ weight.T
     if form == TRL:
         from trl.trainer.utils import selective_log_softmax_and_entropy
 
-        found, entropy = selective_log_softmax_and_entropy(logits[None], labels[None])
-        return found[0], entropy[0]
+        log_p, entropy = selective_log_softmax_and_entropy(logits[None], labels[None])
+        return log_p[0], entropy[0]
     log_p = logits.float().log_softmax(-1)
     with torch.no_grad():
         entropy = -(log_p.exp() * log_p).sum(-1)
@@ -59,44 +59,44 @@ def child(form: str, dtype: str, rows: int, width: int) -> None:
     labels = torch.randint(0, VOCABULARY, (rows,))
     small = hidden[:8].detach().requires_grad_(), weight[:64].detach().requires_grad_()
     torch.autograd.grad(log_probs(form, *small, labels[:8] % 64)[0].sum(), small)
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
-    before = held("VmRSS")
-    made = torch.autograd.grad(log_probs(form, hidden, weight, labels)[0].sum(), (hidden, weight))
-    print(json.dumps({"beyond_inputs_mb": (held("VmHWM") - before) / 1e6, "dW_mb": made[1].nbytes / 1e6}))
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+    before = memory_bytes("VmRSS")
+    gradients = torch.autograd.grad(log_probs(form, hidden, weight, labels)[0].sum(), (hidden, weight))
+    print(json.dumps({"beyond_inputs_mb": (memory_bytes("VmHWM") - before) / 1e6, "dW_mb": gradients[1].nbytes / 1e6}))
 
 
-def held(of: str) -> int:
-    found = re.search(rf"^{of}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    assert found is not None
-    return int(found[1]) << 10
+def memory_bytes(field: str) -> int:
+    match = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert match is not None
+    return int(match[1]) << 10
 
 
-def measured(python: str, form: str, *shape: str) -> dict[str, float]:
+def run_child(python: str, form: str, *shape: str) -> dict[str, float]:
     command = [python, __file__, "--child", form, *shape]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     if done.returncode:
         sys.exit(f"{form} failed: {done.stderr[-3000:]}")
-    found: dict[str, float] = json.loads(done.stdout)
-    return found
+    numbers: dict[str, float] = json.loads(done.stdout)
+    return numbers
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trl-python")
+    parser.add_argument("--trl-python", help="interpreter of an environment with TRL and torch")
     args = parser.parse_args()
     pythons = dict.fromkeys(FORMS, sys.executable) | ({TRL: args.trl_python} if args.trl_python else {})
     forms: dict[str, dict[str, dict[str, float]]] = {}
     for rows, width in SHAPES:
         for dtype in DTYPES:
             name = f"{rows} rows, hidden {width}, {dtype}"
-            found = {form: measured(python, form, dtype, str(rows), str(width)) for form, python in pythons.items()}
-            naive = found[NAIVE]["beyond_inputs_mb"]
+            results = {form: run_child(python, form, dtype, str(rows), str(width)) for form, python in pythons.items()}
+            naive = results[NAIVE]["beyond_inputs_mb"]
             print(f"\n{name}", flush=True)
-            for form, numbers in found.items():
+            for form, numbers in results.items():
                 numbers["of_log_softmax"] = round(naive / numbers["beyond_inputs_mb"], 2)
                 print(f"  {form:42}{numbers['beyond_inputs_mb']:8.0f} MB, of which dW {numbers['dW_mb']:.0f}"
                       f"{numbers['of_log_softmax']:8.2f} times less")  # fmt: skip
-            forms[name] = found
+            forms[name] = results
     record.write(record.RESULTS / "head_memory.json", {"vocabulary": VOCABULARY, "shapes": forms})
 
 

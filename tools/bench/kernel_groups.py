@@ -1,6 +1,8 @@
-"""What `python -m tools.bench` measures (not named `kernels`: the programs beside it import transformers, which would
-take it for the package of that name). Each group's first form is its limit; peers are left out where they are not
-installed."""
+"""The groups of `python -m tools.bench`. Each group's first implementation is its limit.
+
+Other libraries are left out if they are not installed. The module must not be named `kernels`: programs in this folder
+import transformers, which would import it instead of the package of that name.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +23,21 @@ from mrl.kernels.linear_logprob import LossGradients, linear_log_prob
 from mrl.models.attention import packed_attention
 from mrl.models.attention_plan import AttentionPlan
 from mrl.platform.kept_memory import keep_memory
-from tools.bench.sync_group import pushing
+from tools.bench.sync_group import weight_sync
 
 Forms = dict[str, Callable[[], Any]]
 GAE_SHAPE = (1024, 8192)
 HEAD_ROWS, HEAD_WIDTH, HEAD_VOCAB = 512, 896, 151_936
-HEAD_CHUNK_BYTES = 1024  # a column of a chunk of logits
+HEAD_CHUNK_BYTES = 1024  # of one column of a chunk of logits
 
 
 def measure(group: str, rounds: int) -> dict[str, dict[str, float]]:
-    """name of a form -> minimum and median seconds of processor time, and the minimum as a multiple of the limit's; the
-    table is printed. Memory is kept as a rank's process keeps it."""
+    """Times the implementations of a group and prints a table. Freed memory is kept as in a rank's process.
+
+    Returns:
+        For each implementation the minimum and median seconds of processor time, and the minimum relative to the
+        limit's.
+    """
     torch.set_num_threads(1)
     torch.manual_seed(0)
     keep_memory()
@@ -43,23 +49,23 @@ def measure(group: str, rounds: int) -> dict[str, dict[str, float]]:
             run()
             seconds[name].append(time.process_time() - start)
     limit = min(next(iter(seconds.values())))
-    found = {
+    results = {
         name: {"minimum": min(times), "median": statistics.median(times), "of_limit": round(min(times) / limit, 3)}
         for name, times in seconds.items()
     }
     print(f"\n{group}: {(GROUPS[group].__doc__ or '').splitlines()[0]}")
-    for name, form in found.items():
+    for name, form in results.items():
         print(f"  {name:42}{form['minimum']:10.4f} s{form['median']:10.4f} s{form['of_limit']:9.2f}")
-    return found
+    return results
 
 
 def head_float32() -> Forms:
-    """Hidden states to PPO's loss and gradients, 512 rows, hidden 896, 151,936 words, float32."""
+    """Hidden states to PPO's loss and gradients, 512 rows, hidden size 896, vocabulary of 151,936, float32."""
     return _head(torch.float32)
 
 
 def head_bfloat16() -> Forms:
-    """The same in bfloat16; the limit is float32's products where this processor has none of bfloat16."""
+    """The same in bfloat16; the limit is float32's GEMMs if this processor has no bfloat16 instructions."""
     return _head(torch.bfloat16)
 
 
@@ -73,7 +79,7 @@ def _head(dtype: torch.dtype) -> Forms:
         ratio, a = (log_probs - old[rows]).exp(), advantage[rows]
         return torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.28)).sum()
 
-    def of(log_probs: Tensor, entropy: Tensor, rows: slice) -> tuple[Tensor, None]:
+    def loss_gradient(log_probs: Tensor, entropy: Tensor, rows: slice) -> tuple[Tensor, None]:
         with torch.enable_grad():
             log_probs = log_probs.clone().requires_grad_()
             return torch.autograd.grad(loss(log_probs, rows), log_probs)[0], None
@@ -89,14 +95,14 @@ def _head(dtype: torch.dtype) -> Forms:
     limit = dtype if has_bfloat16() else torch.float32
     forms: Forms = {
         "limit: three products": _three_products(hidden.detach().to(limit), weight.detach().to(limit)),
-        "mrl, gradients formed in the forward": lambda: mrl(LossGradients(of)),
+        "mrl, gradients formed in the forward": lambda: mrl(LossGradients(loss_gradient)),
         "mrl, logits computed again": lambda: mrl(None),
     }
     return {**forms, "log_softmax": naive} if dtype == limit else forms
 
 
 def _three_products(hidden: Tensor, weight: Tensor) -> Callable[[], Tensor]:
-    """In chunks as large as the head's."""
+    """Returns the three GEMMs of the loss head, forward and backward, in chunks of its size."""
     chunk = HEAD_CHUNK_BYTES // hidden.itemsize
     block, d_hidden = hidden.new_empty(chunk, HEAD_VOCAB), torch.empty_like(hidden)
 
@@ -114,7 +120,7 @@ def _three_products(hidden: Tensor, weight: Tensor) -> Callable[[], Tensor]:
 
 
 def gae() -> Forms:
-    """GAE with whitening, 1,024 responses of up to 8,192 tokens."""
+    """GAE with whitening for 1,024 responses of up to 8,192 tokens."""
     rewards, values = torch.randn(2, *GAE_SHAPE)
     lengths = torch.randint(GAE_SHAPE[1] // 2, GAE_SHAPE[1] + 1, (GAE_SHAPE[0], 1))
     mask = torch.arange(GAE_SHAPE[1]) < lengths
@@ -130,13 +136,13 @@ def gae() -> Forms:
 
     forms: Forms = {"limit: two copies": limit, "mrl": mrl}
     if (verl := _verl()) is not None:
-        whole = mask.float()
-        forms["verl"] = lambda: verl.compute_gae_advantage_return(rewards, values, whole, 0.99, 0.95)
+        float_mask = mask.float()
+        forms["verl"] = lambda: verl.compute_gae_advantage_return(rewards, values, float_mask, 0.99, 0.95)
     return forms
 
 
 def grpo() -> Forms:
-    """GRPO's advantages of 8,192 responses in groups of 8, 512 tokens each."""
+    """GRPO's advantages for 8,192 responses of 512 tokens in groups of 8."""
     rewards, mask = torch.zeros(8192, 512), torch.ones(8192, 512, dtype=torch.bool)
     rewards[:, -1] = torch.randn(8192)
     group, out = torch.arange(8192) // 8, torch.empty(8192, 512)
@@ -146,13 +152,13 @@ def grpo() -> Forms:
 
     forms: Forms = {"limit: one copy": lambda: out.copy_(rewards), "mrl": mrl}
     if (verl := _verl()) is not None:
-        names, whole = group.numpy().astype(str), mask.float()
-        forms["verl"] = lambda: verl.compute_grpo_outcome_advantage(rewards, whole, names)
+        names, float_mask = group.numpy().astype(str), mask.float()
+        forms["verl"] = lambda: verl.compute_grpo_outcome_advantage(rewards, float_mask, names)
     return forms
 
 
 def loss() -> Forms:
-    """PPO's loss with metrics, forward and backward, 1,024 responses of 8,192 tokens."""
+    """PPO's loss with metrics, forward and backward, for 1,024 responses of 8,192 tokens."""
     old, advantage = torch.randn(2, *GAE_SHAPE)
     new = (old + 0.1 * torch.randn(GAE_SHAPE)).requires_grad_()
     mask = torch.ones(GAE_SHAPE, dtype=torch.bool)
@@ -161,23 +167,23 @@ def loss() -> Forms:
     log_probs, out = new.detach().flatten().requires_grad_(), torch.empty(GAE_SHAPE)
 
     def mrl() -> None:
-        made, _ = policy_loss.compute("vanilla", log_probs=log_probs, **flat, **inputs)
-        torch.autograd.grad(made, log_probs)
+        value, _ = policy_loss.compute("vanilla", log_probs=log_probs, **flat, **inputs)
+        torch.autograd.grad(value, log_probs)
 
     forms: Forms = {"limit: one copy": lambda: out.copy_(old), "mrl": mrl}
     if (verl := _verl()) is not None:
-        whole = mask.float()
+        float_mask = mask.float()
 
         def peer() -> None:
-            made = verl.compute_policy_loss(old, new, advantage, whole, 0.2, 0.2, 0.2)
-            torch.autograd.grad(made[0], new)
+            value = verl.compute_policy_loss(old, new, advantage, float_mask, 0.2, 0.2, 0.2)
+            torch.autograd.grad(value[0], new)
 
         forms["verl"] = peer
     return forms
 
 
 def attention() -> Forms:
-    """Attention, forward and backward, of 16 sequences of 16 to 1,024 tokens, 8 heads of 64 channels, 2 of keys."""
+    """Attention, forward and backward, of 16 sequences of 16 to 1,024 tokens; 8 heads of size 64, 2 key-value heads."""
     lengths = np.random.default_rng(0).lognormal(5.0, 0.9, 16).clip(16, 1024).astype(int).tolist()
     q, k, v = (torch.randn(sum(lengths), heads, 64).requires_grad_() for heads in (8, 2, 2))
     grad, starts = torch.randn(sum(lengths), 8, 64), torch.tensor([0, *lengths]).cumsum(0)
@@ -192,7 +198,7 @@ def attention() -> Forms:
         torch.autograd.grad(torch.cat(out, 1).transpose(0, 1), (q, k, v), grad)
 
     def limit() -> None:
-        for length in lengths:  # half of the queries' products with all keys, two forward and three backward
+        for length in lengths:  # products of half of the queries with all keys: two forward, three backward
             queries, keys, scores = q[: length // 2, 0], k[:length, 0], torch.empty(length // 2, length)
             for _ in range(8):
                 torch.mm(queries, keys.T, out=scores), torch.mm(queries, keys.T, out=scores)
@@ -202,7 +208,7 @@ def attention() -> Forms:
 
 
 def balancing() -> Forms:
-    """8,192 sequences of lognormal length over 64 ranks."""
+    """Balancing of 8,192 sequences of log-normal length over 64 ranks."""
     sizes = np.random.default_rng(0).lognormal(6.5, 0.8, 8192).clip(16, 8192).astype(int)
     order = np.argsort(-sizes, kind="stable")
     forms: Forms = {
@@ -217,7 +223,7 @@ def balancing() -> Forms:
 
 
 def _verl() -> Any:
-    """Its algorithms, or None."""
+    """Returns verl's module of algorithms, or None if verl is not installed."""
     try:
         from verl.trainer.ppo import core_algos
     except ImportError:
@@ -233,5 +239,5 @@ GROUPS: Mapping[str, Callable[[], Forms]] = {
     "loss": loss,
     "attention": attention,
     "balance": balancing,
-    "sync": pushing,
+    "sync": weight_sync,
 }

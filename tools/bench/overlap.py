@@ -1,18 +1,17 @@
-"""What sampling beside learning gains and costs: wall time and idle shares by `rollout.max_staleness` and
-`rollout.interrupt`, and curves of rewards by the age of samples, with and without correction.
+"""Measures gain and cost of asynchronous training: step and idle time, and rewards by staleness.
 
     python tools/bench/overlap.py time|early [--steps 40] [--rounds 2] [--trainer-core 0] [--engine-core 1]
     python tools/bench/overlap.py curves [--steps 100] [--seeds 1] [--ways 0,1,4]
 
-`time`: one rank and one SGLang, each on a core of its own, so that they are as two machines; a tiny Llama, responses of
-up to 96 tokens that end at one token of seven. Seconds a step and idle shares are of the runs' own time lines, without
-the first three steps: the engine is idle when it has no request, the trainer while it waits for samples. Rounds
-alternate. `early`: the same with PPO, a critic and a reference, whose passes wait for all samples or do not
-(`rollout.early_passes`).
+`time`: one rank and one SGLang engine, each on a core of its own, with several values of `rollout.max_staleness` and
+`rollout.interrupt`. A tiny Llama; responses of up to 96 tokens that end at one token of seven. Step and idle times come
+from the runs' metrics, without the first three steps. The engine is idle when it has no request, the trainer while it
+waits for samples. The settings alternate within each round. `early`: the same with PPO, a critic and a reference, with
+and without `rollout.early_passes`.
 
-`curves`: the guess task (yaml_configs/quickstart_agent.yaml) in one rank, `bounded` with each max_staleness, once with
-token weights and once without what they do: mrl refuses old samples without a correction, so the run has one, and an
-estimator of its own (uncorrected.py) that takes it back. Results and picture are written after every run.
+`curves`: the guess task (yaml_configs/quickstart_agent.yaml) with one rank, asynchronous with each max_staleness, with
+and without the off-policy correction. mrl refuses off-policy samples without a correction, so the uncorrected runs use
+an estimator that cancels it (uncorrected.py). Results and picture are written after every run.
 """
 
 from __future__ import annotations
@@ -50,48 +49,47 @@ WAYS = {
     "bounded 2": ("rollout.interrupt=at_sync", "rollout.max_staleness=2", CORRECTION),
 }
 EARLY_WAYS = {"after all samples": (), "3 parts": ("rollout.early_passes=3",)}
-LARGER = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4}
+MODEL_SIZES = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4}
 PPO = {
     "algorithm": {"adv_estimator": "gae", "kl": {"use_in_reward": True, "coef": 0.05}},
     "critic": {"optimizer": {"lr": 1e-4}},
     "batch": {"prompts_per_step": 24, "samples_per_prompt": 8},
 }
-IN_TURNS = 48  # requests at once in the engine: a step is drawn in turns, as one of thousands of samples is
-WARM_UP = 3  # steps that are left out
+MAX_RUNNING_REQUESTS = 48  # fewer than a step's samples, as in a run with thousands of samples
+WARM_UP = 3  # steps not counted
 RUN_TIMEOUT_S = 3600
 UNCORRECTED = (
     "algorithm.adv_estimator=function",
     "algorithm.advantage={function: 'tools/bench/uncorrected.py:uncorrected'}",
 )
-OVER = 10  # steps that a point of the picture is the mean of
+AVERAGED_STEPS = 10  # a point of the picture is the mean over these steps
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("time", "early", "curves"))
-    parser.add_argument("--steps", type=int)
+    parser.add_argument("--steps", type=int, help="steps of a run (default: 40, for curves 100)")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--ways", default="0,1,4", help="of curves: values of max_staleness")
+    parser.add_argument("--seeds", type=int, default=1, help="seeds of curves")
+    parser.add_argument("--ways", default="0,1,4", help="values of max_staleness of curves")
     parser.add_argument("--trainer-core", type=int, default=0)
     parser.add_argument("--engine-core", type=int, default=1)
     args = parser.parse_args()
     cores = args.trainer_core, args.engine_core
     with tempfile.TemporaryDirectory() as name:
         if args.what == "time":
-            measure_time(Path(name), args.steps or 40, args.rounds, cores, WAYS, {}, None, "overlap_time.json")
+            measure_times(Path(name), args.steps or 40, args.rounds, cores, WAYS, {}, None, "overlap_time.json")
         elif args.what == "early":
-            own = EARLY_WAYS, PPO, IN_TURNS, "early_passes.json"
-            measure_time(Path(name), args.steps or 40, args.rounds, cores, *own, **LARGER)
+            setup = EARLY_WAYS, PPO, MAX_RUNNING_REQUESTS, "early_passes.json"
+            measure_times(Path(name), args.steps or 40, args.rounds, cores, *setup, **MODEL_SIZES)
         else:
-            ages = [int(age) for age in args.ways.split(",")]
-            measure_curves(Path(name), args.steps or 100, args.seeds, ages)
+            staleness = [int(value) for value in args.ways.split(",")]
+            measure_curves(Path(name), args.steps or 100, args.seeds, staleness)
 
 
 @contextlib.contextmanager
 def engine_on(cores: set[int], model: Path, folder: Path, running: int | None = None) -> Iterator[Engine]:
-    """SGLang on these cores; this process may run where it could before afterwards. running: requests in its batch, at
-    most"""
+    """Starts SGLang on these cores. running: maximum number of requests in its batch"""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
     try:
@@ -103,10 +101,10 @@ def engine_on(cores: set[int], model: Path, folder: Path, running: int | None = 
         yield engine
 
 
-def train(cores: set[int], *words: str) -> None:
-    """On these cores, one rank."""
+def train(cores: set[int], *args: str) -> None:
+    """Runs `mrl train` on these cores."""
     subprocess.run(
-        [sys.executable, "-m", "mrl", "train", *words],
+        [sys.executable, "-m", "mrl", "train", *args],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         check=True,
@@ -123,7 +121,7 @@ def rows_of(run_dir: Path, name: str) -> list[dict[str, Any]]:
 # ---- time
 
 
-def measure_time(
+def measure_times(
     folder: Path,
     steps: int,
     rounds: int,
@@ -132,14 +130,20 @@ def measure_time(
     sections: Mapping[str, Any],
     running: int | None,
     file: str,
-    **larger: int,
+    **sizes: int,
 ) -> None:
-    """sections: of the configuration, besides those of a small run by GRPO; larger: the model than a tiny one"""
-    model = make_tiny(folder / "model", "llama", **larger)
-    found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+    """Measures runs with each setting.
+
+    Args:
+        ways: overrides by the setting's name
+        sections: sections that replace those of the common configuration
+        sizes: of the model, where it is not tiny
+    """
+    model = make_tiny(folder / "model", "llama", **sizes)
+    results: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     with engine_on({cores[1]}, model, folder, running) as engine:
         sampling = {"max_new_tokens": 96, "stop_token_ids": list(range(3, 320, 7))}
-        own: dict[str, Any] = {
+        common: dict[str, Any] = {
             "actor": {"optimizer": {"lr": 1e-4}},
             "batch": {
                 "prompts_per_step": 12,
@@ -149,24 +153,24 @@ def measure_time(
             },
             "run": {"root": str(folder / "runs")},
         }
-        own |= sections | {"rollout": {"sampling": sampling, **given(engine, folder)}}
-        config = write_config(folder, model, **own)
+        common |= {**sections, "rollout": {"sampling": sampling, **given(engine, folder)}}
+        config = write_config(folder, model, **common)
         for number in range(rounds):
-            for way, words in ways.items():
+            for way, overrides in ways.items():
                 run = f"{way.replace(' ', '_')}_{number}"
-                train({cores[0]}, str(config), f"run.name={run}", f"run.steps={steps}", *words)
-                found[way].append(shares(folder / "runs" / run))
-                print(way, found[way][-1], flush=True)
-    figures = {"steps": steps, "rounds": rounds, "ways": {way: medians(each) for way, each in found.items()}}
-    record.write(record.RESULTS / file, figures | {"each": found})
+                train({cores[0]}, str(config), f"run.name={run}", f"run.steps={steps}", *overrides)
+                results[way].append(step_times(folder / "runs" / run))
+                print(way, results[way][-1], flush=True)
+    figures = {"steps": steps, "rounds": rounds, "ways": {way: medians(rows) for way, rows in results.items()}}
+    record.write(record.RESULTS / file, figures | {"each": results})
 
 
-def shares(run_dir: Path) -> dict[str, float]:
-    """seconds: of a step; engine_idle, trainer_idle: of these; age: of tokens, in steps; all means."""
+def step_times(run_dir: Path) -> dict[str, float]:
+    """Returns means over steps: seconds, the idle shares of these of engine and trainer, and tokens' age in steps."""
     rows, loads = rows_of(run_dir, "metrics.jsonl"), rows_of(run_dir, "engines.jsonl")
     wall = rows[-1]["unix_time"] - rows[WARM_UP - 1]["unix_time"]
     used = sum(each["seconds"] for row in loads[WARM_UP:] for each in row["engines"].values())
-    waits = sum(row["time/rollout"] for row in rows[WARM_UP:])  # for samples, in the main thread
+    waits = sum(row["time/rollout"] for row in rows[WARM_UP:])  # the main thread waits for samples
     return {
         "seconds": wall / (len(rows) - WARM_UP),
         "engine_idle": 1 - used / wall,
@@ -182,27 +186,27 @@ def medians(rows: list[dict[str, float]]) -> dict[str, float]:
 # ---- curves
 
 
-def measure_curves(folder: Path, steps: int, seeds: int, ages: list[int]) -> None:
-    task, anywhere = folder / "task", os.sched_getaffinity(0)
+def measure_curves(folder: Path, steps: int, seeds: int, staleness: list[int]) -> None:
+    task, all_cores = folder / "task", os.sched_getaffinity(0)
     subprocess.run([sys.executable, "tools/make_guess_task.py", task], cwd=ROOT, check=True)
-    found: dict[str, list[dict[str, Any]]] = {}
-    with engine_on(anywhere, task / "model_init", folder) as engine:
+    curves: dict[str, list[dict[str, Any]]] = {}
+    with engine_on(all_cores, task / "model_init", folder) as engine:
         config = curves_config(folder, task, given(engine, folder), steps)
-        ways = [(age, corrected) for age in ages for corrected in (True, False) if age or corrected]
+        ways = [(age, corrected) for age in staleness for corrected in (True, False) if age or corrected]
         for seed, (age, corrected) in itertools.product(range(1, seeds + 1), ways):
             name = f"{age}{'' if corrected else ' uncorrected'}"
             run = f"age_{name.replace(' ', '_')}_{seed}"
-            words = [f"run.name={run}", f"run.seed={seed}", f"rollout.max_staleness={age}"]
-            train(anywhere, str(config), *words, *(() if corrected else UNCORRECTED))
-            found.setdefault(name, []).append(curve(folder / "runs" / run))
-            print(name, seed, found[name][-1]["last"], flush=True)
-            figures = {"steps": steps, "uncorrected": UNCORRECTED, "ways": found}
+            overrides = [f"run.name={run}", f"run.seed={seed}", f"rollout.max_staleness={age}"]
+            train(all_cores, str(config), *overrides, *(() if corrected else UNCORRECTED))
+            curves.setdefault(name, []).append(curve(folder / "runs" / run))
+            print(name, seed, curves[name][-1]["last"], flush=True)
+            figures = {"steps": steps, "uncorrected": UNCORRECTED, "ways": curves}
             record.write(record.RESULTS / "overlap_rewards.json", figures)
-            draw(ROOT / "docs" / "overlap_rewards.png", found)
+            plot(ROOT / "docs" / "overlap_rewards.png", curves)
 
 
 def curves_config(folder: Path, task: Path, engine: dict[str, Any], steps: int) -> Path:
-    """Of all runs: the guess task's, in one rank, without limits on how far trainer and engine may be apart."""
+    """Writes the guess task's configuration for one rank, without limits on the mismatch of trainer and engine."""
     limits = dict.fromkeys(("warn", "stop", "warn_sample", "stop_sample"))
     changes = {
         "base": str(ROOT / "yaml_configs" / "quickstart_agent.yaml"),
@@ -220,54 +224,64 @@ def curves_config(folder: Path, task: Path, engine: dict[str, Any], steps: int) 
 
 
 def curve(run_dir: Path) -> dict[str, Any]:
-    """Of one run: the share of games won by step, sampled, and with the likeliest tokens before and after; how old
-    tokens were, in steps, and what that made of their importance weights. Means over steps, but for `last`."""
+    """Returns a run's share of won games.
+
+    Returns:
+        reward_mean, mean, last: by step with sampled answers, the mean over all steps, over the last AVERAGED_STEPS
+        greedy: with greedy answers, by step of the validation
+        staleness: of tokens in steps, mean over steps
+        weight_max, effective_sample_size, cut: of the importance weights, means over steps
+    """
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if row["step"]]
     rewards = [row["reward/mean"] for row in steps]
     means = {
-        "staleness": "staleness/mean",
         "weight_max": "rollout_corr/rollout_is_max",
         "effective_sample_size": "rollout_corr/rollout_is_eff_sample_size",
         "cut": "rollout_corr/rollout_is_ratio_fraction_high",
     }
     return {
-        "last": round(statistics.fmean(rewards[-OVER:]), 4),
+        "last": round(statistics.fmean(rewards[-AVERAGED_STEPS:]), 4),
         "mean": round(statistics.fmean(rewards), 4),
         "greedy": {row["step"]: round(row["validation/mean"], 4) for row in rows if "validation/mean" in row},
+        "staleness": round(statistics.fmean(row.get("staleness/mean", 0.0) for row in steps), 4),
         **{name: round(statistics.fmean(row[key] for row in steps), 4) for name, key in means.items()},
         "reward_mean": [round(reward, 4) for reward in rewards],
     }
 
 
-def draw(file: Path, found: dict[str, list[dict[str, Any]]]) -> None:
-    """name -> a curve a seed. Their mean over the last steps, and each of them pale; dashed where nothing corrects. Of
-    the seeds that all have."""
+def plot(file: Path, curves: dict[str, list[dict[str, Any]]]) -> None:
+    """Plots the running mean of each setting over the seeds that all settings have, and each seed in a pale color.
+
+    Lines of uncorrected runs are dashed.
+    """
     from mrl.observe.curves import INK, PALETTE, empty_axes
 
     figure, axes = empty_axes((7, 4))
-    shared = min(len(seeds) for seeds in found.values())
-    colours = dict(zip(dict.fromkeys(name.split()[0] for name in found), PALETTE, strict=False))
-    for name, seeds in found.items():
+    shared = min(len(seeds) for seeds in curves.values())
+    colours = dict(zip(dict.fromkeys(name.split()[0] for name in curves), PALETTE, strict=False))
+    for name, seeds in curves.items():
         age, *uncorrected = name.split()
-        look: dict[str, Any] = {"color": colours[age], "linestyle": "--" if uncorrected else "-"}
-        smooth = [over_last(each["reward_mean"]) for each in seeds[:shared]]
+        style: dict[str, Any] = {"color": colours[age], "linestyle": "--" if uncorrected else "-"}
+        smooth = [running_mean(each["reward_mean"]) for each in seeds[:shared]]
         steps = range(1, len(smooth[0]) + 1)
         for line in smooth if len(smooth) > 1 else ():
-            axes.plot(steps, line, alpha=0.25, linewidth=0.8, **look)
+            axes.plot(steps, line, alpha=0.25, linewidth=0.8, **style)
         label = f"max_staleness {age}{', uncorrected' if uncorrected else ''}"
-        axes.plot(steps, [statistics.fmean(at) for at in zip(*smooth, strict=True)], linewidth=1.8, label=label, **look)
-    axes.set_ylabel(f"games won, sampled (mean of {OVER} steps)", color=INK, fontsize=8.5)
+        axes.plot(
+            steps, [statistics.fmean(at) for at in zip(*smooth, strict=True)], linewidth=1.8, label=label, **style
+        )
+    axes.set_ylabel(f"games won, sampled (mean of {AVERAGED_STEPS} steps)", color=INK, fontsize=8.5)
     axes.set_ylim(0, 1.02)
     axes.set_title(f"guess a number, {shared} seed{'s' * (shared > 1)}", color=INK, fontsize=9.5)
     axes.legend(frameon=False, fontsize=8.5, labelcolor=INK)
     figure.savefig(file, dpi=110, bbox_inches="tight")
-    print(f"written to {file}")
+    print(f"wrote {file}")
 
 
-def over_last(values: list[float]) -> list[float]:
-    """The mean of each value and up to OVER - 1 before it."""
-    return [statistics.fmean(values[max(0, at - OVER + 1) : at + 1]) for at in range(len(values))]
+def running_mean(values: list[float]) -> list[float]:
+    """Returns the means of each value and up to AVERAGED_STEPS - 1 values before it."""
+    return [statistics.fmean(values[max(0, at - AVERAGED_STEPS + 1) : at + 1]) for at in range(len(values))]
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Preference learning in mrl against TRL: same model, pairs, loss, precision and machine; pairs a second.
+"""Compares the speed of preference learning in mrl and TRL, in pairs per second.
 
     python tools/bench/preference_vs_trl.py --trl-python /path/to/python [--rounds 3] [--steps 24] [--cores 2]
         [--only NAME ...]
 
-How both are run and timed is said in `beside_trl.py`. Both sides must report the same losses.
+Both have the same model, pairs, loss, precision and machine, and must report the same losses. `comparison.py` says how
+both run and what is timed.
 """
 
 from __future__ import annotations
@@ -12,13 +13,12 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import preference_workload as workload
-from beside_trl import (
+from comparison import (
     LOSS_DIFFERENCE,
     ROOT,
     SIDES,
@@ -39,38 +39,33 @@ from tools.bench import record  # noqa: E402
 
 @dataclass(frozen=True)
 class Case:
-    """What both sides do. trl: a name of trl_preference.TRAINERS, and its options; mrl: keys of the configuration on
-    top of `mrl_config`; loss: the metric that is TRL's loss; model: a directory of the workload"""
+    """A comparison.
+
+    trl: a name of trl_preference.TRAINERS, and options. mrl: configuration besides `mrl_config`. loss: the metric that
+    equals TRL's loss. model: directory of the workload.
+    """
 
     name: str
     what: str
     trl: tuple[str, ...]
-    mrl: Callable[[], dict[str, Any]]
+    mrl: dict[str, Any]
     loss: str = "actor/loss"
     model: str = "model"
 
 
-def dpo(policy: str) -> Callable[[], dict[str, Any]]:
-    """`trainer: dpo` with the reference so."""
-    preference = {"loss": {"sigmoid": {"beta": workload.BETA}}}
-    return lambda: {"trainer": "dpo", "preference": preference, "ref": {"policy": policy}}
-
-
-def reward() -> dict[str, Any]:
-    """`trainer: reward_model` from a score head that is there."""
-    return {"trainer": "reward_model", "reward_model": {"center_rewards_coefficient": workload.CENTRING}}
-
-
+DPO = {"trainer": "dpo", "preference": {"loss": {"sigmoid": {"beta": workload.BETA}}}}
+FROZEN, CACHED = (DPO | {"ref": {"policy": policy}} for policy in ("frozen", "cached"))
+REWARD = {"trainer": "reward_model", "reward_model": {"center_rewards_coefficient": workload.CENTRING}}
 CASES = (
-    Case("dpo", "DPO, the reference computed in every step", ("dpo",), dpo("frozen")),
-    Case("dpo_cached", "DPO, the reference computed before the first step", ("dpo", "--cached"), dpo("cached")),
-    Case("reward", "A reward model, Bradley-Terry with centring", ("reward",), reward, model="judge"),
+    Case("dpo", "DPO, the reference computed in every step", ("dpo",), FROZEN),
+    Case("dpo_cached", "DPO, the reference computed before the first step", ("dpo", "--cached"), CACHED),
+    Case("reward", "A reward model, Bradley-Terry with centring", ("reward",), REWARD, model="judge"),
 )
 
 
 @dataclass
 class Runs:
-    """Of one case at one kind of lengths: seconds and processor seconds a pair, a number a round, of both sides."""
+    """Seconds per pair of both sides for each round, of a case with one kind of lengths."""
 
     case: Case
     lengths: str
@@ -83,17 +78,17 @@ class Runs:
 
 
 def run_both(runs: Runs, python: str, directory: Path, steps: int, cores: int, number: int) -> Any:
-    """Adds a round; returns the versions on TRL's side."""
+    """Runs a round of both sides; returns the versions on TRL's side."""
     name, *options = runs.case.trl
-    words = (directory, name, runs.lengths, steps, cores, *options)
-    theirs, runs.losses["trl"], versions = run_trl(python, "trl_preference.py", words, cores)
+    args = (directory, name, runs.lengths, steps, cores, *options)
+    trl, runs.losses["trl"], versions = run_trl(python, "trl_preference.py", args, cores)
     pairs = (steps - WARM_STEPS) * workload.PAIRS_PER_STEP
-    runs.pairs["trl"].append({measure: seconds / pairs for measure, seconds in theirs.items()})
+    runs.pairs["trl"].append({measure: seconds / pairs for measure, seconds in trl.items()})
     config = mrl_config(directory, runs, steps, cores, f"{runs.name}_{number}")
-    ours, runs.losses["mrl"] = run_mrl(
-        directory, config, runs.case.loss, lambda made: len(made) * workload.PAIRS_PER_STEP
+    mrl, runs.losses["mrl"] = run_mrl(
+        directory, config, runs.case.loss, lambda steps: len(steps) * workload.PAIRS_PER_STEP
     )
-    runs.pairs["mrl"].append(ours)
+    runs.pairs["mrl"].append(mrl)
     return versions
 
 
@@ -114,18 +109,22 @@ def mrl_config(directory: Path, runs: Runs, steps: int, cores: int, name: str) -
             "shuffle": False,
         },
         "batch": {"rows_per_step": workload.PAIRS_PER_STEP},
-        **runs.case.mrl(),
+        **runs.case.mrl,
     }
 
 
 def summary(runs: Runs) -> dict[str, Any]:
-    """Pairs a second of both, by the clock and of a core; how many times mrl has TRL's."""
+    """Returns the pairs per second of both sides, and mrl's relative to TRL's; exits if the losses differ."""
     speeds = per_second(runs.pairs, 2)
-    apart = max(abs(a - b) for a, b in zip(runs.losses["trl"], runs.losses["mrl"], strict=True))
-    if apart > LOSS_DIFFERENCE:
-        sys.exit(f"{runs.name}: the losses of a step differ by {apart:.2g}; the two do not do the same")
-    found = {"pairs_per_second": speeds, "mrl_over_trl": ratios(speeds), "losses_differ_by": apart}
-    return {"what": runs.case.what, **found}
+    difference = max(abs(a - b) for a, b in zip(runs.losses["trl"], runs.losses["mrl"], strict=True))
+    if difference > LOSS_DIFFERENCE:
+        sys.exit(f"{runs.name}: the losses of a step differ by {difference:.2g}, more than {LOSS_DIFFERENCE:g}")
+    return {
+        "what": runs.case.what,
+        "pairs_per_second": speeds,
+        "mrl_over_trl": ratios(speeds),
+        "losses_differ_by": difference,
+    }
 
 
 def main() -> None:
@@ -134,17 +133,17 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=names, default=names)
     parser.add_argument("--output", type=Path, default=record.RESULTS / "preference_vs_trl.json")
     args = parser.parse_args()
-    every = [Runs(case, lengths) for case in CASES if case.name in args.only for lengths in ("even", "uneven")]
+    comparisons = [Runs(case, lengths) for case in CASES if case.name in args.only for lengths in ("even", "uneven")]
     versions: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
         parameters = workload.make(directory, args.steps)
         tokens = {kind: workload.tokens_by_step(directory, kind) for kind in ("even", "uneven")}
         for number in range(args.rounds):
-            for runs in every:
+            for runs in comparisons:
                 versions = run_both(runs, args.trl_python, directory, args.steps, args.cores, number)
                 print(f"round {number} {runs.name:18}", json.dumps(summary(runs)["mrl_over_trl"]), flush=True)
-            report = {  # after every round: one that is broken off leaves those before it
+            report = {  # written after every round, in case the program is interrupted
                 "versions_of_trl": versions,
                 "workload": {
                     "parameters": parameters,
@@ -157,7 +156,7 @@ def main() -> None:
                 "rounds": number + 1,
                 "steps_a_run": args.steps,
                 "warm_steps_left_out": WARM_STEPS,
-                "cases": {runs.name: summary(runs) for runs in every},
+                "cases": {runs.name: summary(runs) for runs in comparisons},
             }
             record.write(args.output, report)
 

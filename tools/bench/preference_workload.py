@@ -1,7 +1,7 @@
-"""What both sides of `preference_vs_trl.py` learn from: model, tokenizer, pairs. Needs neither mrl nor TRL.
+"""Workload of both sides of `preference_vs_trl.py`: model, tokenizer, pairs. Imports neither mrl nor TRL.
 
-A character is a token, and a text ends with one token more. `even`: all responses have the same length; `uneven`: their
-lengths are drawn from a log-normal distribution, as those of people's and models' answers roughly are.
+A character is a token, and a text ends with an EOS token. `even`: all responses have the same length; `uneven`: their
+lengths are log-normal, like those of real answers.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 VOCAB = 512
 PAIRS_PER_STEP = 16
 PROMPT_TOKENS = 16
-EVEN_TOKENS = 64  # of a response, its end included
-MEDIAN_TOKENS, SPREAD, MOST_TOKENS = 40, 0.9, 384  # of the uneven ones
+EVEN_TOKENS = 64  # length of an even response, EOS included
+MEDIAN_TOKENS, SPREAD, MAX_TOKENS = 40, 0.9, 384  # of uneven responses; SPREAD: standard deviation of log(length)
 LEARNING_RATE = 1e-4
-END = "<|endoftext|>"  # the name that transformers gives every Qwen2 tokenizer a token for
+EOS = "<|endoftext|>"  # transformers adds this token to every Qwen2 tokenizer that lacks it
 BETA = 0.1
 CENTRING = 0.01  # center_rewards_coefficient
 MODEL = {
@@ -39,8 +39,11 @@ Pair = dict[str, str]
 
 
 def make(directory: Path, steps: int, seed: int = 1) -> int:
-    """Writes directory/model, directory/judge (its body with a score head), directory/even.jsonl and
-    directory/uneven.jsonl, of enough pairs that each is seen once; returns the number of the model's parameters."""
+    """Writes the workload; returns the number of the model's parameters.
+
+    directory/model, directory/judge: the model, and its body with a score head. directory/even.jsonl, uneven.jsonl: as
+    many pairs as `steps` steps use.
+    """
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
@@ -59,35 +62,35 @@ def make(directory: Path, steps: int, seed: int = 1) -> int:
 
 
 def pairs(kind: str, count: int, seed: int) -> list[Pair]:
-    draw = random.Random(f"{kind} {seed}")
+    rng = random.Random(f"{kind} {seed}")
 
     def response() -> str:
         length = EVEN_TOKENS
         if kind == "uneven":
-            length = min(MOST_TOKENS, max(4, round(MEDIAN_TOKENS * math.exp(draw.gauss(0, SPREAD)))))
-        return "".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=length - 1))
+            length = min(MAX_TOKENS, max(4, round(MEDIAN_TOKENS * math.exp(rng.gauss(0, SPREAD)))))
+        return "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=length - 1))
 
     def prompt() -> str:
-        return "".join(draw.choices("0123456789+-", k=PROMPT_TOKENS - 1)) + "="
+        return "".join(rng.choices("0123456789+-", k=PROMPT_TOKENS - 1)) + "="
 
     return [{"prompt": prompt(), "chosen": response(), "rejected": response()} for _ in range(count)]
 
 
 def tokens_by_step(directory: Path, kind: str) -> list[int]:
-    """Of both halves with their prompts and ends, step by step."""
+    """Returns the tokens of each step's pairs: both responses with their prompts and EOS."""
     rows = [json.loads(line) for line in (directory / f"{kind}.jsonl").read_text().splitlines()]
-    each = [2 * len(row["prompt"]) + len(row["chosen"]) + len(row["rejected"]) + 2 for row in rows]
-    return [sum(each[i : i + PAIRS_PER_STEP]) for i in range(0, len(each), PAIRS_PER_STEP)]
+    lengths = [2 * len(row["prompt"]) + len(row["chosen"]) + len(row["rejected"]) + 2 for row in rows]
+    return [sum(lengths[i : i + PAIRS_PER_STEP]) for i in range(0, len(lengths), PAIRS_PER_STEP)]
 
 
 def _tokenizer() -> Any:
-    """Bytes, filler, and the end token."""
+    """Returns a tokenizer of bytes, filler tokens, and EOS."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     pieces = ["<pad>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    pieces += [f"<{i}>" for i in range(VOCAB - 1 - len(pieces))] + [END]
+    pieces += [f"<{i}>" for i in range(VOCAB - 1 - len(pieces))] + [EOS]
     core = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token=END)
+    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token=EOS)

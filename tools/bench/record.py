@@ -1,4 +1,4 @@
-"""What every benchmark writes beside its figures: of which commit, when, where, with which versions."""
+"""Writes the results of a benchmark with commit, date, machine and versions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PACKAGES = ("torch", "megatron-core", "safetensors", "sglang", "transformers", "
 
 
 def write(file: Path, figures: Mapping[str, Any]) -> None:
-    """`figures` under a header that says what they were measured on; the load is that at the end. By rename."""
+    """Writes `figures` as JSON after a header with commit, date, machine and versions, atomically."""
     header = {
         "commit": commit() or "not a git checkout",
         "date": time.strftime("%F"),
@@ -29,7 +29,7 @@ def write(file: Path, figures: Mapping[str, Any]) -> None:
     }
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file, json.dumps({**header, **figures}, indent=1) + "\n")
-    print(f"written to {file}")
+    print(f"wrote {file}")
 
 
 def _machine() -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""How long a fault in one rank goes unnoticed under ft_launcher, and how long all ranks need to be at work again.
+"""Measures detection and recovery times of faults in one rank under ft_launcher.
 
     python tools/bench/recovery.py [--rounds 5] [--rank 1] [--results tools/bench/results/recovery.json]
 
-A tiny policy, TP2 by gloo, checkpoints after every step. A rank is killed, raises an error or hangs in an update, each
-kind as often as --rounds says, in turn. Once with an engine that outlives the ranks (rollout.urls), once with one that
-rank 0 starts. Detection: from the fault until `mrl train` knows. Recovery: from there until every rank has loaded the
-last checkpoint and the engine has its weights, verified. A hang is detected after its section's time-out.
+A tiny policy, TP2 over gloo, saves a checkpoint after every step. In turn, a rank is killed, raises an error or hangs
+in an update, each --rounds times: first with an engine that outlives the ranks (rollout.urls), then with one that rank
+0 starts. Detection time: from the fault until `mrl train` notices it; for a hang it includes the section's time-out.
+Recovery time: from there until every rank has loaded the last checkpoint and the engine has its weights, verified.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ RUN_TIMEOUT_S = 1800
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--rank", type=int, choices=(0, 1), default=1)
+    parser.add_argument("--rounds", type=int, default=5, help="faults of each kind")
+    parser.add_argument("--rank", type=int, choices=(0, 1), default=1, help="rank with the faults")
     parser.add_argument("--results", type=Path, default=record.RESULTS / "recovery.json")
     args = parser.parse_args()
     results = {"rounds": args.rounds, "rank": args.rank, "hang_limit_s": HANG_LIMIT_S}
@@ -58,7 +58,7 @@ def main() -> None:
 def measure(
     folder: Path, model: Path, args: argparse.Namespace, overrides: list[str]
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """kind -> detection_s, recovery_s -> min, median, max"""
+    """Returns the minimum, median and maximum of detection_s and recovery_s for each kind of fault."""
     faults = [{"kind": kind, "section": SECTION, "rank": args.rank, "nth": 2} for kind in KINDS] * args.rounds
     file = folder / f"faults_{len(list(folder.iterdir()))}.json"
     file.write_text(json.dumps(faults))
@@ -80,19 +80,22 @@ def measure(
     restarts = folder / "runs" / file.stem / "logs/restarts.jsonl"
     rows = [json.loads(line) for line in restarts.read_text().splitlines()]
     assert len(rows) == len(fired) == len(faults), (len(rows), len(fired), len(faults))
-    found = {}
+    times = {}
     for kind in KINDS:
-        mine = [n for n, fault in enumerate(faults) if fault["kind"] == kind]
-        found[kind] = {
-            "detection_s": spread([rows[n]["unix_time"] - fired[n] for n in mine]),
-            "recovery_s": spread([rows[n]["recovered_s"] for n in mine]),
+        numbers = [n for n, fault in enumerate(faults) if fault["kind"] == kind]
+        times[kind] = {
+            "detection_s": spread([rows[n]["unix_time"] - fired[n] for n in numbers]),
+            "recovery_s": spread([rows[n]["recovered_s"] for n in numbers]),
         }
-    return found
+    return times
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    found = {"min": min(values), "median": statistics.median(values), "max": max(values)}
-    return {name: round(value, 2) for name, value in found.items()}
+    return {
+        "min": round(min(values), 2),
+        "median": round(statistics.median(values), 2),
+        "max": round(max(values), 2),
+    }
 
 
 if __name__ == "__main__":

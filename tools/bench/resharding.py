@@ -1,9 +1,9 @@
-"""Megatron-Core 0.19's resharding against mrl's exporter: plan and copy of a policy from TP2 to whole weights, on CPUs.
+"""Times Megatron-Core 0.19's resharding and mrl's exporter on CPUs: plan, and copy from TP2 to whole weights.
 
     torchrun --nproc-per-node 2 -m tools.bench.resharding MODEL_DIR        # config.json is enough
 
 Megatron copies into a second model (TP1, on both ranks); mrl streams whole tensors under Hugging Face names on rank 0.
-Megatron's copy services need CUDA, even gloo's, so this file has one for gloo between CPUs.
+Megatron's copy services need CUDA, even gloo's, so this file has one for gloo on CPUs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REPEATS = 5
 
 
 class CpuCopies(base.CopyService):
-    """Point-to-point copies by gloo, as GlooCopyService makes them behind its staging buffers."""
+    """Point-to-point copies by gloo, like GlooCopyService without its staging buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,19 +84,20 @@ def main() -> None:
             )
             exporters.append(Exporter(models[-1], arch, mesh))
     (source, target), copies = models, CpuCopies()
-    found = {"megatron: plan": seconds(lambda: prepare_swap_model_weights(source, target))}
+    times = {"megatron: plan": seconds(lambda: prepare_swap_model_weights(source, target))}
     runs = [seconds(lambda: swap_model_weights(source, target, copies)) for _ in range(REPEATS)]
-    found["megatron: copy"] = min(runs)
+    times["megatron: copy"] = min(runs)
     with meshes.get(ParallelConfig(tensor=2)).active():
-        found["mrl: plan"] = seconds(lambda: Exporter(source, arch, meshes.get(ParallelConfig(tensor=2))))
-    found["mrl: stream"] = min(seconds(lambda: [None for _ in exporters[0].stream()]) for _ in range(REPEATS))
+        times["mrl: plan"] = seconds(lambda: Exporter(source, arch, meshes.get(ParallelConfig(tensor=2))))
+    times["mrl: stream"] = min(seconds(lambda: [None for _ in exporters[0].stream()]) for _ in range(REPEATS))
     whole = dict(exporters[0].stream())
     copied = dict(exporters[1].stream())
     if rank() == 0:
         assert whole.keys() == copied.keys() and all(torch.equal(whole[name], copied[name]) for name in whole)
         size = sum(tensor.nbytes for tensor in whole.values()) / 1e6
-        print(f"{path}: {len(whole)} tensors, {size:.0f} MB", *(f"{k} {v:.3f} s" for k, v in found.items()), sep="\n")
+        print(f"{path}: {len(whole)} tensors, {size:.0f} MB", *(f"{k} {v:.3f} s" for k, v in times.items()), sep="\n")
     dist.destroy_process_group()
 
 
-main()
+if __name__ == "__main__":
+    main()

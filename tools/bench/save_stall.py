@@ -1,11 +1,11 @@
-"""How long training stands still for a checkpoint: waited for, and written beside the training.
+"""Measures how long a checkpoint stops training: a synchronous save, and an asynchronous one.
 
     python tools/bench/save_stall.py [--rounds 5] [--work DIR]
 
-One process, and two data-parallel ones. In each, updates run without a save; then, round by round, a save that is
-waited for and one that is not, with updates going on until its files are there. The minimum and the median over the
-rounds count. The bytes of a checkpoint are also written to the same disk plainly, file by file and synced, in
-the same round. DIR (default: a temporary directory) gets at most three checkpoints, and is empty again at the end.
+One process, and two data-parallel ones. Each round times updates without a save, a synchronous save, a plain write of
+the checkpoint's bytes to the same disk, file by file and synced, and an asynchronous save during which updates go on.
+The results are the minimum and the median over the rounds. DIR (default: a temporary directory) holds at most three
+checkpoints, and is empty at the end.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ MODEL = {
     "max_position_embeddings": 512,
     "tie_word_embeddings": True,
 }
-TOKENS = 256  # of an update
+TOKENS = 256  # per update
 WARM_UPDATES, UPDATES = 2, 6
 WORLD_TIMEOUT_S = 900
 
@@ -51,8 +50,8 @@ def make_model(directory: Path) -> None:
     config.save_pretrained(directory)
 
 
-class Bench:
-    """On every rank of one world."""
+class RankBench:
+    """A learner and a rollout on every rank of a world."""
 
     def __init__(self, work: Path) -> None:
         import torch
@@ -88,15 +87,23 @@ class Bench:
         return time.monotonic() - began
 
     def save(self, asynchronous: bool) -> dict[str, float]:
-        """Of one checkpoint: seconds that training stood still, of these to put the copy together, until the files were
-        there, and the median update meanwhile; MiB of tensors, and by which this rank's memory grew at most."""
+        """Saves a checkpoint.
+
+        Returns:
+            stall: seconds that training stopped
+            copy: seconds of the stall for copying the tensors
+            write: seconds until the files were written
+            update_meanwhile: median seconds of an update during an asynchronous save
+            mib: MiB of tensors
+            memory_mib: largest growth of this rank's memory
+        """
         from mrl import platform
         from mrl.checkpoint import SavedCheckpoint, Saver
         from mrl.config.schema import CheckpointConfig
 
-        found: list[SavedCheckpoint] = []
+        saved: list[SavedCheckpoint] = []
         name = "async" if asynchronous else "sync"
-        saver = Saver(self.work / name, CheckpointConfig(asynchronous=asynchronous, keep_last=1), found.append)
+        saver = Saver(self.work / name, CheckpointConfig(asynchronous=asynchronous, keep_last=1), saved.append)
         platform.reset_peak_memory()
         before, began = platform.peak_memory_bytes(), time.monotonic()
         saver.save(1, {"actor": self.learner}, {})
@@ -105,12 +112,12 @@ class Bench:
         while saver.is_writing:
             updates.append(self.update())
             saver.poll()
-        row = {"stall": stall, "copy": found[0].copy_s, "write": found[0].write_s, "mib": found[0].nbytes / 2**20}
+        row = {"stall": stall, "copy": saved[0].copy_s, "write": saved[0].write_s, "mib": saved[0].nbytes / 2**20}
         row["memory_mib"] = (platform.peak_memory_bytes() - before) / 2**20
         return row | ({"update_meanwhile": statistics.median(updates)} if updates else {})
 
     def plain_write(self) -> float:
-        """Rank 0 writes as many bytes as the checkpoint's files have, one file after the other, and syncs each."""
+        """Writes and syncs files with the contents of the checkpoint's, one after the other; returns the seconds."""
         files = [file for file in (self.work / "sync").rglob("*") if file.is_file()]
         contents = [file.read_bytes() for file in files]
         target, began = self.work / "plain", time.monotonic()
@@ -125,14 +132,14 @@ class Bench:
 
 
 def run_rank(work: Path, rounds: int) -> None:
-    """Under torchrun; rank 0 prints the rows as JSON."""
+    """Measures on this rank of torchrun; rank 0 prints the rows as JSON."""
     import torch.distributed as dist
 
-    bench = Bench(work)
+    bench = RankBench(work)
     for _ in range(WARM_UPDATES):
         bench.update()
     for asynchronous in (False, True):
-        bench.save(asynchronous)  # the first of a process imports and allocates what later ones have
+        bench.save(asynchronous)  # warm-up: the first save of a process imports and allocates
     rows: dict[str, list[dict[str, float]]] = {"sync": [], "async": [], "alone": []}
     for _ in range(rounds):
         rows["alone"].append({"update": statistics.median(bench.update() for _ in range(UPDATES))})
@@ -157,28 +164,20 @@ def measure(nproc: int, rounds: int, work: Path) -> dict[str, Any]:
     if done.returncode != 0:
         raise SystemExit(done.stderr[-4000:])
     rows = json.loads(done.stdout.splitlines()[-1])
-    return {part: {name: summary([row[name] for row in some]) for name in some[0]} for part, some in rows.items()}
+    return {
+        part: {name: summary([row[name] for row in part_rows]) for name in part_rows[0]}
+        for part, part_rows in rows.items()
+    }
 
 
 def summary(values: list[float]) -> dict[str, float]:
-    pick: dict[str, Callable[[list[float]], float]] = {"minimum": min, "median": statistics.median}
-    return {name: round(choose(values), 4) for name, choose in pick.items()}
-
-
-def report(results: dict[str, Any], rounds: int) -> dict[str, Any]:
-    return {
-        "model": MODEL,
-        "dtype": "float32",
-        "rounds": rounds,
-        "unit": "seconds; mib: tensors in a checkpoint; memory_mib: growth of rank 0's resident set during a save",
-        "results": results,
-    }
+    return {"minimum": round(min(values), 4), "median": round(statistics.median(values), 4)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--work", type=Path)
+    parser.add_argument("--work", type=Path, help="directory of the checkpoints (default: a temporary one)")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:
@@ -191,7 +190,14 @@ def main() -> None:
             "two data-parallel": measure(2, args.rounds, Path(folder)),
         }
     print(json.dumps(results, indent=1))
-    record.write(record.RESULTS / "save_stall.json", report(results, args.rounds))
+    figures = {
+        "model": MODEL,
+        "dtype": "float32",
+        "rounds": args.rounds,
+        "unit": "seconds; mib: tensors in a checkpoint; memory_mib: growth of rank 0's resident set during a save",
+        "results": results,
+    }
+    record.write(record.RESULTS / "save_stall.json", figures)
 
 
 if __name__ == "__main__":

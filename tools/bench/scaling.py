@@ -1,9 +1,9 @@
-"""What grows with ranks, samples and tokens, measured by simulation: production code, the far end made up.
+"""Measures time and memory that grow with ranks, samples and tokens: mrl's code with simulated engines and models.
 
     python tools/bench/scaling.py [--as before|after] [--only PART ...] [--small]
 
-Each size of each part runs in a process of its own, and its row goes to results/scaling.json under the label of
-`--as`, so that two trees can be put side by side. docs/benchmarks/scaling.md says what the figures mean.
+Each size of each part runs in its own process. Its row goes to results/scaling.json under the label of `--as`, so that
+two commits can be compared. docs/benchmarks/scaling.md explains the numbers.
 """
 
 from __future__ import annotations
@@ -59,15 +59,16 @@ SIZES: dict[str, list[dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def one(part: str, size: dict[str, Any]) -> dict[str, float]:
-    """This process' row."""
+def run_part(part: str, size: dict[str, Any]) -> dict[str, float]:
+    """Measures in this process; returns the row."""
     from tools.bench import scaling_parts, scaling_worlds
 
-    made = (scaling_parts.PARTS | scaling_worlds.PARTS)[part](**size)
-    return {name: round(value, 4) for name, value in made.items()}
+    row = (scaling_parts.PARTS | scaling_worlds.PARTS)[part](**size)
+    return {name: round(value, 4) for name, value in row.items()}
 
 
-def measured(part: str, size: dict[str, Any]) -> dict[str, Any]:
+def measure(part: str, size: dict[str, Any]) -> dict[str, Any]:
+    """Measures in a new process; returns the row, with a `problem` if it failed."""
     command = [sys.executable, __file__, "--only", part, "--size", json.dumps(size)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
     try:
@@ -81,20 +82,20 @@ def measured(part: str, size: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--as", dest="label", choices=("before", "after"), default="after")
-    parser.add_argument("--only", nargs="*", choices=SIZES, default=list(SIZES))
-    parser.add_argument("--small", action="store_true", help="the first size of each part only, and nothing written")
+    parser.add_argument("--as", dest="label", choices=("before", "after"), default="after", help="label of the rows")
+    parser.add_argument("--only", nargs="*", choices=SIZES, default=list(SIZES), help="parts to measure")
+    parser.add_argument("--small", action="store_true", help="measure only the first size of each part, write nothing")
     parser.add_argument("--size", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.size is not None:
-        print(json.dumps(one(args.only[0], args.size)), flush=True)
+        print(json.dumps(run_part(args.only[0], args.size)), flush=True)
         return
-    found = json.loads(FILE.read_text()) if FILE.is_file() else {}
-    results = {name: found.get(name, {}) for name in ("before_commit", "before", "after")}
+    last = json.loads(FILE.read_text()) if FILE.is_file() else {}
+    results = {name: last.get(name, {}) for name in ("before_commit", "before", "after")}
     for part in args.only:
         rows = []
         for size in SIZES[part][: 1 if args.small else None]:
-            rows.append(measured(part, size))
+            rows.append(measure(part, size))
             print(part, json.dumps(rows[-1]), flush=True)
         results[args.label][part] = rows
     if not args.small:

@@ -1,4 +1,4 @@
-"""The parts of a step that `tools/bench/scaling.py` measures: production code on made-up input of a given size."""
+"""Parts of a step that `tools/bench/scaling.py` measures: mrl's code on synthetic input of a given size."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Row = dict[str, float]
 
 
 class Clock:
-    """Processor seconds (cpu_s: of all threads, main_s: of the one that waits) and wall seconds of parts, by name."""
+    """Measures parts by name: cpu_s, processor seconds of all threads; main_s, of the calling thread; wall_s."""
 
     def __init__(self) -> None:
         self.row: Row = {}
@@ -36,12 +36,12 @@ class Clock:
             self.row[f"{name}_{kind}"] = self.row.get(f"{name}_{kind}", 0.0) + clock() - began[kind]
 
     def watch(self, owner: Any, method: str, name: str) -> None:
-        """Counts what `owner.method` takes."""
-        inner: Callable[..., Any] = getattr(owner, method)
+        """Measures every call of `owner.method`."""
+        original: Callable[..., Any] = getattr(owner, method)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             with self.of(name):
-                return inner(*args, **kwargs)
+                return original(*args, **kwargs)
 
         setattr(owner, method, timed)
 
@@ -51,12 +51,12 @@ def peak_mib() -> float:
 
 
 @contextlib.contextmanager
-def far_engine(tokens: int) -> Iterator[int]:
-    """The port of an engine in a process of its own."""
+def fake_engine(tokens: int) -> Iterator[int]:
+    """Starts fake_engine.py and yields its port."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "port"
         engine = subprocess.Popen(
-            [sys.executable, str(Path(__file__).parent / "far_engine.py"), str(file), str(tokens)]
+            [sys.executable, str(Path(__file__).parent / "fake_engine.py"), str(file), str(tokens)]
         )
         try:
             while not file.is_file():
@@ -78,17 +78,17 @@ def tokenizer() -> Any:
 
     from mrl.data import Tokenizer
 
-    draw, letters = random.Random(1), sorted(pre_tokenizers.ByteLevel.alphabet())
+    rng, letters = random.Random(1), sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab: dict[str, int] = {"<eos>": 0}
     while len(vocab) < VOCAB:
-        vocab.setdefault("".join(draw.choices(letters, k=draw.randint(1, 6))), len(vocab))
+        vocab.setdefault("".join(rng.choices(letters, k=rng.randint(1, 6))), len(vocab))
     core = Core(models.BPE(vocab=vocab, merges=[]))
     core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", pad_token="<eos>"), [])
 
 
 def sampling(samples: int, tokens: int, servers: int = 8) -> Row:
-    """Rank 0: a step's prompts to engines, their answers to a Rollout and to the samples file, with exact_match."""
+    """Rank 0: sends a step's prompts to engines; makes a Rollout and the samples file from the answers and rewards."""
     from mrl import platform
 
     platform.install()
@@ -112,7 +112,7 @@ def sampling(samples: int, tokens: int, servers: int = 8) -> Row:
     prompts = [Prompt(i, ids, {"prompt": f"p{i}", "answer": "42"}, f"p{i}") for i in range(samples // 8)]
     data: Any = SimpleNamespace(prompts_for_step=lambda step, count, seed: prompts[step : step + count])
     clock = Clock()
-    with far_engine(tokens) as port, tempfile.TemporaryDirectory() as folder, RewardManager(cfg.reward) as rewards:
+    with fake_engine(tokens) as port, tempfile.TemporaryDirectory() as folder, RewardManager(cfg.reward) as rewards:
         urls = [f"http://127.0.0.{i + 1}:{port}" for i in range(servers)]
         pool = EnginePool(
             [Server(url) for url in urls], OPEN, lambda url: (UNCHECKED, ()),
@@ -120,21 +120,21 @@ def sampling(samples: int, tokens: int, servers: int = 8) -> Row:
         )  # fmt: skip
         engine = Engine(pool, vocab_size=VOCAB, concurrent_requests=256, request_timeout_s=600)
         (Path(folder) / "rollouts").mkdir()
-        made = generate.Generator(cfg, Path(folder), engine, rewards, print, tokenizer(), data, None)
-        texts = "decode_all" if hasattr(made.tokenizer, "decode_all") else "decode"  # of trees before it
-        made.open_scheduler(SimpleNamespace(most_s=600.0, left_s=lambda since: 600.0))
-        watched = [(made.scheduler, "wait"), (made.tokenizer, texts), (rewards, "submit"), (rewards, "collect")]
-        for owner, method in [*watched, (generate, "collate"), (generate, "save_samples")]:
+        generator = generate.Generator(cfg, Path(folder), engine, rewards, print, tokenizer(), data, None)
+        generator.open_scheduler(SimpleNamespace(most_s=600.0, left_s=lambda since: 600.0))
+        methods = [(generator.scheduler, "wait"), (generator.tokenizer, "decode_all")]
+        methods += [(rewards, "submit"), (rewards, "collect"), (generate, "collate"), (generate, "save_samples")]
+        for owner, method in methods:
             clock.watch(owner, method, method)
         base = peak_mib()
         with clock.of("all"):
-            rollout, _ = made.step(0)
+            rollout, _ = generator.step(0)
         assert rollout.num_response_tokens == samples * tokens
     return clock.row | {"memory_mib": peak_mib() - base}
 
 
 def client(samples: int, tokens: int, in_flight: int, servers: int = 8) -> Row:
-    """Rank 0: one request per sample to engines, their answers to samples, which nobody keeps."""
+    """Rank 0: sends one request per sample to engines, and makes samples from the answers, which are discarded."""
     from mrl.core import Prompt, Request, SamplingParams
     from mrl.inference.access import OPEN
     from mrl.inference.engine_pool import EnginePool
@@ -143,53 +143,54 @@ def client(samples: int, tokens: int, in_flight: int, servers: int = 8) -> Row:
     from mrl.inference.server import Server
     from mrl.inference.server_info import UNCHECKED
 
-    prompts, clock, answered = [Prompt(i, tuple(range(1, PROMPT + 1)), {}) for i in range(64)], Clock(), 0
+    prompts, clock, num_answers = [Prompt(i, tuple(range(1, PROMPT + 1)), {}) for i in range(64)], Clock(), 0
 
     requests = [Request(i, i // 8, prompts[i // 8 % 64], i) for i in range(samples)]
 
-    async def one(request: Request, group: PromptGroup) -> None:
-        nonlocal answered
-        await dispatcher.generate(request, how, group)
-        answered += 1
+    async def send(request: Request, group: PromptGroup) -> None:
+        nonlocal num_answers
+        await dispatcher.generate(request, generation, group)
+        num_answers += 1
 
-    async def every() -> None:
-        await asyncio.gather(*(one(request, group) for group in by_prompt(requests) for request in group.requests))
+    async def send_all() -> None:
+        await asyncio.gather(*(send(request, group) for group in by_prompt(requests) for request in group.requests))
 
-    with far_engine(tokens) as port:
+    with fake_engine(tokens) as port:
         pool = EnginePool(
             [Server(f"http://127.0.0.{i + 1}:{port}") for i in range(servers)], OPEN, lambda url: (UNCHECKED, ()),
             startup_timeout_s=60, max_restarts=0, memory_timeout_s=60,
         )  # fmt: skip
-        how = Generation(SamplingParams(max_new_tokens=tokens), Expected(VOCAB, tokens))
+        generation = Generation(SamplingParams(max_new_tokens=tokens), Expected(VOCAB, tokens))
         dispatcher = RequestDispatcher(pool, in_flight, 600)
-        dispatcher.submit(every()).result()
-        base, answered = peak_mib(), 0
+        dispatcher.submit(send_all()).result()
+        base, num_answers = peak_mib(), 0
         with clock.of("all"):
-            dispatcher.submit(every()).result()
+            dispatcher.submit(send_all()).result()
         dispatcher.close()
-        assert answered == samples
+        assert num_answers == samples
     return clock.row | {"sample_cpu_ms": 1000 * clock.row["all_cpu_s"] / samples, "memory_mib": peak_mib() - base}
 
 
 # ---- every rank: from samples to updates, without the model
 
 
-def a_rollout(samples: int, tokens: int) -> Any:
+def random_rollout(samples: int, tokens: int) -> Any:
     import torch
 
     from mrl.core import Rollout
 
     generator = torch.Generator().manual_seed(1)
     lens = torch.randint(tokens // 2, tokens * 3 // 2, (samples,), generator=generator)
-    lens[-1] += samples * tokens - int(lens.sum()) if samples * tokens - int(lens.sum()) > -tokens // 2 else 0
+    missing = samples * tokens - int(lens.sum())
+    lens[-1] += missing if missing > -tokens // 2 else 0
     total = int(lens.sum())
-    tokens = torch.randint(VOCAB, (total + samples * PROMPT,), generator=generator)
+    ids = torch.randint(VOCAB, (total + samples * PROMPT,), generator=generator)
     starts = (lens + PROMPT).cumsum(0) - lens - PROMPT
-    for first, own in zip(starts[torch.arange(samples) // 8 * 8].tolist(), starts.tolist(), strict=True):
-        tokens[own : own + PROMPT] = tokens[first : first + PROMPT]
+    for first, start in zip(starts[torch.arange(samples) // 8 * 8].tolist(), starts.tolist(), strict=True):
+        ids[start : start + PROMPT] = ids[first : first + PROMPT]  # a group shares its prompt
     return Rollout(
         step=0,
-        tokens=tokens,
+        tokens=ids,
         seq_lens=lens + PROMPT,
         prompt_lens=torch.full((samples,), PROMPT),
         group=torch.arange(samples) // 8,
@@ -200,8 +201,8 @@ def a_rollout(samples: int, tokens: int) -> Any:
     )
 
 
-def an_arch() -> Any:
-    """A model of 7B parameters, whose costs are balanced."""
+def qwen_7b_arch() -> Any:
+    """Returns the architecture of a model with 7B parameters."""
     from mrl.families import LayerArch, ModelArch
 
     return ModelArch(
@@ -212,14 +213,14 @@ def an_arch() -> Any:
 
 
 def host_learner(role: str, ranks: int) -> Any:
-    """A Learner of rank 0 of TP8 x PP2, whose model answers -1 to everything."""
+    """Returns the Learner of rank 0 at TP8 x PP2, with a model whose outputs are all -1."""
     import torch
 
     from mrl.config.schema import ParallelConfig, PrecisionConfig
     from mrl.learner import Learner
     from mrl.learner.micro_batches import MicroBatchPlanner
 
-    arch = an_arch()
+    arch = qwen_7b_arch()
 
     class HostLearner(Learner):
         def __init__(self) -> None:
@@ -262,7 +263,7 @@ def host_learner(role: str, ranks: int) -> Any:
 
 
 def host(samples: int, tokens: int, ranks: int, minibatch: int, critic: bool = False) -> Row:
-    """One rank: a pass for log-probs, experience and updates of a step, with a model that takes no time."""
+    """One rank: log-probs, experience and updates of a step, with a model that takes no time."""
     from mrl import platform
 
     platform.install()
@@ -281,7 +282,7 @@ def host(samples: int, tokens: int, ranks: int, minibatch: int, critic: bool = F
         "reward": {"function": "exact_match"}, "algorithm": estimator, "critic": {} if critic else None,
         "batch": {"prompts_per_step": samples // 8, "samples_per_prompt": 8, "samples_per_minibatch": minibatch},
     })  # fmt: skip
-    rollout, clock, moved = a_rollout(samples, tokens), Clock(), [0]
+    rollout, clock, moved = random_rollout(samples, tokens), Clock(), [0]
     to = losses.PolicyTargets.to
 
     def counted(self: Any, device: Any) -> Any:
@@ -299,27 +300,27 @@ def host(samples: int, tokens: int, ranks: int, minibatch: int, critic: bool = F
         with clock.of("passes"):
             passes = forward_passes(cfg.algorithm, rollout, 1.0, actor, values)
         with clock.of("experience"):
-            made = make_experience(cfg.algorithm, rollout, passes, 0.0)
+            experience = make_experience(cfg.algorithm, rollout, passes, 0.0)
         with clock.of("update"):
-            update(run, made, trains_actor=True)
+            update(run, experience, trains_actor=True)
     return clock.row | {"memory_mib": peak_mib() - base, "to_device_mib": moved[0] / 2**20}
 
 
 def plan(samples: int, tokens: int, ranks: int) -> Row:
-    """Which samples go into which micro-batch."""
+    """Assigns samples to micro-batches."""
     from mrl.data.balance import plan_micro_batches
 
-    lens, clock = a_rollout(samples, tokens).seq_lens, Clock()
+    lens, clock = random_rollout(samples, tokens).seq_lens, Clock()
     with clock.of("plan"):
-        made = plan_micro_batches(lens, ranks // 16, 32768)
-    return clock.row | {"micro_batches": sum(map(len, made))}
+        micro_batches = plan_micro_batches(lens, ranks // 16, 32768)
+    return clock.row | {"micro_batches": sum(map(len, micro_batches))}
 
 
 # ---- rank 0: many engines
 
 
 def engines(servers: int) -> Row:
-    """Rank 0 and its engines, one request after the other or all at once: checks at the start, a push without bytes."""
+    """Rank 0: checks of all engines at the start, and two weight syncs without bytes."""
     from mrl import platform
 
     platform.install()
@@ -330,13 +331,13 @@ def engines(servers: int) -> Row:
     from mrl.inference.server import Server
     from mrl.weights.sync.weight_sync import WeightSync
 
-    exporter: Any = SimpleNamespace(arch=an_arch(), metas=list, stream=lambda: iter(()))
+    exporter: Any = SimpleNamespace(arch=qwen_7b_arch(), metas=list, stream=lambda: iter(()))
     cfg, clock = RolloutConfig(), Clock()
-    with far_engine(2) as port:
+    with fake_engine(2) as port:
         urls = [f"http://127.0.{i // 250}.{i % 250 + 1}:{port}" for i in range(servers)]
         pool = EnginePool(
             [Server(url) for url in urls], OPEN,
-            lambda url: check_server(url, OPEN, cfg, "far", "llama", "float32", outlives=True),
+            lambda url: check_server(url, OPEN, cfg, "fake", "llama", "float32", outlives=True),
             startup_timeout_s=60, max_restarts=0, memory_timeout_s=60,
         )  # fmt: skip
         with clock.of("checks"):
@@ -350,8 +351,10 @@ def engines(servers: int) -> Row:
 
 
 def broadcast(receivers: int, mib: int) -> Row:
-    """A sender: weights by gloo to so many engines of another process, of which all take the same cores; the bytes that
-    it writes to sockets by gloo."""
+    """The sender of a weight sync over gloo to engines in another process on the same cores.
+
+    sent_mib: MiB that gloo writes to sockets
+    """
     from mrl import platform
 
     platform.install()
@@ -368,7 +371,7 @@ def broadcast(receivers: int, mib: int) -> Row:
 
     tensors = {f"w{i}": torch.rand(1 << 18) for i in range(mib)}
     metas = [TensorMeta(name, tuple(tensor.shape), tensor.dtype, 0) for name, tensor in tensors.items()]
-    exporter: Any = SimpleNamespace(arch=an_arch(), metas=lambda: metas, stream=lambda: iter(tensors.items()))
+    exporter: Any = SimpleNamespace(arch=qwen_7b_arch(), metas=lambda: metas, stream=lambda: iter(tensors.items()))
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "urls"

@@ -1,8 +1,7 @@
-"""The parts of `tools/bench/scaling.py` with several ranks: processes that meet by gloo, or one of a made-up world."""
+"""Parts of `tools/bench/scaling.py` with several ranks: processes connected by gloo, or a rank of a simulated world."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import resource
@@ -14,13 +13,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tools.bench.scaling_parts import Clock, Row, a_rollout, peak_mib
+from mrl.ports import free_port
+from tools.bench.scaling_parts import Clock, Row, peak_mib, random_rollout
 
 TIMEOUT_S = 300.0
 
 
 def in_ranks(count: int, work: Callable[[int], Row]) -> list[Row]:
-    """What `work` gives in each of as many copies of this process, which meet in a file."""
+    """Runs `work` in `count` forks of this process; returns their rows by rank."""
     with tempfile.TemporaryDirectory() as folder:
         children = []
         for rank in range(count):
@@ -41,19 +41,19 @@ def in_ranks(count: int, work: Callable[[int], Row]) -> list[Row]:
         return [json.loads((Path(folder) / str(rank)).read_text()) for rank in range(count)]
 
 
-def of_all(rows: list[Row]) -> Row:
-    """Rank 0's seconds, and of bytes and memory the most of a rank."""
+def combined(rows: list[Row]) -> Row:
+    """Returns rank 0's seconds, the largest bytes and memory of any rank, and the processor seconds of all ranks."""
     most = {name: max(row[name] for row in rows) for name in rows[0] if name.endswith(("_mib", "_bytes"))}
     return rows[0] | most | {"all_ranks_cpu_s": sum(row["cpu_s"] for row in rows)}
 
 
 def used_s() -> float:
-    found = resource.getrusage(resource.RUSAGE_SELF)
-    return found.ru_utime + found.ru_stime
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
 
 
 def world(ranks: int, tokens: int) -> Row:
-    """Rank 0's samples to every rank, as `World.from_main` brings them."""
+    """Broadcasts rank 0's samples to every rank by `World.from_main`."""
     from mrl import platform
 
     platform.install()
@@ -61,11 +61,11 @@ def world(ranks: int, tokens: int) -> Row:
 
     from mrl.trainers.shared.world import World
 
-    os.environ["BENCH_PORT"] = str(a_port())
+    os.environ["BENCH_PORT"] = str(free_port())
 
     def work(rank: int) -> Row:
-        made = World(TIMEOUT_S, TIMEOUT_S, 1)
-        rollout = a_rollout(8, tokens // 8) if rank == 0 else None
+        world_of_ranks = World(TIMEOUT_S, TIMEOUT_S, 1)
+        rollout = random_rollout(8, tokens // 8) if rank == 0 else None
         sent, broadcast = [0], dist.broadcast
 
         def counted(tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -74,20 +74,20 @@ def world(ranks: int, tokens: int) -> Row:
 
         dist.broadcast = counted
         dist.distributed_c10d.broadcast = counted
-        made.any(False)
+        world_of_ranks.any(False)
         clock, base = Clock(), peak_mib()
         with clock.of("from_main"):
-            found = made.from_main("rollout", lambda: rollout)
-        assert found.num_response_tokens > tokens // 2
+            received = world_of_ranks.from_main("rollout", lambda: rollout)
+        assert received is not None and received.num_response_tokens > tokens // 2
         row = clock.row | {"memory_mib": peak_mib() - base, "sent_mib": sent[0] / 2**20, "cpu_s": used_s()}
-        made.close()
+        world_of_ranks.close()
         return row
 
-    return of_all(in_ranks(ranks, work))
+    return combined(in_ranks(ranks, work))
 
 
 def start(ranks: int) -> Row:
-    """The world's forming, the groups of TP8 x PP2 (TP2 below 16 ranks), a sign of life, and results of all ranks."""
+    """Forms the world and the groups of TP8 x PP2 (TP2 below 16 ranks), broadcasts nothing, gathers from all ranks."""
     from mrl import platform
 
     platform.install()
@@ -95,39 +95,31 @@ def start(ranks: int) -> Row:
     from mrl.parallel.error_check import gather
     from mrl.trainers.shared.world import World
 
-    os.environ["BENCH_PORT"] = str(a_port())
+    os.environ["BENCH_PORT"] = str(free_port())
 
     def work(rank: int) -> Row:
         clock = Clock()
         with clock.of("world"):
-            made = World(TIMEOUT_S, TIMEOUT_S, 1)
-        made.any(False)
+            world_of_ranks = World(TIMEOUT_S, TIMEOUT_S, 1)
+        world_of_ranks.any(False)
         with clock.of("layout"):
-            made.meshes.get(ParallelConfig(tensor=8 if ranks >= 16 else 2, pipeline=2))
-        made.any(False)
+            world_of_ranks.meshes.get(ParallelConfig(tensor=8 if ranks >= 16 else 2, pipeline=2))
+        world_of_ranks.any(False)
         with clock.of("sign_of_life"):
-            made.from_main("nothing", lambda: None)
-        made.any(False)
+            world_of_ranks.from_main("nothing", lambda: None)
+        world_of_ranks.any(False)
         with clock.of("results"):
             gather("x" * 200)
         row = clock.row | {"memory_mib": peak_mib(), "cpu_s": used_s(), "open_files": len(os.listdir("/proc/self/fd"))}
-        made.any(False)
-        made.close()
+        world_of_ranks.any(False)
+        world_of_ranks.close()
         return row
 
-    return of_all(in_ranks(ranks, work))
-
-
-def a_port() -> int:
-    import socket
-
-    with contextlib.closing(socket.socket()) as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    return combined(in_ranks(ranks, work))
 
 
 def layout(ranks: int) -> Row:
-    """Groups that every rank helps to make for TP8 x PP2, and this rank's own time for it."""
+    """Creates the process groups of TP8 x PP2 in one rank of a simulated world; counts them."""
     from mrl import platform
 
     platform.install()
@@ -152,7 +144,7 @@ def layout(ranks: int) -> Row:
 
 
 def checkpoint(ranks: int, shards: int = 400) -> Row:
-    """Rank 0 with the plans of all ranks, each of as many shards of tensors that TP8 cuts."""
+    """Rank 0: reads the save plans of all ranks, each with `shards` shards of TP8 tensors; makes the global plan."""
     import pickle
 
     import torch

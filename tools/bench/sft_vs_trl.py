@@ -1,10 +1,10 @@
-"""SFT in mrl against TRL: same model, rows, loss, precision and machine; tokens a second.
+"""Compares the speed of SFT in mrl and TRL, in tokens per second.
 
     python tools/bench/sft_vs_trl.py --trl-python /path/to/python [--rounds 3] [--steps 24] [--cores 2]
 
-Rows of even lengths, which TRL packs, and of uneven ones, which it pads. How both are run and timed is said in
-`beside_trl.py`. Tokens are those of the rows, never padding. Both sides must report the same losses; of packed rows,
-which TRL gives another order, the same mean of them.
+Both have the same model, rows, loss, precision and machine. TRL packs rows of even lengths and pads uneven ones.
+`comparison.py` says how both run and what is timed. Padding does not count as tokens. Both sides must report the same
+losses; for packed rows, which TRL reorders, the same mean loss.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import preference_workload as workload
 import sft_workload as rows
-from beside_trl import (
+from comparison import (
     LOSS_DIFFERENCE,
     ROOT,
     SIDES,
@@ -40,25 +40,25 @@ from tools.bench import record  # noqa: E402
 
 @dataclass
 class Runs:
-    """At one kind of lengths: seconds and processor seconds a token, a number a round, of both sides."""
+    """Seconds per token of both sides for each round, with one kind of lengths. tokens: of each step"""
 
     lengths: str
-    tokens: list[int]  # of each step
-    each: dict[str, list[Measured]] = field(default_factory=lambda: {side: [] for side in SIDES})
+    tokens: list[int]
+    seconds: dict[str, list[Measured]] = field(default_factory=lambda: {side: [] for side in SIDES})
     losses: dict[str, list[float]] = field(default_factory=dict)
 
 
 def run_both(runs: Runs, python: str, directory: Path, cores: int, number: int) -> Any:
-    """Adds a round; returns the versions on TRL's side."""
-    words = (directory, runs.lengths, len(runs.tokens), cores)
-    theirs, runs.losses["trl"], versions = run_trl(python, "trl_sft.py", words, cores)
+    """Runs a round of both sides; returns the versions on TRL's side."""
+    args = (directory, runs.lengths, len(runs.tokens), cores)
+    trl, runs.losses["trl"], versions = run_trl(python, "trl_sft.py", args, cores)
     tokens = sum(runs.tokens[WARM_STEPS:])
-    runs.each["trl"].append({measure: seconds / tokens for measure, seconds in theirs.items()})
+    runs.seconds["trl"].append({measure: seconds / tokens for measure, seconds in trl.items()})
     config = mrl_config(directory, runs, cores, f"{runs.lengths}_{number}")
-    ours, runs.losses["mrl"] = run_mrl(
-        directory, config, "actor/loss", lambda made: sum(runs.tokens[made.start : made.stop])
+    mrl, runs.losses["mrl"] = run_mrl(
+        directory, config, "actor/loss", lambda steps: sum(runs.tokens[steps.start : steps.stop])
     )
-    runs.each["mrl"].append(ours)
+    runs.seconds["mrl"].append(mrl)
     return versions
 
 
@@ -84,15 +84,15 @@ def mrl_config(directory: Path, runs: Runs, cores: int, name: str) -> dict[str, 
 
 
 def summary(runs: Runs) -> dict[str, Any]:
-    """Tokens a second of both, by the clock and of a core; how many times mrl has TRL's."""
-    speeds = per_second(runs.each)
-    theirs, ours = runs.losses["trl"], runs.losses["mrl"]
-    apart = max(abs(a - b) for a, b in zip(theirs, ours, strict=True))
+    """Returns the tokens per second of both sides, and mrl's relative to TRL's; exits if the losses differ."""
+    speeds = per_second(runs.seconds)
+    trl, mrl = runs.losses["trl"], runs.losses["mrl"]
+    difference = max(abs(a - b) for a, b in zip(trl, mrl, strict=True))
     if runs.lengths == "even":
-        apart = abs(statistics.fmean(theirs) - statistics.fmean(ours))
-    if apart > LOSS_DIFFERENCE:
-        sys.exit(f"{runs.lengths}: the losses differ by {apart:.2g}; the two do not do the same")
-    return {"tokens_per_second": speeds, "mrl_over_trl": ratios(speeds), "losses_differ_by": apart}
+        difference = abs(statistics.fmean(trl) - statistics.fmean(mrl))
+    if difference > LOSS_DIFFERENCE:
+        sys.exit(f"{runs.lengths}: the losses differ by {difference:.2g}, more than {LOSS_DIFFERENCE:g}")
+    return {"tokens_per_second": speeds, "mrl_over_trl": ratios(speeds), "losses_differ_by": difference}
 
 
 def main() -> None:
@@ -103,9 +103,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
         parameters = rows.make(directory, args.steps)
-        every = [Runs(kind, rows.tokens_by_step(directory, kind)) for kind in rows.LENGTHS]
+        comparisons = [Runs(kind, rows.tokens_by_step(directory, kind)) for kind in rows.LENGTHS]
         for number in range(args.rounds):
-            for runs in every:
+            for runs in comparisons:
                 versions = run_both(runs, args.trl_python, directory, args.cores, number)
                 print(f"round {number} {runs.lengths:7}", json.dumps(summary(runs)["mrl_over_trl"]), flush=True)
     report = {
@@ -115,7 +115,7 @@ def main() -> None:
             "model": workload.MODEL,
             "dtype": "float32",
             "rows_per_step": rows.ROWS_PER_STEP,
-            "mean_tokens_per_step": {runs.lengths: round(statistics.fmean(runs.tokens)) for runs in every},
+            "mean_tokens_per_step": {runs.lengths: round(statistics.fmean(runs.tokens)) for runs in comparisons},
             "trl": {
                 "even": f"packed (bfd) to {rows.PACK_TOKENS} tokens, a pack a micro-batch",
                 "uneven": f"padded, {rows.PADDED_ROWS} rows a micro-batch",
@@ -125,7 +125,7 @@ def main() -> None:
         "rounds": args.rounds,
         "steps_a_run": args.steps,
         "warm_steps_left_out": WARM_STEPS,
-        "cases": {runs.lengths: summary(runs) for runs in every},
+        "cases": {runs.lengths: summary(runs) for runs in comparisons},
     }
     record.write(args.output, report)
 

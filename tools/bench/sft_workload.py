@@ -1,4 +1,4 @@
-"""What both sides of `sft_vs_trl.py` learn from: the model of `preference_workload`, prompts with one answer each."""
+"""Workload of both sides of `sft_vs_trl.py`: the model of `preference_workload`, prompts with one answer each."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from pathlib import Path
 
 import preference_workload as workload
 
-ROWS_A_PACK = 6
-PACK_TOKENS = ROWS_A_PACK * (workload.PROMPT_TOKENS + workload.EVEN_TOKENS)  # even rows fill TRL's packs exactly
+ROWS_PER_PACK = 6
+PACK_TOKENS = ROWS_PER_PACK * (workload.PROMPT_TOKENS + workload.EVEN_TOKENS)  # even rows fill TRL's packs exactly
 ROWS_PER_STEP = 48
-PADDED_ROWS = 8  # that TRL pads to one length
+PADDED_ROWS = 8  # rows in TRL's padded micro-batch
 LENGTHS = ("even", "uneven")
 
 
 def make(directory: Path, steps: int, seed: int = 1) -> int:
-    """Writes directory/model and the rows of `file`, each of which is seen once; returns the number of the model's
-    parameters."""
+    """Writes directory/model and the rows, each for one use; returns the number of the model's parameters."""
     parameters = workload.make(directory, 1, seed)
     for kind in LENGTHS:
         pairs = workload.pairs(kind, steps * ROWS_PER_STEP, seed)
@@ -30,7 +29,7 @@ def file(directory: Path, kind: str) -> Path:
 
 
 def tokens_by_step(directory: Path, kind: str) -> list[int]:
-    """Of all rows with their ends, step by step."""
-    found = [json.loads(line) for line in file(directory, kind).read_text().splitlines()]
-    each = [len(row["prompt"]) + len(row["completion"]) + 1 for row in found]
-    return [sum(each[i : i + ROWS_PER_STEP]) for i in range(0, len(each), ROWS_PER_STEP)]
+    """Returns the tokens of each step's rows, EOS included."""
+    rows = [json.loads(line) for line in file(directory, kind).read_text().splitlines()]
+    lengths = [len(row["prompt"]) + len(row["completion"]) + 1 for row in rows]
+    return [sum(lengths[i : i + ROWS_PER_STEP]) for i in range(0, len(lengths), ROWS_PER_STEP)]

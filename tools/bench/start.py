@@ -1,12 +1,12 @@
-"""How long `mrl train` takes from the command to the end of its first step, by the clock and in processor time.
+"""Measures wall and processor time of `mrl train` from the command to the end of its first step.
 
     python tools/bench/start.py [CONFIG] [--against TREE] [--rounds 5] [--engines sglang transformers]
                                 [--results tools/bench/results/start.json]
 
-A tiny policy, one rank and an engine that the run starts, unless CONFIG says otherwise; files are warm, since a first
-run is not counted. TREE: another checkout, measured in turn with this one, in this environment; what it lacks to run in
-that can lie in a folder that --against-path puts before it on PYTHONPATH. Processor time is that of all processes until
-the command has ended.
+By default a tiny policy, with one rank and an engine that the run starts. A first run, which is not counted, warms the
+page cache. TREE is another checkout that is measured in turn with this one, in the same environment; --against-path
+puts a folder with modules that it lacks before it on PYTHONPATH. Processor time is that of all processes until the
+command has ended.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ RUN_TIMEOUT_S = 600
 
 @dataclass(frozen=True)
 class Start:
-    """One: seconds to the end of step 1, and of processors until the command had ended."""
+    """wall_s: seconds to the end of step 1. cpu_s: processor seconds until the command ended."""
 
     wall_s: float
     cpu_s: float
@@ -46,9 +46,9 @@ class Start:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", nargs="?", type=Path)
-    parser.add_argument("--against", type=Path, metavar="TREE")
-    parser.add_argument("--against-path", type=Path, metavar="FOLDER")
+    parser.add_argument("config", nargs="?", type=Path, help="configuration to measure (default: a tiny policy)")
+    parser.add_argument("--against", type=Path, metavar="TREE", help="another checkout to measure")
+    parser.add_argument("--against-path", type=Path, metavar="FOLDER", help="folder before TREE on PYTHONPATH")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES)
     parser.add_argument("--results", type=Path, default=record.RESULTS / "start.json")
@@ -62,22 +62,22 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         config = (args.config or _tiny(Path(name))).absolute()
         for engine in args.engines:
-            found: dict[str, list[Start]] = {tree: [] for tree in paths}
+            starts_by_tree: dict[str, list[Start]] = {tree: [] for tree in paths}
             for number in range(args.rounds + 1):
                 for tree, path in paths.items():
-                    one = start(config, Path(name), engine, path)
-                    found[tree] += [one] if number else []
-                    print(engine, tree, "warming up" if not number else number, one, flush=True)
-            results[engine] = {tree: summary(starts) for tree, starts in found.items()}
+                    measured = start(config, Path(name), engine, path)
+                    starts_by_tree[tree] += [measured] if number else []
+                    print(engine, tree, number or "warm-up", measured, flush=True)
+            results[engine] = {tree: summary(starts) for tree, starts in starts_by_tree.items()}
     print(json.dumps(results, indent=1))
     record.write(args.results, results)
 
 
 def start(config: Path, folder: Path, engine: str, path: list[Path]) -> Start:
-    """path: PYTHONPATH, with the tree that is measured."""
+    """Times one start. path: PYTHONPATH with the tree to measure"""
     root = Path(tempfile.mkdtemp(dir=folder))
     command = [sys.executable, "-m", "mrl", "train", str(config), "run.name=run", f"run.root={root}", "run.steps=1"]
-    paths = os.pathsep.join(str(one.absolute()) for one in path)
+    paths = os.pathsep.join(str(folder.absolute()) for folder in path)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     began = time.time()
     with (root / "terminal").open("wb") as out:
@@ -96,8 +96,8 @@ def start(config: Path, folder: Path, engine: str, path: list[Path]) -> Start:
 
 
 def summary(starts: list[Start]) -> dict[str, dict[str, float]]:
-    """wall_s, cpu_s -> min, median"""
-    columns = {"wall_s": [one.wall_s for one in starts], "cpu_s": [one.cpu_s for one in starts]}
+    """Returns the minimum and the median of wall_s and cpu_s."""
+    columns = {"wall_s": [start.wall_s for start in starts], "cpu_s": [start.cpu_s for start in starts]}
     return {
         name: {"min": min(values), "median": round(statistics.median(values), 2)} for name, values in columns.items()
     }
@@ -106,7 +106,7 @@ def summary(starts: list[Start]) -> dict[str, dict[str, float]]:
 def _tiny(folder: Path) -> Path:
     file = write_config(folder, make_tiny(folder / "model", "llama"))
     config = yaml.safe_load(file.read_text())
-    del config["run"]["trackers"]  # which older trees do not know
+    del config["run"]["trackers"]  # older trees do not have this key
     file.write_text(yaml.safe_dump(config))
     return file
 

@@ -1,4 +1,4 @@
-"""The group `sync` of `python -m tools.bench`: a push's bytes from a trainer's tensors into an engine's."""
+"""The group `sync` of `python -m tools.bench`: copies from a trainer's tensors into an engine's."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ BUCKET_BYTES = 128 << 20
 
 
 def weight_sync() -> dict[str, Callable[[], Any]]:
-    """0.23 GB of 60 bfloat16 tensors into another holder's parameters, through memory that two processes share."""
-    theirs = {f"layer.{i}.weight": torch.randn(shape).bfloat16() for i, shape in enumerate(SHAPES)}
-    engine = {name: torch.zeros_like(tensor) for name, tensor in theirs.items()}
-    metas = [TensorMeta(name, tuple(tensor.shape), tensor.dtype, 0) for name, tensor in theirs.items()]
+    """Weight sync of 60 bfloat16 tensors, 0.23 GB, through memory that two processes share."""
+    weights = {f"layer.{i}.weight": torch.randn(shape).bfloat16() for i, shape in enumerate(SHAPES)}
+    engine = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+    metas = [TensorMeta(name, tuple(tensor.shape), tensor.dtype, 0) for name, tensor in weights.items()]
     buckets = plan_buckets(metas, BUCKET_BYTES)
     shared = [SharedBuffer(max(bucket.nbytes for bucket in buckets)) for _ in buckets[:2]]
     plain = torch.empty(BUCKET_BYTES * 2, dtype=torch.uint8)
@@ -28,11 +28,11 @@ def weight_sync() -> dict[str, Callable[[], Any]]:
     def limit() -> None:
         for bucket in buckets:
             for name, view in bucket.views(plain):
-                view.copy_(theirs[name])
+                view.copy_(weights[name])
             for name, view in bucket.views(plain):
                 engine[name].copy_(view)
 
-    def received(message: str) -> None:
+    def receive(message: str) -> None:
         for name, tensor in pickle.loads(base64.b64decode(message)):
             engine[name].copy_(tensor)
 
@@ -40,13 +40,13 @@ def weight_sync() -> dict[str, Callable[[], Any]]:
         for i, bucket in enumerate(buckets):
             buffer = shared[i % len(shared)]
             for name, view in bucket.views(buffer.flat):
-                view.copy_(theirs[name])
-            received(buffer.pickle(bucket, 1))
+                view.copy_(weights[name])
+            receive(buffer.pickle(bucket, 1))
 
     def by_value() -> None:
         for bucket in buckets:
             for name, view in bucket.views(plain):
-                view.copy_(theirs[name])
-            received(pickle_by_value(bucket, plain))
+                view.copy_(weights[name])
+            receive(pickle_by_value(bucket, plain))
 
     return {"limit: two copies": limit, "mrl, shared memory": by_name, "mrl, http's messages": by_value}

@@ -1,9 +1,6 @@
-"""TRL's side of `preference_vs_trl.py`. Runs under an interpreter that has TRL, prints one JSON line.
+"""TRL's side of `preference_vs_trl.py`. Needs TRL; prints one JSON line.
 
-    python trl_preference.py WORKLOAD_DIRECTORY TRAINER even|uneven STEPS THREADS [--cached]
-
-A row a step: its seconds, and the processor time of all threads, from the end of the step before to its own end:
-nothing of the loop is left out.
+python trl_preference.py WORKLOAD_DIRECTORY TRAINER even|uneven STEPS THREADS [--cached]
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ Row = dict[str, float]
 
 
 class Clock(TrainerCallback):
-    """One row a step."""
+    """Measures each step's wall seconds, and processor seconds of all threads, from the end of the step before."""
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
@@ -43,7 +40,7 @@ class Clock(TrainerCallback):
 
 
 def common(scratch: str, steps: int) -> dict[str, Any]:
-    """What a fair comparison asks of all: float32, no gradient checkpointing, pairs in the file's order."""
+    """Returns settings common to all runs: float32, no gradient checkpointing, rows in the file's order."""
     return {
         "output_dir": scratch,
         "use_cpu": True,
@@ -65,13 +62,13 @@ def common(scratch: str, steps: int) -> dict[str, Any]:
 
 
 def dpo(args: argparse.Namespace, settings: dict[str, Any]) -> tuple[type, Any]:
-    """(trainer, its arguments)"""
+    """Returns the trainer's class and its arguments."""
     config = trl.DPOConfig(**settings, beta=workload.BETA, precompute_ref_log_probs=args.cached)
     return trl.DPOTrainer, config
 
 
 def reward(args: argparse.Namespace, settings: dict[str, Any]) -> tuple[type, Any]:
-    """(trainer, its arguments)"""
+    """Returns the trainer's class and its arguments."""
     return trl.RewardTrainer, trl.RewardConfig(**settings, center_rewards_coefficient=workload.CENTRING)
 
 
@@ -99,16 +96,16 @@ def main() -> None:
             processing_class=transformers.AutoTokenizer.from_pretrained(args.directory / "model"),
             callbacks=[clock],
         )
-        train_and_tell(trainer, clock)
+        train_and_print(trainer, clock)
 
 
-def train_and_tell(trainer: Any, clock: Clock) -> None:
-    """Prints the line with versions, times and losses."""
+def train_and_print(trainer: Any, clock: Clock) -> None:
+    """Trains, and prints a line with versions, times and losses."""
     before = [p.detach().clone() for p in trainer.model.parameters()]
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     if all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters())):
-        sys.exit("no weight has changed")
+        sys.exit("training changed no weight")
     versions = {"trl": trl.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
     print("RESULT " + json.dumps({"versions": versions, "rows": clock.rows, "losses": losses}))
 

@@ -1,9 +1,9 @@
-"""TRL's side of `sft_vs_trl.py`. Runs under an interpreter that has TRL, prints one JSON line.
+"""TRL's side of `sft_vs_trl.py`. Needs TRL; prints one JSON line.
 
     python trl_sft.py WORKLOAD_DIRECTORY even|uneven STEPS THREADS
 
-`even` is packed (best fit decreasing), `uneven` padded: what TRL's users take for such rows. A pack a micro-batch, and
-few padded rows: on a CPU that is several times as fast for TRL as all of a step's at once, of which attention looks at
+Rows of even lengths are packed (best fit decreasing), uneven ones padded, as TRL's users do. A micro-batch has one pack
+or a few padded rows: on a CPU, TRL is then several times as fast as with a step's rows at once, where attention covers
 all pairs of tokens.
 """
 
@@ -19,7 +19,7 @@ import torch
 import transformers
 import trl
 from datasets import load_dataset
-from trl_preference import Clock, common, train_and_tell
+from trl_preference import Clock, common, train_and_print
 
 
 def main() -> None:
@@ -35,7 +35,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         settings = common(scratch, args.steps) | {"packing": is_packed}
         batch = 1 if is_packed else rows.PADDED_ROWS
-        parts = rows.ROWS_PER_STEP // (rows.ROWS_A_PACK if is_packed else rows.PADDED_ROWS)
+        parts = rows.ROWS_PER_STEP // (rows.ROWS_PER_PACK if is_packed else rows.PADDED_ROWS)
         settings |= {"per_device_train_batch_size": batch, "gradient_accumulation_steps": parts}
         settings["shuffle_dataset"] = False
         settings["max_length"] = rows.PACK_TOKENS if is_packed else workload.MODEL["max_position_embeddings"]
@@ -46,7 +46,7 @@ def main() -> None:
             processing_class=transformers.AutoTokenizer.from_pretrained(args.directory / "model"),
             callbacks=[clock],
         )
-        train_and_tell(trainer, clock)
+        train_and_print(trainer, clock)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""GRPO that takes back what `rollout_correction` does: for a comparison with learning from old samples as they are."""
+"""GRPO that cancels `rollout_correction`, for a comparison with training on uncorrected off-policy samples."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from mrl.algo.group_advantages import grpo
 
 
 def uncorrected(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """(advantages, returns) of grpo, [B, T], the advantages divided by the weights of `rollout_correction`.
+    """Returns GRPO's advantages divided by the weights of `rollout_correction`, and returns, [batch, response_len].
 
-    The policy loss is multiplied by these, and the clipped loss of a token is proportional to the size of its
-    advantage: they cancel. They are above 0 where they are cut from above alone (TIS)."""
+    The policy loss is multiplied by these weights, and a token's clipped loss is proportional to its advantage, so the
+    weights cancel. They are positive if they are truncated only from above (TIS).
+    """
     advantages, returns = grpo(inputs, norm_adv_by_std_in_grpo=True)
     weights = inputs.importance_weights
     return (advantages if weights is None else advantages / weights.where(inputs.mask, 1.0)), returns

@@ -1,9 +1,8 @@
-"""The workloads that both sides of the comparison run: model, tokenizer, prompts, reward. Needs neither mrl nor TRL.
+"""GRPO workloads for mrl and TRL: model, tokenizer, prompts, reward. Imports neither mrl nor TRL.
 
-The end token has about the same probability everywhere: a channel of all embeddings is the same, but for the end
-token's. Where a shape's responses do not end by themselves, it is never drawn, so that they have exactly `new_tokens`
-tokens on both sides and nothing has to be masked or ignored while sampling; elsewhere lengths are geometric on both
-sides.
+The EOS token has about the same probability at every position: one channel is equal in all embeddings except the EOS
+token's. With `ends_after`, response lengths are therefore geometric on both sides. Otherwise EOS is never sampled, so
+responses have exactly `new_tokens` tokens on both sides without masking it.
 """
 
 from __future__ import annotations
@@ -19,15 +18,18 @@ SAMPLES_PER_PROMPT = 8
 ROWS = 512
 LEARNING_RATE = 1e-4
 INITIALIZER_RANGE = 0.05
-NEVER = 1e20  # in so many tokens
-EOS = "<|endoftext|>"  # which Qwen2 adds to tokenizers that have it not
+NEVER = 1e20  # mean response length, in tokens
+EOS = "<|endoftext|>"  # transformers adds this token to every Qwen2 tokenizer that lacks it
 
 
 @dataclass(frozen=True)
 class Shape:
-    """new_tokens, prompt_tokens: at most. ends_after: the mean length of responses that end by themselves; None: all
-    have new_tokens, and all prompts prompt_tokens. microbatch: samples that TRL takes at once. task: a directory of
-    tools/make_reasoning_task.py, whose pretrained model and prompts are taken; None: both are random."""
+    """Sizes of a workload.
+
+    new_tokens, prompt_tokens: maximum lengths. ends_after: mean response length; None: all responses have new_tokens,
+    and all prompts prompt_tokens. microbatch: samples in TRL's micro-batch. task: a directory of
+    tools/make_reasoning_task.py with a pretrained model and prompts; None: both are random.
+    """
 
     vocab: int = 512
     hidden: int = 128
@@ -63,8 +65,8 @@ class Shape:
             "initializer_range": INITIALIZER_RANGE,
         }
 
-    def as_expected(self, lengths: list[int]) -> bool:
-        """Are these the lengths of such responses?"""
+    def has_expected_lengths(self, lengths: list[int]) -> bool:
+        """Returns whether responses of this shape can have these lengths."""
         if self.ends_after is None:
             return set(lengths) == {self.new_tokens}
         return max(lengths) <= self.new_tokens and 0.5 < sum(lengths) / len(lengths) / self.ends_after < 2
@@ -80,7 +82,7 @@ SHAPES = {
         prompts_per_step=8,
         prompt_tokens=64,
         new_tokens=12,
-        ends_after=4,  # answers are short
+        ends_after=4,
         microbatch=16,
         task="runs/quickstart_real_task",
     ),
@@ -96,7 +98,7 @@ def make(directory: Path, shape: Shape, seed: int = 1) -> int:
 
     torch.manual_seed(seed)
     model = Qwen2ForCausalLM(Qwen2Config(**shape.model)).float()
-    _end_responses(model, shape, shape.ends_after or NEVER)
+    _set_eos_probability(model, shape, shape.ends_after or NEVER)
     model.save_pretrained(directory / "model")
     _tokenizer(shape).save_pretrained(directory / "model")
     rows = [{"prompt": text, "answer": ""} for text in _prompts(shape, seed)]
@@ -105,7 +107,7 @@ def make(directory: Path, shape: Shape, seed: int = 1) -> int:
 
 
 def _pretrained(task: Path, directory: Path) -> int:
-    """The task's model in float32, and its prompts as both sides read them: by the model's chat template."""
+    """Writes the task's model in float32, and its prompts with the model's chat template applied."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -113,28 +115,29 @@ def _pretrained(task: Path, directory: Path) -> int:
     tokenizer = AutoTokenizer.from_pretrained(task / "model")
     model.save_pretrained(directory / "model")
     tokenizer.save_pretrained(directory / "model")
-    asked = [json.loads(line) for line in (task / "data" / "train.jsonl").read_text().splitlines()]
-    turns = [
-        [{"role": "system", "content": row["system"]}, {"role": "user", "content": row["prompt"]}] for row in asked
+    lines = (task / "data" / "train.jsonl").read_text().splitlines()
+    conversations = [
+        [{"role": "system", "content": row["system"]}, {"role": "user", "content": row["prompt"]}]
+        for row in map(json.loads, lines)
     ]
-    texts = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+    texts = tokenizer.apply_chat_template(conversations, add_generation_prompt=True, tokenize=False)
     rows = [{"prompt": text, "answer": ""} for text in texts]
     (directory / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return sum(p.numel() for p in model.parameters())
 
 
 def share_of_digits(prompt: str, response: str, row: dict[str, Any]) -> float:
-    """Differs between samples of a random model, so that advantages and gradients are not zero."""
+    """Returns a reward that differs between samples of a random model, so that advantages are not zero."""
     return sum(c.isdigit() for c in response) / max(1, len(response))
 
 
-def _end_responses(model: Any, shape: Shape, mean: float) -> None:
-    """All tokens but the end token are about equally likely."""
+def _set_eos_probability(model: Any, shape: Shape, mean: float) -> None:
+    """Sets the embeddings such that responses end after `mean` tokens on average."""
     import torch
 
     channel = 1.0
     with torch.no_grad():
-        for layer in model.model.layers:  # none adds to that channel
+        for layer in model.model.layers:  # no layer may add to the channel
             layer.self_attn.o_proj.weight[0] = 0
             layer.mlp.down_proj.weight[0] = 0
         embeddings = model.get_input_embeddings().weight
@@ -146,7 +149,7 @@ def _end_responses(model: Any, shape: Shape, mean: float) -> None:
 
 
 def _tokenizer(shape: Shape) -> Any:
-    """Bytes, filler, and the end token at `shape.eos`."""
+    """Returns a tokenizer of bytes, filler tokens, and the EOS token with id `shape.eos`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -159,12 +162,12 @@ def _tokenizer(shape: Shape) -> Any:
 
 
 def _prompts(shape: Shape, seed: int) -> list[str]:
-    draw = random.Random(seed)
-    return ["".join(draw.choices("0123456789+-", k=_prompt_tokens(shape, draw) - 1)) + "=" for _ in range(ROWS)]
+    rng = random.Random(seed)
+    return ["".join(rng.choices("0123456789+-", k=_prompt_tokens(shape, rng) - 1)) + "=" for _ in range(ROWS)]
 
 
-def _prompt_tokens(shape: Shape, draw: random.Random) -> int:
-    """16 to `prompt_tokens`, log-normal about 64, where responses end too."""
+def _prompt_tokens(shape: Shape, rng: random.Random) -> int:
+    """Returns a prompt length: fixed, or with `ends_after` log-normal with median 64, from 16 to `prompt_tokens`."""
     if shape.ends_after is None:
         return shape.prompt_tokens
-    return min(shape.prompt_tokens, max(16, round(draw.lognormvariate(math.log(64), 1))))
+    return min(shape.prompt_tokens, max(16, round(rng.lognormvariate(math.log(64), 1))))

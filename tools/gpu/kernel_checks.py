@@ -1,4 +1,4 @@
-"""The kernels' checks of the stage `speed`: shared/performance.md's rows of one GPU, each beside its limit."""
+"""Checks of the kernels in the stage `speed`: each kernel's time on one GPU, next to the limit of that GPU."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from mrl import platform
 from mrl.algo import FlatBatch, advantages, policy_loss
 from mrl.kernels.linear_logprob import LossGradients, linear_log_prob
 from tools.gpu.stage import Failed, Numbers, Setting, require
-from tools.gpu.timing import copied_bytes, device_us, random, rounds_of, seconds
+from tools.gpu.timing import copied_bytes_per_s, device_us, random, rounds_of, seconds
 
-APART = 2e-5  # of log-probs and entropies from the torch form's, relative; of gradients in bfloat16 2^-7
-TOKENS_APART = 1e-5  # of advantages, a loss and its gradient, from the torch form's
+HEAD_ERROR = 2e-5  # relative error of log-probs and entropies against the torch form; of bfloat16 gradients 2^-7
+TOKEN_ERROR = 1e-5  # relative error of advantages, a loss and its gradient against the torch form
 
 
 def head(setting: Setting) -> Numbers:
-    """Hidden states -> log-probs and entropies and back, for a loss that is of each token alone and for one that is of
-    whole responses, against the three products that no form can do without."""
+    """Times the loss head, hidden states to log-probs and entropies and back, against the three GEMMs it must contain.
+
+    Two losses: one per token, one over whole responses.
+    """
     tokens, hidden, vocabulary = (64, 32, 512) if setting.rehearsal else (8192, 4096, 151936)
     x, weight = random(tokens, hidden), random(vocabulary, hidden, scale=0.02)
     labels = torch.randint(vocabulary, (tokens,), device=x.device)
@@ -54,25 +56,26 @@ def head(setting: Setting) -> Numbers:
 
 
 def head_by_torch(setting: Setting) -> Numbers:
-    """The numbers of this machine's kernels are those of the torch form, and then that one's times."""
+    """This machine's kernels compute what the torch form does. Returns the torch form's times."""
     rows, hidden, vocabulary = (32, 64, 500) if setting.rehearsal else (512, 1024, 32000)
     x, weight = random(rows, hidden).requires_grad_(), random(vocabulary, hidden, scale=0.02).requires_grad_()
     labels = torch.randint(vocabulary, (rows,), device=x.device)
 
-    def made() -> list[Tensor]:
+    def results() -> list[Tensor]:
         log_probs, entropy, _ = linear_log_prob(x, weight, labels, 0.7, 0, vocabulary, chunk=rows // 4)
         return [log_probs, entropy, *torch.autograd.grad((log_probs - 0.1 * entropy).sum(), (x, weight))]
 
-    got = made()
+    got = results()
     with by_torch():
-        pairs = [(float((a - b).detach().norm() / b.detach().norm()), b.dtype) for a, b in zip(got, made())]
-        if wrong := [apart for apart, dtype in pairs if apart > (APART if dtype == torch.float32 else 2.0**-7)]:
-            raise Failed(f"this machine's head is apart from the torch form by {wrong}")
-        return head(setting) | {"apart": max(apart for apart, _ in pairs)}
+        errors = [(float((a - b).detach().norm() / b.detach().norm()), b.dtype) for a, b in zip(got, results())]
+        if wrong := [error for error, dtype in errors if error > (HEAD_ERROR if dtype == torch.float32 else 2.0**-7)]:
+            raise Failed(f"this machine's loss head differs from the torch form by {wrong}, relative")
+        return head(setting) | {"apart": max(error for error, _ in errors)}
 
 
 @contextmanager
 def by_torch() -> Iterator[None]:
+    """Selects the torch form of every kernel."""
     before = os.environ.get("MRL_KERNELS")
     os.environ["MRL_KERNELS"] = "torch"
     try:
@@ -83,8 +86,10 @@ def by_torch() -> Iterator[None]:
 
 
 def token_kernels(setting: Setting) -> Numbers:
-    """GAE with whitening, and PPO's loss with metrics, forward and backward, held to the torch forms; the limit is that
-    of what both read and write once."""
+    """Times GAE with whitening, and PPO's loss with metrics, forward and backward; compares both with the torch forms.
+
+    The limit is the time to read and write the inputs and outputs once.
+    """
     rows, length = (8, 64) if setting.rehearsal else (1024, 8192)
     rewards, values, old = torch.randn(3, rows, length, device=platform.device())
     mask, group = torch.ones_like(rewards, dtype=torch.bool), torch.arange(rows, device=rewards.device)
@@ -93,20 +98,19 @@ def token_kernels(setting: Setting) -> Numbers:
     flat, new = batch.flat(old_log_probs=old, advantages=rewards), (old + 0.1 * values).flatten().requires_grad_()
 
     def gae() -> list[Tensor]:
-        given = {"token_rewards": rewards, "values": values, "response_mask": mask, "group": group}
-        return list(advantages.compute("gae", **given, gamma=0.99, lam=0.95))
+        inputs = {"token_rewards": rewards, "values": values, "response_mask": mask, "group": group}
+        return list(advantages.compute("gae", **inputs, gamma=0.99, lam=0.95))
 
     def loss() -> list[Tensor]:
-        made, _ = policy_loss.compute("vanilla", log_probs=new, **flat, **batch.inputs)
-        return [made.detach(), *torch.autograd.grad(made, new)]
+        value, _ = policy_loss.compute("vanilla", log_probs=new, **flat, **batch.inputs)
+        return [value.detach(), *torch.autograd.grad(value, new)]
 
-    found = {"GAE": gae(), "loss": loss()}
+    got = [*gae(), *loss()]
     with by_torch():
-        plain = {"GAE": gae(), "loss": loss()}
-    pairs = [(a, b) for name, mine in found.items() for a, b in zip(mine, plain[name], strict=True)]
-    apart = max(float((a - b).detach().norm() / b.detach().norm()) for a, b in pairs)
-    rounds, copy = rounds_of(setting), rewards.nbytes / copied_bytes(setting)
+        want = [*gae(), *loss()]
+    error = max(float((a - b).detach().norm() / b.detach().norm()) for a, b in zip(got, want, strict=True))
+    rounds, copy = rounds_of(setting), rewards.nbytes / copied_bytes_per_s(setting)
     times = {"GAE us": seconds(gae, rounds) * 1e6, "loss us": seconds(loss, rounds) * 1e6}
     times |= {"GAE's kernels us": device_us(gae), "loss's kernels us": device_us(loss)}
     limits = {"two copies us": 2e6 * copy, "three copies us": 3e6 * copy}
-    return require(times | limits | {"apart": apart}, apart=TOKENS_APART)
+    return require(times | limits | {"apart": error}, apart=TOKEN_ERROR)

@@ -1,4 +1,4 @@
-"""What a family's model computes on the GPU, in a process of its own, against the same in float32 on the CPU."""
+"""Compares what a family's model computes on the GPU, in its own process, with the same model in float32 on the CPU."""
 
 from __future__ import annotations
 
@@ -18,79 +18,87 @@ from tools.gpu.stage import ROOT, Check, Failed, Numbers, Setting, Skipped, requ
 FUSABLE = ("llama", "mistral", "qwen2", "qwen3", "phi3", "mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe")
 FAMILIES = (*FUSABLE, "deepseek_v3", "gemma3_text", "olmo2", "olmo3", "smollm3", "gpt_oss")
 REHEARSED = "qwen3_moe"
-EXACT = 1e-4  # the largest difference, of the largest value; float32 on both, in other orders
-# The mean difference, of the largest value, in bfloat16; on a CPU up to 0.03, with experts 0.05. The largest difference
-# would say little: a router that is rounded sends some tokens to other experts.
+EXACT = 1e-4  # largest difference relative to the largest value; both in float32, summed in different orders
+# Mean difference relative to the largest value, in bfloat16; on a CPU it is up to 0.03, with experts 0.05. The largest
+# difference would say little: a rounded router sends some tokens to other experts.
 ROUNDED = 0.1
 WORLDS = ROOT / "tests" / "worlds"
-AT_ONCE = min(12, max(2, os.cpu_count() or 2))  # processes, which mostly import
+AT_ONCE = min(12, max(2, os.cpu_count() or 2))  # processes; most of their time is imports
 PROCESS_S = 120
 
 
 @dataclass(frozen=True)
-class Way:
-    """How a model is computed: where, in which type, with which layers, and for which time."""
+class Backend:
+    """Device, dtype and layers that compute a model. number: of the run, for a backend that runs twice"""
 
     gpu: bool = True
     dtype: str = "float32"
     layers: str = "auto"
     fixed_order: bool = False
-    time: int = 1
+    number: int = 1
 
 
-CPU = Way(gpu=False)
-GPU = Way()
-LOCAL = Way(dtype="bfloat16", layers="local")
-FUSED = Way(dtype="bfloat16", layers="transformer_engine")
+CPU = Backend(gpu=False)
+GPU = Backend()
+LOCAL = Backend(dtype="bfloat16", layers="local")
+FUSED = Backend(dtype="bfloat16", layers="transformer_engine")
 FIXED = replace(LOCAL, fixed_order=True)
-AGAIN = replace(FIXED, time=2)
+AGAIN = replace(FIXED, number=2)
 
 
 def differences(got: dict[str, Any], want: dict[str, Any], rounded: bool = False) -> dict[str, float]:
-    """The largest difference of each part, over its largest value. rounded: the mean difference."""
+    """Returns the largest difference of each part, relative to the part's largest value.
 
-    def apart(a: torch.Tensor, b: torch.Tensor) -> float:
+    Args:
+        rounded: take the mean difference instead
+    """
+
+    def difference(a: torch.Tensor, b: torch.Tensor) -> float:
         gap = (a - b).abs()
         return float((gap.mean() if rounded else gap.max()) / b.abs().max().clamp(min=1e-6))
 
-    found = {name: apart(got["outputs"][name], value) for name, value in want["outputs"].items() if name != "values"}
+    outputs = want["outputs"]
+    numbers = {name: difference(got["outputs"][name], outputs[name]) for name in outputs if name != "values"}
     for role in ("actor", "critic"):
-        found[f"{role} loss"] = abs(got[role]["loss"] - want[role]["loss"]) / max(1.0, abs(want[role]["loss"]))
-        found[f"{role} gradients"] = abs(got[role]["grad_norm"] / want[role]["grad_norm"] - 1)
+        numbers[f"{role} loss"] = abs(got[role]["loss"] - want[role]["loss"]) / max(1.0, abs(want[role]["loss"]))
+        numbers[f"{role} gradients"] = abs(got[role]["grad_norm"] / want[role]["grad_norm"] - 1)
         weights = want[role]["weights"]
-        found[f"{role} weights"] = max(apart(got[role]["weights"][name], weights[name]) for name in weights)
-    return found
+        numbers[f"{role} weights"] = max(difference(got[role]["weights"][name], weights[name]) for name in weights)
+    return numbers
 
 
-def parity(family: str, way: Way) -> Check:
-    """A check that the family's log-probs, losses, gradients and updated weights are the CPU's in float32."""
+def parity(family: str, backend: Backend) -> Check:
+    """Returns a check: log-probs, losses, gradients and updated weights equal those of the CPU in float32."""
 
     def check(setting: Setting) -> Numbers:
-        if setting.rehearsal and (family, way) != (REHEARSED, LOCAL):
+        if setting.rehearsal and (family, backend) != (REHEARSED, LOCAL):
             raise Skipped("a rehearsal looks at one family")
-        exact, found = results(setting, family, [CPU, way])
-        if way.layers not in ("auto", found["layers"]):
-            raise Failed(f"its layers were {found['layers']}")
-        return judged(found, exact, rounded=way.dtype != "float32")
+        exact, got = results(setting, family, [CPU, backend])
+        if backend.layers not in ("auto", got["layers"]):
+            raise Failed(f"the model used layers: {got['layers']}, not {backend.layers}")
+        return compared(got, exact, rounded=backend.dtype != "float32")
 
     return check
 
 
-def judged(found: dict[str, Any], exact: dict[str, Any], rounded: bool) -> Numbers:
-    numbers = differences(found, exact, rounded)
+def compared(got: dict[str, Any], exact: dict[str, Any], rounded: bool) -> Numbers:
+    """Returns the differences. Raises Failed if the largest exceeds its limit."""
+    numbers = differences(got, exact, rounded)
     name = max(numbers, key=lambda part: numbers[part])
     return require({"worst": numbers[name], "of": name, **numbers}, worst=ROUNDED if rounded else EXACT)
 
 
 def same_bits(setting: Setting) -> Numbers:
-    """With run.deterministic, twice; on a CPU once without it, since it changes nothing there."""
+    """Two runs with run.deterministic give equal bits. A rehearsal compares with a run without it, equal on a CPU."""
     numbers = differences(*results(setting, REHEARSED, [LOCAL if setting.rehearsal else AGAIN, FIXED]))
     return require({"differences": sum(value != 0 for value in numbers.values())}, differences=0)
 
 
-def processes(families: Sequence[str], ways: Sequence[Way]) -> Check:
-    """Starts the worlds of the next checks, several at once. A world that fails raises nothing here: the checks that
-    need its results report that."""
+def processes(families: Sequence[str], backends: Sequence[Backend]) -> Check:
+    """Returns a check that runs the processes of the next checks, several at once.
+
+    A process that fails raises nothing here: the checks that need its results report the failure.
+    """
 
     def check(setting: Setting) -> Numbers:
         if setting.rehearsal:
@@ -99,61 +107,62 @@ def processes(families: Sequence[str], ways: Sequence[Way]) -> Check:
         for family in families:
             _model(setting, family)
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            list(pool.map(lambda family: _make(setting, family, ways), families))
+            list(pool.map(lambda family: _compute_missing(setting, family, backends), families))
         return {"families": len(families)}
 
     return check
 
 
-def results(setting: Setting, family: str, ways: Sequence[Way]) -> list[dict[str, Any]]:
-    """A result a way. Failed, with the last words of the process that should have made it."""
-    _make(setting, family, ways)
-    if failed := [said for way in ways if (said := _said(setting, family, way).read_text())]:
-        raise Failed(failed[0])
-    return [torch.load(_out(setting, family, way), weights_only=True) for way in ways]
+def results(setting: Setting, family: str, backends: Sequence[Backend]) -> list[dict[str, Any]]:
+    """Returns one result per backend. Raises Failed with the end of stderr of a process that failed."""
+    _compute_missing(setting, family, backends)
+    if errors := [text for backend in backends if (text := _error_file(setting, family, backend).read_text())]:
+        raise Failed(errors[0])
+    return [torch.load(_result_file(setting, family, backend), weights_only=True) for backend in backends]
 
 
-def _make(setting: Setting, family: str, ways: Sequence[Way]) -> None:
-    """A process for the CPU's results and one for the GPU's, of those that are not there."""
+def _compute_missing(setting: Setting, family: str, backends: Sequence[Backend]) -> None:
+    """Computes the results that do not exist yet: one process for those on the CPU, one for those on the GPU."""
+    missing = [backend for backend in backends if not _error_file(setting, family, backend).is_file()]
     for gpu in (False, True):
-        missing = [way for way in ways if way.gpu == gpu and not _said(setting, family, way).is_file()]
-        if missing:
-            _run(setting, family, missing)
+        if same_device := [backend for backend in missing if backend.gpu == gpu]:
+            _run(setting, family, same_device)
 
 
-def _run(setting: Setting, family: str, ways: Sequence[Way]) -> None:
-    """tests/worlds/one_update.py. What it said goes beside each result that it did not make, nothing beside others.
-    ways: those with a fixed order last, which stays"""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(_path())}
-    if not any(way.gpu for way in ways):
+def _run(setting: Setting, family: str, backends: Sequence[Backend]) -> None:
+    """Runs tests/worlds/one_update.py. Writes an error file per backend, empty if the backend has a result.
+
+    Backends with `fixed_order` come last, because that setting stays on for the rest of the process.
+    """
+    path = os.pathsep.join([str(ROOT), str(WORLDS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    if not any(backend.gpu for backend in backends):
         environment["CUDA_VISIBLE_DEVICES"] = ""
     command = [sys.executable, str(WORLDS / "one_update.py"), str(_model(setting, family))]
-    for way in ways:
-        command += [str(_out(setting, family, way)), way.dtype, way.layers, "fixed" if way.fixed_order else "any"]
+    for backend in backends:
+        order = "fixed" if backend.fixed_order else "any"
+        command += [str(_result_file(setting, family, backend)), backend.dtype, backend.layers, order]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PROCESS_S, cwd=ROOT)
-        said = f"exit code {done.returncode}: {done.stderr.strip()[-500:]}"
+        error = f"exit code {done.returncode}: {done.stderr.strip()[-500:]}"
     except subprocess.TimeoutExpired:
-        said = f"did not end within {PROCESS_S} s"
-    for way in ways:
-        _said(setting, family, way).write_text("" if _out(setting, family, way).is_file() else said)
+        error = f"did not end within {PROCESS_S} s"
+    for backend in backends:
+        has_result = _result_file(setting, family, backend).is_file()
+        _error_file(setting, family, backend).write_text("" if has_result else error)
 
 
-def _path() -> list[str]:
-    return [str(ROOT), str(WORLDS), *filter(None, [os.environ.get("PYTHONPATH")])]
+def _result_file(setting: Setting, family: str, backend: Backend) -> Path:
+    device, order = "gpu" if backend.gpu else "cpu", "fixed" if backend.fixed_order else "any"
+    return setting.work / f"{family}_{device}_{backend.dtype}_{backend.layers}_{order}_{backend.number}.pt"
 
 
-def _out(setting: Setting, family: str, way: Way) -> Path:
-    order = "fixed" if way.fixed_order else "any"
-    return setting.work / f"{family}_{'gpu' if way.gpu else 'cpu'}_{way.dtype}_{way.layers}_{order}_{way.time}.pt"
-
-
-def _said(setting: Setting, family: str, way: Way) -> Path:
-    return _out(setting, family, way).with_suffix(".txt")
+def _error_file(setting: Setting, family: str, backend: Backend) -> Path:
+    return _result_file(setting, family, backend).with_suffix(".txt")
 
 
 def _model(setting: Setting, family: str) -> Path:
-    """A tiny random model, wide enough for the kernels of GPUs."""
+    """Returns the directory of a tiny random model that is wide enough for GPU kernels."""
     from tests.helpers.tiny import make_tiny
 
     model = setting.work / family

@@ -1,4 +1,4 @@
-"""What an engine on the GPU really gives up, and takes back."""
+"""Measures the GPU memory that a sleeping engine releases and takes back."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ PROMPTS = [(5, 7, 9), (8, 9), tuple(range(3, 15))]
 
 
 def sleep(setting: Setting, sizes: Path, server_args: tuple[str, ...]) -> Numbers:
-    """Device memory beside an engine that is awake, without its cache, without anything, and awake again; it must then
-    sample what it sampled before. sizes: a model without weights, which it gets at random here.
+    """Measures free device memory while an engine is awake, without its cache, asleep, and awake again.
 
-    A rehearsal has mrl's own engine, on the CPU, and no memory of a device to measure.
+    Raises Failed if the engine samples other tokens after waking up, or keeps too much memory. A rehearsal uses mrl's
+    own engine on the CPU, where no device memory is measured.
+
+    Args:
+        sizes: a model directory without weights; random weights are added
     """
     from mrl.config.derived import Machine
     from mrl.config.schema import RolloutConfig
@@ -39,7 +42,7 @@ def sleep(setting: Setting, sizes: Path, server_args: tuple[str, ...]) -> Number
     logs = Path(tempfile.mkdtemp(dir=setting.work))
     with start_engine(cfg, str(model), "bfloat16", logs, machine=machine) as engine:
         engine.wait_ready()
-        said, awake = greedy(engine), free_gb(setting)
+        first_tokens, awake = greedy(engine), free_gb(setting)
         engine.release_memory(RELEASED_PARTS["cache"])
         without_cache = free_gb(setting)
         engine.release_memory(RELEASED_PARTS["all"])
@@ -50,8 +53,8 @@ def sleep(setting: Setting, sizes: Path, server_args: tuple[str, ...]) -> Number
         engine.has_synced("again")
         engine.resume_memory(RELEASED_PARTS["all"])
         again = free_gb(setting)
-        if greedy(engine) != said:
-            raise Failed("it samples other tokens than before")
+        if greedy(engine) != first_tokens:
+            raise Failed("the engine samples other tokens than before it slept")
     weights = sum(file.stat().st_size for file in model.glob("*.safetensors")) / 1e9
     numbers = {"cache GB": without_cache - awake, "weights GB": asleep - without_cache, "engine GB": before - awake}
     if setting.rehearsal:

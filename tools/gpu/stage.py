@@ -1,10 +1,10 @@
-"""Stages of `make test-gpu`: python -m tools.gpu.stage LINES WORK_DIR [--rehearse] [--leave CHECK]... STAGE...
+"""Runs stages of `make test-gpu`: python -m tools.gpu.stage LINES WORK_DIR [--rehearse] [--leave CHECK]... STAGE...
 
-A stage is a module tools/gpu/stage_NAME.py with CHECKS, {name: function}. A check is given a Setting and returns its
-numbers; it raises Skipped or Failed with the reason, and whatever else it raises is a failure too. A line of JSON goes
-to LINES_FILE when a check begins, and one when it ends, so that what was found outlives a crash in a later one.
+A stage is a module tools/gpu/stage_NAME.py with CHECKS, a dict from name to function. A check takes a Setting and
+returns its numbers. It raises Skipped or Failed with the reason; any other exception counts as a failure too. A line
+of JSON goes to the file LINES when a check begins, and one when it ends, so results survive a crash in a later check.
 
-With --rehearse everything is as small as it can be and runs on a CPU too; numbers then mean nothing.
+With --rehearse every check uses tiny sizes and runs on a CPU too. Its numbers then have no meaning.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ Numbers = dict[str, Any]
 
 
 class Skipped(Exception):
-    """The check cannot be made here; why."""
+    """Raised by a check that cannot run on this machine, with the reason."""
 
 
 class Failed(Exception):
-    """What was found is wrong; why, with the numbers."""
+    """Raised by a check whose result is wrong, with the reason and the numbers."""
 
     def __init__(self, reason: str, numbers: Numbers | None = None) -> None:
         super().__init__(reason)
@@ -41,7 +41,7 @@ class Failed(Exception):
 
 @dataclass(frozen=True)
 class Setting:
-    """work: a directory for what checks leave to each other. rehearsal: sizes are tiny, and a GPU is not asked for."""
+    """work: a directory that the checks share. rehearsal: use tiny sizes and require no GPU."""
 
     work: Path
     rehearsal: bool = False
@@ -51,66 +51,67 @@ Check = Callable[[Setting], Numbers]
 
 
 def require(numbers: Numbers, **limits: float) -> Numbers:
-    """The numbers, if each that is named is at most its limit (and not NaN). Raises Failed."""
-    beyond = [f"{name} {numbers[name]:.3g} > {limit:g}" for name, limit in limits.items() if not numbers[name] <= limit]
-    if beyond:
-        raise Failed("; ".join(beyond), numbers)
+    """Returns the numbers. Raises Failed if a number exceeds its limit or is NaN."""
+    excess = [f"{name} {numbers[name]:.3g} > {limit:g}" for name, limit in limits.items() if not numbers[name] <= limit]
+    if excess:
+        raise Failed("; ".join(excess), numbers)
     return numbers
 
 
 def checks_of(stage: str) -> dict[str, Check]:
-    """In their order. ImportError, or whatever else the module's import raises."""
-    found: dict[str, Check] = importlib.import_module(f"tools.gpu.stage_{stage}").CHECKS
-    return found
+    """Returns the checks of a stage in their order. Raises what the import of the stage's module raises."""
+    checks: dict[str, Check] = importlib.import_module(f"tools.gpu.stage_{stage}").CHECKS
+    return checks
 
 
-def made(check: Check, setting: Setting) -> dict[str, Any]:
-    """A check's verdict, its numbers and its reason."""
+def run_check(check: Check, setting: Setting) -> dict[str, Any]:
+    """Returns the check's verdict, its numbers, and the reason why it was skipped or failed."""
     try:
         return {"verdict": "passed", "numbers": check(setting)}
-    except Skipped as why:
-        return {"verdict": "skipped", "reason": str(why)}
-    except Failed as why:
-        return {"verdict": "failed", "reason": str(why)[-REASON_CHARACTERS:], "numbers": why.numbers}
+    except Skipped as skipped:
+        return {"verdict": "skipped", "reason": str(skipped)}
+    except Failed as failed:
+        return {"verdict": "failed", "reason": str(failed)[-REASON_CHARACTERS:], "numbers": failed.numbers}
     except Exception as error:
         traceback.print_exc()
         return {"verdict": "failed", "reason": f"{type(error).__name__}: {error}"[:REASON_CHARACTERS]}
 
 
 def gpu() -> dict[str, Any]:
-    """The card, as torch and the driver name it; empty without one."""
+    """Describes the GPU as torch and its driver do; empty without a GPU."""
     import torch
 
     if not torch.cuda.is_available():
         return {}
     card, driver = torch.cuda.get_device_properties(0), Path("/proc/driver/nvidia/version")
-    found = re.search(r"\b\d+\.\d+(\.\d+)?\b", driver.read_text()) if driver.is_file() else None
+    version = re.search(r"\b\d+\.\d+(\.\d+)?\b", driver.read_text()) if driver.is_file() else None
     return {
         "card": card.name,
         "compute_capability": f"{card.major}.{card.minor}",
         "memory_gib": round(card.total_memory / 2**30, 1),
         "cuda": torch.version.cuda,
-        "driver": found.group() if found else "unknown",
+        "driver": version.group() if version else "unknown",
     }
 
 
-def run(stage: str, setting: Setting, note: Callable[[dict[str, Any]], None], leave: Sequence[str] = ()) -> None:
-    """note: takes each line; leave: checks that are not made"""
+def run(stage: str, setting: Setting, write: Callable[[dict[str, Any]], None], leave: Sequence[str] = ()) -> None:
+    """Runs the checks of a stage.
+
+    Args:
+        write: receives each line
+        leave: names of checks to leave out
+    """
     checks = {name: check for name, check in checks_of(stage).items() if name not in leave}
-    note({"stage": stage, "checks": list(checks), "gpu": gpu()})
+    write({"stage": stage, "checks": list(checks), "gpu": gpu()})
     for name, check in checks.items():
-        note({"check": name, "verdict": "begun"})
+        write({"check": name, "verdict": "begun"})
         began = time.monotonic()
-        line = {"check": name, **made(check, setting)}
-        note(line | {"seconds": round(time.monotonic() - began, 1)})
-        print(shown(line, time.monotonic() - began), flush=True)
-
-
-def shown(line: dict[str, Any], seconds: float) -> str:
-    """For the terminal."""
-    numbers = ", ".join(f"{name} {_short(value)}" for name, value in line.get("numbers", {}).items())
-    said = "; ".join(filter(None, [line.get("reason"), numbers]))
-    return f"  {line['verdict']:8} {line['check']} ({seconds:.1f} s)  {said}"
+        line = {"check": name, **run_check(check, setting)}
+        seconds = round(time.monotonic() - began, 1)
+        write(line | {"seconds": seconds})
+        numbers = ", ".join(f"{name} {_short(value)}" for name, value in line.get("numbers", {}).items())
+        details = "; ".join(filter(None, [line.get("reason"), numbers]))
+        print(f"  {line['verdict']:8} {line['check']} ({seconds} s)  {details}", flush=True)
 
 
 def _short(value: Any) -> str:
@@ -119,10 +120,10 @@ def _short(value: Any) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("lines", type=Path)
-    parser.add_argument("work", type=Path)
-    parser.add_argument("--rehearse", action="store_true")
-    parser.add_argument("--leave", action="append", default=[], metavar="CHECK")
+    parser.add_argument("lines", type=Path, help="file of JSON lines that the results are appended to")
+    parser.add_argument("work", type=Path, help="directory that the checks share")
+    parser.add_argument("--rehearse", action="store_true", help="tiny sizes; runs on a CPU too")
+    parser.add_argument("--leave", action="append", default=[], metavar="CHECK", help="a check to leave out")
     parser.add_argument("stages", nargs="+", choices=STAGES, metavar="STAGE")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
@@ -133,6 +134,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from tools.gpu import stage  # the module that the stages know, whose exceptions they raise
+    from tools.gpu import stage  # not __main__: the stages raise the exceptions of this module
 
     stage.main()

@@ -1,5 +1,5 @@
-"""The engine on the trainer's GPU: weights by CUDA IPC, proved by checksum; log-probs in bfloat16; memory that each
-gives up for the other; a model of 0.6B."""
+"""The engine on the trainer's GPU: weights by CUDA IPC, verified by checksum; log-probs in bfloat16; memory that engine
+and trainer release for each other; a model of 0.6B."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 
 from tools.gpu.sleep import sleep
 from tools.gpu.stage import Failed, Numbers, Setting, Skipped, require
-from tools.gpu.stage_cuda import of_sft
-from tools.gpu.trained import ONE_RANK, learnt, of_data, sampled, task, train
+from tools.gpu.stage_cuda import sft_overrides, start_overrides
+from tools.gpu.trained import ONE_RANK, data_overrides, rollout_numbers, task, train, training_numbers
 
-ROUNDED_NATS = 0.05  # a token's log-prob in the mean, both sides in bfloat16; about 0.01 is usual
+ROUNDED_NATS = 0.05  # bound of the mean difference of a token's log-prob, both sides in bfloat16; 0.01 is usual
 RUN_S = 110.0
-LAYERS = "actor.layers=local"  # what transformer-engine may do is its own stage's business
-NOTHING_GIVEN_UP = ("actor.offload=none", "rollout.release=none")
+LAYERS = "actor.layers=local"  # transformer-engine's layers have a stage of their own
+NOTHING_RELEASED = ("actor.offload=none", "rollout.release=none")
 SMALL, LARGE = "sort-20m", "Qwen3-0.6B"
 
 
@@ -23,40 +23,41 @@ def has_sglang() -> bool:
     return importlib.util.find_spec("sglang") is not None
 
 
-def engine(sglang: bool) -> list[str]:
-    """SGLang with the kernels that are there, or mrl's own."""
+def engine_overrides(sglang: bool) -> list[str]:
+    """Selects SGLang, with the kernels that are installed, or mrl's own engine."""
     if not sglang:
         return ["rollout.engine=transformers", "sync.transport=shared_memory", "rollout.memory_fraction=0.7"]
-    own = [f"rollout.server_args=[{','.join(words)}]"] if (words := server_args()) else []
-    return ["rollout.engine=sglang", "sync.transport=cuda_ipc", *own]
+    server = [f"rollout.server_args=[{','.join(args)}]"] if (args := server_args()) else []
+    return ["rollout.engine=sglang", "sync.transport=cuda_ipc", *server]
 
 
 def server_args() -> tuple[str, ...]:
-    plain = ("--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none")
-    plain += ("--disable-cuda-graph",)
-    return () if importlib.util.find_spec("flashinfer") is not None else plain
+    """Returns SGLang's arguments for a machine without flashinfer; none with it."""
+    if importlib.util.find_spec("flashinfer") is not None:
+        return ()
+    kernels = ("--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none")
+    return (*kernels, "--disable-cuda-graph")
 
 
 def sft(setting: Setting) -> Numbers:
-    made = task(setting, SMALL)
-    words = [*of_sft(made), LAYERS, "run.steps=60", "actor.optimizer.warmup_steps=10"]
-    numbers = learnt(train(setting, "sft bf16", "quickstart_gpu_sft", words, RUN_S))
+    overrides = [*sft_overrides(task(setting, SMALL)), LAYERS, "run.steps=60", "actor.optimizer.warmup_steps=10"]
+    numbers = training_numbers(train(setting, "sft bf16", "quickstart_gpu_sft", overrides, RUN_S))
     return require(numbers | {"of the first": numbers["last loss"] / numbers["first loss"]}, **{"of the first": 0.9})
 
 
 def release() -> str:
-    """What the engines can give up here."""
+    """Returns the memory that engines on this machine can release, as the value of rollout.release."""
     return "all" if has_sglang() and importlib.util.find_spec("torch_memory_saver") is not None else "none"
 
 
 def by_sglang(setting: Setting) -> Numbers:
-    """Every push is proved by a checksum: the run fails otherwise."""
+    """Verifies every weight sync by checksum: the run fails if one differs."""
     if not has_sglang():
         raise Skipped("sglang is not installed")
     return grpo(setting, "sglang", sglang=True)
 
 
-def sleeps(setting: Setting) -> Numbers:
+def sglang_sleeps(setting: Setting) -> Numbers:
     if not has_sglang() and not setting.rehearsal:
         raise Skipped("sglang is not installed")
     if setting.rehearsal:
@@ -64,59 +65,64 @@ def sleeps(setting: Setting) -> Numbers:
     return sleep(setting, task(setting, SMALL) / "model_init", server_args())
 
 
-def apart(setting: Setting) -> Numbers:
-    """The engine sees its own GPU first: numbers of GPUs are not the trainer's, UUIDs are."""
+def second_gpu(setting: Setting) -> Numbers:
+    """Places the engine on another GPU. Its processes number GPUs differently, so the sync must compare UUIDs."""
     from mrl.platform import gpu_count
 
     if not has_sglang():
         raise Skipped("sglang is not installed")
-    if (found := gpu_count()) < 2 and not setting.rehearsal:
-        raise Skipped(f"needs 2 GPUs, there is {found}")
-    words = [*of_grpo(setting), *engine(True), *NOTHING_GIVEN_UP, "rollout.gpus=[1]", "run.steps=1"]
-    return require(sampled(train(setting, "apart", "quickstart_gpu", words, RUN_S, gpus=2)), mismatch_mean=ROUNDED_NATS)
+    if (gpus := gpu_count()) < 2 and not setting.rehearsal:
+        raise Skipped(f"needs 2 GPUs; this machine has {gpus}")
+    overrides = [*grpo_overrides(setting), *engine_overrides(True), *NOTHING_RELEASED, "rollout.gpus=[1]"]
+    overrides += ["run.steps=1"]
+    rows = train(setting, "second GPU", "quickstart_gpu", overrides, RUN_S, gpus=2)
+    return require(rollout_numbers(rows), mismatch_mean=ROUNDED_NATS)
 
 
 def by_transformers(setting: Setting) -> Numbers:
     if has_sglang() and not setting.rehearsal:
-        raise Skipped("SGLang is there")
+        raise Skipped("SGLang is installed")
     return grpo(setting, "transformers", sglang=False)
 
 
 def grpo(setting: Setting, name: str, sglang: bool) -> Numbers:
-    words = [*of_grpo(setting), *engine(sglang), *NOTHING_GIVEN_UP, "run.steps=6"]
-    return require(sampled(train(setting, name, "quickstart_gpu", words, RUN_S)), mismatch_mean=ROUNDED_NATS)
+    overrides = [*grpo_overrides(setting), *engine_overrides(sglang), *NOTHING_RELEASED, "run.steps=6"]
+    rows = train(setting, name, "quickstart_gpu", overrides, RUN_S)
+    return require(rollout_numbers(rows), mismatch_mean=ROUNDED_NATS)
 
 
-def given_up(setting: Setting) -> Numbers:
-    """The same run with everything of the actor in host memory while it is not needed, and SGLang's memory given up;
-    where SGLang cannot, with mrl's own engine, which has none there."""
-    words = [
-        *of_grpo(setting),
-        *engine(release() == "all"),
+def memory_released(setting: Setting) -> Numbers:
+    """Offloads the whole actor to host memory while it is idle, and releases SGLang's memory during training.
+
+    Where SGLang cannot release memory, mrl's own engine runs, which holds no GPU memory.
+    """
+    overrides = [
+        *grpo_overrides(setting),
+        *engine_overrides(release() == "all"),
         "actor.offload=all",
         f"rollout.release={release()}",
         "run.steps=3",
     ]
-    rows = train(setting, "given up", "quickstart_gpu", words, RUN_S)
+    rows = train(setting, "released", "quickstart_gpu", overrides, RUN_S)
     moved = {name: rows[-1][name] for name in ("memory/offloaded_gib", "memory/offload_s")}
     peaks = {name: value for name, value in rows[-1].items() if name.startswith("memory/peak_gib")}
     if not moved["memory/offloaded_gib"]:
-        raise Failed("nothing was moved", moved)
-    return require(sampled(rows) | {"release": release()} | moved | peaks, mismatch_mean=ROUNDED_NATS)
+        raise Failed("nothing was offloaded", moved)
+    return require(rollout_numbers(rows) | {"release": release()} | moved | peaks, mismatch_mean=ROUNDED_NATS)
 
 
-def of_grpo(setting: Setting) -> list[str]:
-    made, left = task(setting, SMALL), setting.work / "runs" / "sft bf16" / "hf"
-    scratch = not (left / "config.json").is_file()
-    own = [f"model.path={made / 'model_init' if scratch else left}", f"model.from_scratch={str(scratch).lower()}"]
-    return [*ONE_RANK, *own, *of_data(made), LAYERS, "sync.verify=checksum", "batch.prompts_per_step=64"]
+def grpo_overrides(setting: Setting) -> list[str]:
+    start = start_overrides(task(setting, SMALL), setting.work / "runs" / "sft bf16" / "hf")
+    return [*ONE_RANK, *start, LAYERS, "sync.verify=checksum", "batch.prompts_per_step=64"]
 
 
 def large(setting: Setting) -> Numbers:
-    """The shipped run of a 0.6B model with random weights: trainer, its optimizer and the engine on one GPU."""
-    made = task(setting, LARGE)
-    own = [f"model.path={made}/model_init", "model.from_scratch=true", "data.chat_template=false", *of_data(made)]
-    small = {
+    """Runs grpo_qwen0.6b_1gpu.yaml with random weights: trainer, optimizer and engine on one GPU."""
+    task_dir = task(setting, LARGE)
+    settings = {
+        "model.path": f"{task_dir}/model_init",
+        "model.from_scratch": "true",
+        "data.chat_template": "false",
         "run.steps": 3,
         "data.max_prompt_tokens": 64,
         "batch.prompts_per_step": 32 if has_sglang() else 4,  # mrl's own engine samples on the CPU
@@ -130,14 +136,15 @@ def large(setting: Setting) -> Numbers:
         "rollout.release": release(),
         "actor.offload": "none" if release() == "none" else "all",
     }
-    words = [*ONE_RANK, *own, *(f"{key}={value}" for key, value in small.items()), *engine(has_sglang()), LAYERS]
-    numbers = sampled(train(setting, "qwen", "grpo_qwen0.6b_1gpu", words, 150.0))
-    pushed = bytes_of(Path("yaml_configs/models") / LARGE) / 1e9
-    return require(numbers | {"sync GB/s": pushed / numbers["sync s"]}, mismatch_mean=ROUNDED_NATS)
+    overrides = [*ONE_RANK, *data_overrides(task_dir), *(f"{key}={value}" for key, value in settings.items())]
+    overrides += [*engine_overrides(has_sglang()), LAYERS]
+    numbers = rollout_numbers(train(setting, "qwen", "grpo_qwen0.6b_1gpu", overrides, 150.0))
+    synced_gb = bfloat16_bytes(Path("yaml_configs/models") / LARGE) / 1e9
+    return require(numbers | {"sync GB/s": synced_gb / numbers["sync s"]}, mismatch_mean=ROUNDED_NATS)
 
 
-def bytes_of(model: Path) -> int:
-    """Of its weights in bfloat16, as they are pushed."""
+def bfloat16_bytes(model: Path) -> int:
+    """Returns the bytes of a model's weights in bfloat16, in which they are synced."""
     from mrl.families import load_arch
     from mrl.families.table import weight_table
 
@@ -149,8 +156,8 @@ CHECKS = {
     "SFT, bfloat16": sft,
     "GRPO, bfloat16, SGLang, weights by CUDA IPC with checksum": by_sglang,
     "GRPO, bfloat16, transformers engine": by_transformers,
-    "SGLang gives memory up and takes it back": sleeps,
+    "SGLang gives memory up and takes it back": sglang_sleeps,
     "GRPO of a 0.6B model": large,
-    "memory given up between the parts of a step": given_up,
-    "GRPO, SGLang on the second GPU, weights by CUDA IPC": apart,
+    "memory given up between the parts of a step": memory_released,
+    "GRPO, SGLang on the second GPU, weights by CUDA IPC": second_gpu,
 }

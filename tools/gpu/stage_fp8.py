@@ -1,5 +1,7 @@
-"""fp8: transformer-engine's recipes on this GPU, against their emulation, against bfloat16, and for their speed. What
-needs no transformer-engine is rehearsed on a CPU."""
+"""fp8: transformer-engine's recipes on this GPU against their emulation and against bfloat16, and their speed.
+
+A rehearsal on a CPU runs the checks that do not need transformer-engine.
+"""
 
 from __future__ import annotations
 
@@ -20,66 +22,66 @@ from mrl.kernels.linear_logprob import linear_log_prob
 from mrl.learner import Learner
 from mrl.models.precision import recipe_of
 from tools.gpu.stage import Check, Numbers, Setting, Skipped, require
-from tools.gpu.stage_cuda import of_sft, same_losses
-from tools.gpu.stage_engine import NOTHING_GIVEN_UP, engine, has_sglang, of_grpo
-from tools.gpu.stage_speed import MODELS, learner_of, step
+from tools.gpu.stage_cuda import same_losses, sft_overrides
+from tools.gpu.stage_engine import NOTHING_RELEASED, engine_overrides, grpo_overrides, has_sglang
+from tools.gpu.stage_speed import MODELS, learner_of, update_numbers
 from tools.gpu.timing import random, rounds_of, seconds
-from tools.gpu.trained import Row, sampled, task, train
+from tools.gpu.trained import Row, rollout_numbers, task, train
 
 RECIPES = ("current", "delayed", "blockwise", "mxfp8")
 RUN_S = 60.0
-NEAR = 0.05  # losses and gradient norms of the same steps, fp8 against bfloat16, relative
-SAME_NUMBERS = 1e-6  # share of values that are cast otherwise than emulated
-SAME_LOG_PROBS = 1e-3  # nats, in the mean: the same rounded operands, summed in another order
-LINEAR_SPEED = 1 / 1.6  # of bfloat16's seconds, casts included
+SFT_ERROR = 0.05  # relative, of losses and gradient norms of the same steps, fp8 against bfloat16
+CAST_ERROR = 1e-6  # share of values that transformer-engine and the emulation cast differently
+HEAD_NATS = 1e-3  # mean difference of log-probs: the same rounded operands, summed in another order
+LINEAR_SPEED = 1 / 1.6  # seconds relative to bfloat16, casts included
 STEP_SPEED = 1 / 1.3
 
 
-def here(recipe: str, check: Check) -> Check:
-    """The check, skipped with the reason where this GPU cannot compute the recipe."""
+def if_supported(recipe: str, check: Check) -> Check:
+    """Returns the check; it is skipped with the reason if this GPU cannot compute the recipe."""
 
-    def made(setting: Setting) -> Numbers:
+    def guarded(setting: Setting) -> Numbers:
         if not setting.rehearsal and (problem := platform.fp8_problem(recipe)) is not None:
             raise Skipped(problem)
         return check(setting)
 
-    return made
+    return guarded
 
 
 def casts(recipe: str) -> Check:
-    """transformer-engine's values, cast and back, against the emulation's."""
+    """Returns a check: transformer-engine casts values to fp8 and back as the emulation does."""
 
     def check(setting: Setting) -> Numbers:
-        found, x = _recipe(recipe), random(256, 512).float() * torch.exp(random(256, 1).float())
-        x = x.bfloat16()
+        fp8 = _recipe(recipe)
+        x = (random(256, 512).float() * torch.exp(random(256, 1).float())).bfloat16()
         numbers: Numbers = {}
         for role in ROLES:
-            own = found.rounded(x, role, 1)
-            theirs = own if setting.rehearsal else _cast(x, role, found).dequantize(dtype=torch.float32)
-            numbers[role] = float((own != theirs).float().mean())
-        return require(numbers, **dict.fromkeys(ROLES, SAME_NUMBERS))
+            emulated = fp8.rounded(x, role, 1)
+            cast = emulated if setting.rehearsal else _cast(x, role, fp8).dequantize(dtype=torch.float32)
+            numbers[role] = float((emulated != cast).float().mean())
+        return require(numbers, **dict.fromkeys(ROLES, CAST_ERROR))
 
     return check
 
 
 def head(recipe: str) -> Check:
-    """The loss head by transformer-engine's products against emulated ones: log-probs and both gradients."""
+    """Returns a check: the loss head's log-probs and gradients, by transformer-engine's GEMMs, equal emulated ones."""
 
     def check(setting: Setting) -> Numbers:
-        found = _recipe(recipe)
-        emulated: Products = partial(RoundedProducts, recipe=found)
-        fused: Products = emulated if setting.rehearsal else partial(FusedFP8Products, recipe=found)
+        fp8 = _recipe(recipe)
+        emulated: Products = partial(RoundedProducts, recipe=fp8)
+        fused: Products = emulated if setting.rehearsal else partial(FusedFP8Products, recipe=fp8)
         want, got = _head(emulated), _head(fused)
         numbers: Numbers = {"log-probs": float((got[0] - want[0]).abs().mean())}
-        for name, mine, theirs in zip(("hidden", "weight"), got[1:], want[1:]):
-            numbers[name] = float((mine.float() - theirs.float()).norm() / theirs.float().norm())
-        return require(numbers, **{"log-probs": SAME_LOG_PROBS, "hidden": 0.02, "weight": 0.02})
+        for name, a, b in zip(("hidden", "weight"), got[1:], want[1:]):
+            numbers[name] = float((a.float() - b.float()).norm() / b.float().norm())
+        return require(numbers, **{"log-probs": HEAD_NATS, "hidden": 0.02, "weight": 0.02})
 
     return check
 
 
 def linear(recipe: Any) -> Check:
-    """Forward and backward of transformer-engine's linear layer, casts included, against bfloat16."""
+    """Returns a check that times forward and backward of transformer-engine's linear layer, casts included."""
 
     def check(setting: Setting) -> Numbers:
         if setting.rehearsal:
@@ -89,10 +91,10 @@ def linear(recipe: Any) -> Check:
 
         layer, x = te.Linear(8192, 8192, bias=False, params_dtype=torch.bfloat16), random(8192, 8192)
         x.requires_grad_()
-        own = {"current": Float8CurrentScaling, "blockwise": Float8BlockScaling}[recipe]()
+        fp8_recipe = {"current": Float8CurrentScaling, "blockwise": Float8BlockScaling}[recipe]()
 
         def both(enabled: bool) -> None:
-            with te.fp8_autocast(enabled=enabled, fp8_recipe=own):
+            with te.fp8_autocast(enabled=enabled, fp8_recipe=fp8_recipe):
                 y = layer(x)
             y.backward(y)
 
@@ -103,36 +105,37 @@ def linear(recipe: Any) -> Check:
     return check
 
 
-def step_of(recipe: Any) -> Check:
-    """An update of two layers of a 32B model and a head of 32,768 words, everything in fp8 that can be, against
-    bfloat16."""
+def update(recipe: Any) -> Check:
+    """Returns a check that times an update of two layers of a 32B model with a vocabulary of 32,768 tokens.
+
+    Everything that can be in fp8 is; the time is compared with bfloat16's.
+    """
 
     def check(setting: Setting) -> Numbers:
         rounds = rounds_of(setting)
         precisions = PrecisionConfig(fp8=FP8Config(recipe=recipe, head=True)), PrecisionConfig()
-        fp8, plain = (_stepped(setting, precision, rounds) for precision in precisions)
+        fp8, plain = (_update_numbers(setting, precision, rounds) for precision in precisions)
         numbers = {"tokens": plain["tokens"], "bf16 s": plain["s"], "fp8 s": fp8["s"], "ratio": fp8["s"] / plain["s"]}
         return numbers if setting.rehearsal else require(numbers, ratio=STEP_SPEED)
 
     return check
 
 
-def _stepped(setting: Setting, precision: PrecisionConfig, rounds: int) -> Numbers:
-    """A step of a learner that leaves no memory behind."""
-    numbers = step(_wide(setting, precision), *_batch(setting), rounds)
+def _update_numbers(setting: Setting, precision: PrecisionConfig, rounds: int) -> Numbers:
+    """Times an update, then frees the learner's memory."""
+    numbers = update_numbers(_wide(setting, precision), *_batch(setting), rounds)
     gc.collect()
     platform.release_cached_memory()
     return numbers
 
 
-def trained(recipe: str, emulate: bool) -> Check:
-    """Six steps of SFT of the 20M model, against the same in bfloat16."""
+def sft(recipe: str, emulate: bool) -> Check:
+    """Returns a check that compares six SFT steps of the 20M model in fp8 with the same in bfloat16."""
 
     def check(setting: Setting) -> Numbers:
         kind = "emulated" if emulate else "by transformer-engine"
-        own = f"actor.precision.fp8={{recipe: {recipe}, emulate: {str(emulate).lower()}, head: true}}"
-        plain = _in_bfloat16(setting)
-        return same_losses(plain, _six_steps(setting, f"{recipe} {kind}", own), NEAR)
+        fp8 = f"actor.precision.fp8={{recipe: {recipe}, emulate: {str(emulate).lower()}, head: true}}"
+        return same_losses(_in_bfloat16(setting), _six_steps(setting, f"{recipe} {kind}", fp8), SFT_ERROR)
 
     return check
 
@@ -142,26 +145,26 @@ def _in_bfloat16(setting: Setting) -> list[Row]:
     return _six_steps(setting, "bfloat16")
 
 
-def _six_steps(setting: Setting, name: str, *words: str) -> list[Row]:
-    given = [*of_sft(task(setting, "sort-20m")), "run.steps=6", "checkpoint.export_hf=false", *words]
-    return train(setting, name, "quickstart_gpu_sft", given, RUN_S)
+def _six_steps(setting: Setting, name: str, *overrides: str) -> list[Row]:
+    common = [*sft_overrides(task(setting, "sort-20m")), "run.steps=6", "checkpoint.export_hf=false"]
+    return train(setting, name, "quickstart_gpu_sft", [*common, *overrides], RUN_S)
 
 
-def held(setting: Setting) -> Numbers:
-    """Two steps of GRPO with weights in fp8: main weights from what was loaded, every push proved by its checksum."""
-    own = ["actor.layers=auto", "actor.precision.fp8={recipe: current, params: true}", "run.steps=2"]
-    words = [*of_grpo(setting), *engine(has_sglang()), *NOTHING_GIVEN_UP, *own]
-    return sampled(train(setting, "weights in fp8", "quickstart_gpu", words, RUN_S))
+def fp8_weights(setting: Setting) -> Numbers:
+    """Runs two GRPO steps with weights in fp8, each weight sync verified by checksum."""
+    overrides = [*grpo_overrides(setting), *engine_overrides(has_sglang()), *NOTHING_RELEASED, "actor.layers=auto"]
+    overrides += ["actor.precision.fp8={recipe: current, params: true}", "run.steps=2"]
+    return rollout_numbers(train(setting, "weights in fp8", "quickstart_gpu", overrides, RUN_S))
 
 
 def _recipe(name: Any) -> Recipe:
-    found = recipe_of(FP8Config(recipe=name))
-    assert found is not None
-    return found
+    recipe = recipe_of(FP8Config(recipe=name))
+    assert recipe is not None
+    return recipe
 
 
 def _batch(setting: Setting) -> tuple[int, int]:
-    """Sequences, and tokens of each."""
+    """Returns the number of sequences and the tokens of each."""
     return (2, 64) if setting.rehearsal else (8, 1024)
 
 
@@ -191,14 +194,14 @@ def _head(products: Products) -> tuple[Tensor, ...]:
 
 
 CHECKS: dict[str, Check] = {
-    **{f"casts are the emulation's: {name}": here(name, casts(name)) for name in RECIPES},
-    **{f"the loss head is the emulation's: {name}": here(name, head(name)) for name in RECIPES},
-    "te.Linear, current, against bfloat16": here("current", linear("current")),
-    "te.Linear, blockwise, against bfloat16": here("blockwise", linear("blockwise")),
-    "an update, current, against bfloat16": here("current", step_of("current")),
-    "an update, blockwise, against bfloat16": here("blockwise", step_of("blockwise")),
-    "SFT in current is near bfloat16": here("current", trained("current", emulate=False)),
-    "SFT in blockwise is near bfloat16": here("blockwise", trained("blockwise", emulate=False)),
-    "SFT, current emulated, is near bfloat16": trained("current", emulate=True),
-    "GRPO, weights in fp8, every push by checksum": here("current", held),
+    **{f"casts are the emulation's: {name}": if_supported(name, casts(name)) for name in RECIPES},
+    **{f"the loss head is the emulation's: {name}": if_supported(name, head(name)) for name in RECIPES},
+    "te.Linear, current, against bfloat16": if_supported("current", linear("current")),
+    "te.Linear, blockwise, against bfloat16": if_supported("blockwise", linear("blockwise")),
+    "an update, current, against bfloat16": if_supported("current", update("current")),
+    "an update, blockwise, against bfloat16": if_supported("blockwise", update("blockwise")),
+    "SFT in current is near bfloat16": if_supported("current", sft("current", emulate=False)),
+    "SFT in blockwise is near bfloat16": if_supported("blockwise", sft("blockwise", emulate=False)),
+    "SFT, current emulated, is near bfloat16": sft("current", emulate=True),
+    "GRPO, weights in fp8, every push by checksum": if_supported("current", fp8_weights),
 }

@@ -1,4 +1,4 @@
-"""How fast it is, each beside the limit measured in the same process: matrix products and copies on the device."""
+"""Speed of kernels, updates and export, next to limits measured in the same process: matrix products and copies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mrl.weights.sync.transports.base import double_buffer, largest_bucket_bytes
 from mrl.weights.sync.weight_sync import BucketFiller  # noqa: E402
 from tools.gpu.kernel_checks import head, head_by_torch, token_kernels  # noqa: E402
 from tools.gpu.stage import ROOT, Check, Numbers, Setting  # noqa: E402
-from tools.gpu.timing import DTYPE, ROUNDS, copied_bytes, product_flops, rounds_of, seconds  # noqa: E402
+from tools.gpu.timing import DTYPE, ROUNDS, copied_bytes_per_s, gemm_flops_per_s, rounds_of, seconds  # noqa: E402
 
 BUCKET_BYTES = 512 << 20
 PUSH_S = 600.0
@@ -33,17 +33,17 @@ MODELS = ROOT / "yaml_configs" / "models"
 
 
 def limits(setting: Setting) -> Numbers:
-    numbers = {"GEMM TFLOP/s": product_flops(setting) / 1e12, "copy GB/s": copied_bytes(setting) / 1e9}
+    numbers = {"GEMM TFLOP/s": gemm_flops_per_s(setting) / 1e12, "copy GB/s": copied_bytes_per_s(setting) / 1e9}
     if platform.gpu_count():
         host = torch.zeros(1 << 28, dtype=torch.uint8, pin_memory=True)
-        there = host.to(platform.device())
-        numbers["from pinned host memory GB/s"] = host.nbytes / seconds(lambda: there.copy_(host), ROUNDS) / 1e9
-        numbers["to pinned host memory GB/s"] = host.nbytes / seconds(lambda: host.copy_(there), ROUNDS) / 1e9
+        on_device = host.to(platform.device())
+        numbers["from pinned host memory GB/s"] = host.nbytes / seconds(lambda: on_device.copy_(host), ROUNDS) / 1e9
+        numbers["to pinned host memory GB/s"] = host.nbytes / seconds(lambda: host.copy_(on_device), ROUNDS) / 1e9
     return numbers
 
 
 def learner_of(model: Path, train: TrainConfig) -> Learner:
-    """A policy of the sizes of a directory's config.json, random weights."""
+    """Returns a policy with random weights and the sizes in a directory's config.json."""
     if not torch.distributed.is_initialized():
         platform.init_process_group(120.0)
         atexit.register(torch.distributed.destroy_process_group)
@@ -53,13 +53,13 @@ def learner_of(model: Path, train: TrainConfig) -> Learner:
 
 @cache
 def learner(layers: str, rehearsal: bool) -> Learner:
-    """Of Qwen3-0.6B's sizes."""
+    """Returns a policy with Qwen3-0.6B's sizes; in a rehearsal, with sort-20m's."""
     train = TrainConfig(layers=layers, max_tokens_per_microbatch=16384)  # type: ignore[arg-type]
     return learner_of(MODELS / ("sort-20m" if rehearsal else "Qwen3-0.6B"), train)
 
 
-def step(actor: Learner, count: int, length: int, rounds: int) -> Numbers:
-    """Seconds of an update over `count` sequences of `length` tokens, half of them responses, and of its passes."""
+def update_numbers(actor: Learner, count: int, length: int, rounds: int) -> Numbers:
+    """Times an update over `count` sequences of `length` tokens, of which half are response tokens."""
     rollout = rollout_of(count, length, actor.arch.vocab_size)
     loss = losses.cross_entropy(rollout.flat(aggregate.token_weights("token-mean", rollout.response_mask)))
 
@@ -69,21 +69,21 @@ def step(actor: Learner, count: int, length: int, rounds: int) -> Numbers:
 
     busy = platform.busy_seconds()
     spent = seconds(work, rounds)
-    busy = (platform.busy_seconds() - busy) / (rounds + 1)  # with the round that is not counted
+    busy = (platform.busy_seconds() - busy) / (rounds + 1)  # the warm-up round included
     return {"tokens": count * length, "s": spent, "passes s": busy, "tokens/s": count * length / spent}
 
 
 def update(layers: str) -> Check:
-    """A check that times an update over 16,384 tokens."""
+    """Returns a check that times an update over 16,384 tokens."""
 
     def check(setting: Setting) -> Numbers:
         actor = learner(layers, setting.rehearsal)
         platform.reset_peak_memory()
-        numbers = step(actor, *((2, 16) if setting.rehearsal else (16, 1024)), rounds_of(setting))
+        numbers = update_numbers(actor, *((2, 16) if setting.rehearsal else (16, 1024)), rounds_of(setting))
         parameters = sum(p.numel() for chunk in actor.bare for p in chunk.parameters())
         flops = 6.0 * parameters * numbers["tokens/s"]
         numbers |= {"layers": actor.bare[0].config.transformer_impl, "TFLOP/s by 6 N": flops / 1e12}
-        numbers |= {"of the GEMM rate": flops / product_flops(setting)}
+        numbers |= {"of the GEMM rate": flops / gemm_flops_per_s(setting)}
         return numbers | {"peak GB": platform.peak_memory_bytes() / 1e9}
 
     return check
@@ -101,16 +101,16 @@ def rollout_of(count: int, length: int, vocabulary: int) -> Rollout:
     )
 
 
-class _Nowhere(Transport):
-    """A transport whose engine takes a bucket as soon as it is full."""
+class _Discard(Transport):
+    """A transport that discards its buckets."""
 
-    name = "nowhere"
+    name = "discard"
 
     def prepare(self, buckets: Sequence[Bucket]) -> None:
-        def room() -> torch.Tensor:
+        def allocate() -> torch.Tensor:
             return torch.empty(largest_bucket_bytes(buckets), dtype=torch.uint8, device=platform.device())
 
-        self._flats = double_buffer(room, buckets)
+        self._flats = double_buffer(allocate, buckets)
 
     def buffer(self, bucket: Bucket) -> torch.Tensor:
         return next(self._flats)
@@ -120,15 +120,15 @@ class _Nowhere(Transport):
 
 
 def sync(setting: Setting) -> Numbers:
-    """The trainer's side of a push: export under Hugging Face names into buckets, in GPU memory, nothing sent."""
+    """Times the trainer's side of a weight sync: export under Hugging Face names into buckets; nothing is sent."""
     actor = learner("local", setting.rehearsal)
     metas = actor.exporter.metas()
     buckets = plan_buckets(metas, BUCKET_BYTES)
-    nowhere = _Nowhere(Engines((), 1, Deadline(PUSH_S)), SenderLocation(0, platform.device(), None))
-    nowhere.prepare(buckets)
+    transport = _Discard(Engines((), 1, Deadline(PUSH_S)), SenderLocation(0, platform.device(), None))
+    transport.prepare(buckets)
 
     def work() -> None:
-        filler = BucketFiller(nowhere, buckets, None)
+        filler = BucketFiller(transport, buckets, None)
         for name, tensor in actor.exporter.stream():
             filler.add(name, tensor)
         filler.delivered()
@@ -136,7 +136,7 @@ def sync(setting: Setting) -> Numbers:
 
     nbytes = sum(bucket.nbytes for bucket in buckets)
     rate = nbytes / seconds(work, rounds_of(setting))
-    return {"GB": nbytes / 1e9, "GB/s": rate / 1e9, "of a copy": rate / copied_bytes(setting)}
+    return {"GB": nbytes / 1e9, "GB/s": rate / 1e9, "of a copy": rate / copied_bytes_per_s(setting)}
 
 
 CHECKS: dict[str, Check] = {

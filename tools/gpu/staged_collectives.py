@@ -1,6 +1,6 @@
-"""Collectives of ranks that share one device: gloo's, on copies in host memory.
+"""Collectives for ranks that share one device: gloo's, on copies in host memory.
 
-NCCL refuses two ranks on one GPU. gloo's own copies of CUDA tensors leave out send, receive and reduce-scatter.
+NCCL refuses two ranks on one GPU. gloo supports CUDA tensors, but not in send, receive and reduce-scatter.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-# Methods of a process group, whose first argument holds what they write; torch 2.13 has renamed those of one tensor.
+# Methods of a process group that write to their first argument. torch 2.13 renames those of a single tensor.
 COLLECTIVES = (
     "allreduce",
     "allreduce_coalesced",
@@ -35,7 +35,7 @@ COLLECTIVES = (
     "alltoall_base",
     "all_to_all_single",
 )
-RECEIVES = ("recv", "recv_anysource")  # written when the caller waits
+RECEIVES = ("recv", "recv_anysource")  # the result is copied to the device when the caller waits
 
 
 class StagedWork:
@@ -57,9 +57,9 @@ class StagedWork:
 def install() -> None:
     """Makes every process group of this process stage its collectives; call once, before ranks communicate.
 
-    It replaces methods of the groups: a mode of torch's dispatcher belongs to one thread, but autograd has others, and
-    Megatron binds functions of torch.distributed at import. A collective has ended when it returns, also with
-    `async_op`. A send does not wait for its receiver, since two ranks may send to each other first.
+    It replaces methods of the groups. A mode of torch's dispatcher would not do: it belongs to one thread, but autograd
+    has others, and Megatron binds functions of torch.distributed at import. A collective has ended when it returns,
+    also with `async_op`. A send does not wait for its receiver, since two ranks may send to each other first.
     """
     for name in (*COLLECTIVES, *RECEIVES, "send"):
         if hasattr(dist.ProcessGroup, name):
@@ -86,6 +86,6 @@ def to_host(value: Any) -> Any:
 
 
 def copy_back(on_host: Any, targets: Any) -> None:
-    """Through `data`: like a collective, a copy is no change that autograd sees."""
+    """Writes through `data`, because autograd does not track a collective's writes either."""
     for source, target in zip(tree_leaves(on_host), tree_leaves(targets), strict=True):
         target.data.copy_(source)

@@ -1,6 +1,7 @@
-"""The column "GPU tested" of docs/support.md, from tools/gpu/results: python -m tools.gpu.support writes it.
+"""Writes the column "GPU tested" of docs/support.md from tools/gpu/results: python -m tools.gpu.support
 
-A row is tested when every check behind it has passed in the committed results; then it names card, date and commit.
+A row counts as tested if every check behind it has passed in the committed results. Its cell then names card, date
+and commit.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from tools.gpu.parity import FAMILIES
-from tools.gpu.run import OVER, RESULTS
+from tools.gpu.run import RESULTS, TIMED_OUT
 from tools.gpu.stage import ROOT
 
 PAGE = ROOT / "docs" / "support.md"
 COLUMN = "GPU tested"
 NOT_YET = "not yet"
 FOR_CPUS = {"C kernels for CPUs, float32": "not for GPUs"}
-# row of the table -> stage, and how the names of its checks begin; other rows have no check on one GPU
+# row of the table -> stage and prefixes of the names of its checks; other rows have no check on one GPU
 PROOFS: dict[str, tuple[str, tuple[str, ...]]] = {
     "Llama, Mistral, Qwen2/2.5, Qwen3, Mixtral, Qwen3-MoE": ("cuda", ("float32 is the CPU's",)),
     "`layers: local`: Megatron's, with mrl's packed attention and RMSNorm": ("cuda", ("bfloat16 is near",)),
@@ -49,12 +50,12 @@ PROOFS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 def read(results: Path = RESULTS) -> dict[str, dict[str, Any]]:
-    """stage -> what its last run has left."""
+    """Returns the committed results by stage."""
     return {file.stem: json.loads(file.read_text()) for file in sorted(results.glob("*.json"))}
 
 
 def proof(row: str) -> tuple[str, tuple[str, ...]]:
-    """The stage, and how the names of its checks begin; of a row that names families, theirs."""
+    """Returns the stage and the prefixes of the names of a row's checks. A row may name families instead."""
     if row in PROOFS:
         return PROOFS[row]
     families = [family for family in FAMILIES if f"`{family}`" in row]
@@ -62,39 +63,38 @@ def proof(row: str) -> tuple[str, tuple[str, ...]]:
     return "cuda" if families else "", tuple(f"{kind}: {family}" for kind in kinds for family in families)
 
 
-def cell(row: str, found: Mapping[str, Mapping[str, Any]]) -> str:
-    stage, beginnings = proof(row)
-    if stage not in found:
+def cell(row: str, results: Mapping[str, Mapping[str, Any]]) -> str:
+    stage, prefixes = proof(row)
+    if stage not in results:
         return FOR_CPUS.get(row, NOT_YET)
-    checks = [check for check in found[stage]["checks"] if check["check"].startswith(beginnings)]
+    checks = [check for check in results[stage]["checks"] if check["check"].startswith(prefixes)]
     if checks and all(check["verdict"] == "passed" for check in checks):
-        oldest = min((check.get("of", found[stage]) for check in checks), key=lambda of: str(of["date"]))
+        oldest = min((check.get("of", results[stage]) for check in checks), key=lambda of: str(of["date"]))
         return f"{oldest['card']}, {oldest['date']}, {oldest['commit'][:9]}"
-    failed = [check for check in checks if check["verdict"] == "failed" and not is_cut(check)]
-    return f"failed ({found[stage]['date']})" if failed else NOT_YET
+    # a check during which its stage timed out may be slow, so it counts as not tested
+    failed = [
+        check for check in checks
+        if check["verdict"] == "failed" and not str(check.get("reason")).endswith(TIMED_OUT)
+    ]  # fmt: skip
+    return f"failed ({results[stage]['date']})" if failed else NOT_YET
 
 
-def is_cut(check: Mapping[str, Any]) -> bool:
-    """Whether its stage's time was over while it ran: it may hang, or have been slow."""
-    return str(check.get("reason")).endswith(OVER)
-
-
-def filled(text: str, found: Mapping[str, Mapping[str, Any]]) -> str:
-    """The page with that column as the results have it. Raises ValueError if a row that is proved is not in it."""
-    lines, rows, place = [], set(), None
+def filled(text: str, results: Mapping[str, Mapping[str, Any]]) -> str:
+    """Returns the page with the column filled in. Raises ValueError if a row of PROOFS or FOR_CPUS is not in it."""
+    lines, rows, column = [], set(), None
     for line in text.splitlines():
         cells = [part.strip() for part in line.strip("|").split(" | ")] if line.startswith("| ") else []
         if COLUMN in cells:
-            place = cells.index(COLUMN)
+            column = cells.index(COLUMN)
         elif not line:
-            place = None
-        elif cells and place is not None:
+            column = None
+        elif cells and column is not None:
             rows.add(cells[0])
-            cells[place] = cell(cells[0], found)
+            cells[column] = cell(cells[0], results)
             line = f"| {' | '.join(cells)} |"
         lines.append(line)
     if missing := {*PROOFS, *FOR_CPUS} - rows:
-        raise ValueError(f"{PAGE}: no row of the table is {', '.join(sorted(missing))}")
+        raise ValueError(f"{PAGE}: no row of the table has the name {', '.join(sorted(missing))}")
     return "\n".join(lines) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""Seconds on a device, and its limits in the same process: matrix products and copies."""
+"""Timing of work on a device, and the device's limits measured in the same process: matrix products and copies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROUNDS = 5
 
 
 def seconds(work: Callable[[], Any], rounds: int) -> float:
-    """Of the fastest of some rounds, after one that is not counted."""
+    """Returns the seconds of the fastest of `rounds` calls, after one warm-up call."""
     best = math.inf
     for number in range(rounds + 1):
         platform.synchronize()
@@ -32,8 +32,11 @@ def seconds(work: Callable[[], Any], rounds: int) -> float:
 
 
 def device_us(work: Callable[[], Any]) -> float | str:
-    """Microseconds of the kernels and copies of one call, as torch's profiler has them: what is left of `seconds` where
-    the host is ahead, as it is in a step. A word where the profiler has none. On a CPU the time in operations."""
+    """Returns the microseconds of the kernels and copies of one call, by torch's profiler; on a CPU, of its operations.
+
+    This is the time of a call within a step, where the host runs ahead of the device. Returns a message if the profiler
+    records nothing.
+    """
     on_gpu = platform.device().type == "cuda"
     activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
     work()
@@ -41,9 +44,9 @@ def device_us(work: Callable[[], Any]) -> float | str:
     with torch.profiler.profile(activities=[activity]) as profiler:
         work()
         platform.synchronize()
-    found = profiler.key_averages()
-    spent = sum(event.self_device_time_total if on_gpu else event.self_cpu_time_total for event in found)
-    return spent or "the profiler saw none"
+    events = profiler.key_averages()
+    spent = sum(event.self_device_time_total if on_gpu else event.self_cpu_time_total for event in events)
+    return spent or "the profiler recorded nothing"
 
 
 def rounds_of(setting: Setting) -> int:
@@ -55,22 +58,22 @@ def random(*shape: int, scale: float = 1.0) -> Tensor:
 
 
 @cache
-def gemm_flops(size: int, rounds: int) -> float:
-    """A second, of a square product in bfloat16."""
+def gemm_rate(size: int, rounds: int) -> float:
+    """Returns the FLOP/s of a square matrix product in bfloat16."""
     a, b = random(size, size), random(size, size)
     return 2.0 * size**3 / seconds(lambda: a @ b, rounds)
 
 
 @cache
-def copied(nbytes: int, rounds: int) -> float:
-    """Bytes a second that are copied on the device; as many are read as written."""
+def copy_rate(nbytes: int, rounds: int) -> float:
+    """Returns the bytes copy_rate per second on the device; each is read once and written once."""
     a, b = (torch.zeros(nbytes, dtype=torch.uint8, device=platform.device()) for _ in range(2))
     return nbytes / seconds(lambda: b.copy_(a), rounds)
 
 
-def product_flops(setting: Setting) -> float:
-    return gemm_flops(128 if setting.rehearsal else 8192, rounds_of(setting))
+def gemm_flops_per_s(setting: Setting) -> float:
+    return gemm_rate(128 if setting.rehearsal else 8192, rounds_of(setting))
 
 
-def copied_bytes(setting: Setting) -> float:
-    return copied(1 << 20 if setting.rehearsal else 1 << 30, rounds_of(setting))
+def copied_bytes_per_s(setting: Setting) -> float:
+    return copy_rate(1 << 20 if setting.rehearsal else 1 << 30, rounds_of(setting))

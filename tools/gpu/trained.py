@@ -1,4 +1,4 @@
-"""Short runs of `mrl train` in one process of its own, from the shipped configurations, and what their metrics say."""
+"""Short single-process runs of `mrl train` from the configurations in yaml_configs/, and numbers from their metrics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ONE_RANK = (*ALONE, "validation.at_start=false")
 
 
 def task(setting: Setting, sizes: str | None = None) -> Path:
-    """A directory with the sorting task's data and a model_init, whose sizes are those of yaml_configs/models/SIZES."""
+    """Returns a directory with the sorting task's data and model_init, with the sizes of yaml_configs/models/SIZES."""
     out = setting.work / f"task {sizes or 'tiny'}"
     if not (out / "data" / "train.jsonl").is_file():
         config = None if sizes is None else ROOT / "yaml_configs" / "models" / sizes / "config.json"
@@ -31,7 +31,7 @@ def task(setting: Setting, sizes: str | None = None) -> Path:
 
 
 def with_weights(sizes: Path, out: Path) -> Path:
-    """out: the model directory `sizes`, with random weights."""
+    """Copies the model directory `sizes` to `out`, adds random weights in bfloat16, and returns `out`."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -48,26 +48,29 @@ def environment() -> dict[str, str]:
     return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path}
 
 
-def of_data(made: Path) -> list[str]:
-    return [f"data.train={made}/data/train.jsonl", f"data.validation={made}/data/validation.jsonl"]
+def data_overrides(task_dir: Path) -> list[str]:
+    return [f"data.train={task_dir}/data/train.jsonl", f"data.validation={task_dir}/data/validation.jsonl"]
 
 
 def train(
     setting: Setting, name: str, config: str, overrides: Sequence[str], limit_s: float, gpus: int = 1
 ) -> list[Row]:
-    """Its metrics, a row a step. Failed, with the end of what its terminal showed.
+    """Runs `mrl train` on yaml_configs/CONFIG.yaml and returns its metrics, one row per step.
 
-    In a rehearsal the configuration is read and checked as it would be on a machine with so many GPUs; Skipped says so.
+    A rehearsal only checks the configuration for a machine with that many GPUs, and raises Skipped.
+
+    Raises:
+        Failed: with the end of the run's output
     """
-    words = [f"run.name={name}", f"run.root={setting.work}/runs", *overrides]
+    overrides = [f"run.name={name}", f"run.root={setting.work}/runs", *overrides]
     if setting.rehearsal:
-        _read(config, words, gpus)
+        _check_config(config, overrides, gpus)
         raise Skipped("a rehearsal reads its configuration alone")
-    return started(setting, name, config, words, limit_s)
+    return run_train(setting, name, config, overrides, limit_s)
 
 
-def started(setting: Setting, name: str, config: str, words: Sequence[str], limit_s: float) -> list[Row]:
-    command = [sys.executable, "-m", "mrl", "train", f"yaml_configs/{config}.yaml", *words]
+def run_train(setting: Setting, name: str, config: str, overrides: Sequence[str], limit_s: float) -> list[Row]:
+    command = [sys.executable, "-m", "mrl", "train", f"yaml_configs/{config}.yaml", *overrides]
     try:
         done = subprocess.run(
             command,
@@ -79,9 +82,9 @@ def started(setting: Setting, name: str, config: str, words: Sequence[str], limi
             text=True,
             timeout=limit_s,
         )
-    except subprocess.TimeoutExpired as late:
-        shown = late.stdout.decode(errors="replace") if isinstance(late.stdout, bytes) else late.stdout or ""
-        raise Failed(f"{config} did not end within {limit_s:g} s: {shown[-400:]}") from None
+    except subprocess.TimeoutExpired as timeout:
+        output = timeout.stdout.decode(errors="replace") if isinstance(timeout.stdout, bytes) else timeout.stdout or ""
+        raise Failed(f"{config} did not end within {limit_s:g} s: {output[-400:]}") from None
     if done.returncode:
         print(done.stdout[-6000:], flush=True)
         raise Failed(f"{config} ended with exit code {done.returncode}: {done.stdout.strip()[-500:]}")
@@ -89,35 +92,35 @@ def started(setting: Setting, name: str, config: str, words: Sequence[str], limi
     return [row for row in map(json.loads, file.read_text().splitlines()) if row["step"] > 0]
 
 
-def _read(config: str, words: Sequence[str], gpus: int) -> None:
+def _check_config(config: str, overrides: Sequence[str], gpus: int) -> None:
     from mrl.config.loader import ConfigError, load
 
     try:
-        load(ROOT / "yaml_configs" / f"{config}.yaml", words, gpus=gpus)
+        load(ROOT / "yaml_configs" / f"{config}.yaml", overrides, gpus=gpus)
     except ConfigError as error:
-        made_by_runs = [p for p in error.problems if "/hf" in p.message and p.keys[0] == "model.path"]
-        if len(made_by_runs) < len(error.problems):
+        from_runs = [p for p in error.problems if "/hf" in p.message and p.keys[0] == "model.path"]
+        if len(from_runs) < len(error.problems):  # a rehearsal has no models that other runs export
             raise Failed(str(error)) from None
 
 
-def learnt(rows: Sequence[Row]) -> Numbers:
-    """Of any run. Failed if an update was skipped."""
+def training_numbers(rows: Sequence[Row]) -> Numbers:
+    """Returns the losses and the speed of a run. Raises Failed if an update was skipped."""
     numbers = {
         "steps": len(rows),
         "first loss": rows[0]["actor/loss"],
         "last loss": rows[-1]["actor/loss"],
     }
-    if "perf/tokens_per_s" in rows[-1]:  # not of pictures that are drawn
+    if "perf/tokens_per_s" in rows[-1]:  # absent for diffusion
         numbers["tokens/s"] = max(row["perf/tokens_per_s"] for row in rows)
     if skipped := sum(row["actor/skipped"] for row in rows):
         raise Failed(f"{skipped:g} updates were skipped: a loss or gradient was not finite", numbers)
     return numbers
 
 
-def sampled(rows: Sequence[Row]) -> Numbers:
-    """Of a run with an engine: mismatch, nats a token, and the longest step without the first, in parts."""
+def rollout_numbers(rows: Sequence[Row]) -> Numbers:
+    """Returns training_numbers of a run with an engine, its mismatch in nats per token, rewards, last step's times."""
     last = rows[-1]
-    return learnt(rows) | {
+    return training_numbers(rows) | {
         "mismatch_mean": max(row["mismatch/mean_abs"] for row in rows),
         "mismatch_max": max(row["mismatch/max_abs"] for row in rows),
         "first reward": rows[0]["reward/mean"],

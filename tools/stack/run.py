@@ -1,10 +1,10 @@
-"""Runs mrl with the newer Megatron-Core, and checkpoints between both: `make test-stack`.
+"""Tests mrl with the newer Megatron-Core, and checkpoints that move between both versions: `make test-stack`.
 
 Usage: .venv-312/bin/python -m tools.stack.run [--other .venv/bin/python] [CHECK ...]
 
-Makes each check of CHECKS, or those that are named, one after the other, in at most ten minutes. The checks write
-tools/stack/results/stack.json, to be committed: python -m tools.stack.support makes a table of docs/support.md of it.
-A run of some checks keeps the others' last results. Exit code: 0 if all of them passed, else 1.
+Runs the named checks, by default all, one after the other in at most ten minutes. Writes the results to
+tools/stack/results/stack.json; results of checks that did not run are kept. Commit this file: python -m
+tools.stack.support generates a table of docs/support.md from it. The exit code is 0 if all checks passed, else 1.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ print(json.dumps({{"python": platform.python_version(), **versions(*{PACKAGES})}
 
 
 class Failed(Exception):
-    """A check that did not pass, with the reason."""
+    """Raised by a check that failed, with the reason."""
 
 
 @dataclass(frozen=True)
 class Stacks:
-    """Interpreters of both environments. work: directory of the runs."""
+    """Python interpreters of both environments. work: directory of the runs. end: of all checks, by time.monotonic()"""
 
     here: str
     other: str
@@ -69,29 +69,29 @@ class Stacks:
     end: float
 
     def run(self, python: str, *arguments: str | Path) -> str:
-        """Returns what `python *arguments` printed. Raises Failed."""
+        """Returns what `python *arguments` printed. Raises Failed if it fails or the time is over."""
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         command, left = [python, *map(str, arguments)], max(1.0, self.end - time.monotonic())
         try:
             done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=left)
         except subprocess.TimeoutExpired:
-            raise Failed(f"the {LIMIT_S:g} s of all checks were over") from None
+            raise Failed(f"all checks together took longer than {LIMIT_S:g} s") from None
         if done.returncode:
             lines = (done.stdout + done.stderr).strip().splitlines()
             raise Failed(f"exit code {done.returncode}: " + "\n".join(lines[-30:]))
         return done.stdout
 
     def train(self, python: str, name: str, config: str, *keys: str) -> list[float]:
-        """Runs a quickstart in `work`; returns the losses by step. Continues a run of that name."""
+        """Runs a quickstart in `work`, or continues the run of that name; returns the losses by step."""
         task = self.work / "task"
         data = [f"data.{part}={task}/data/{part}.jsonl" for part in ("train", "validation")]
-        where = [f"run.root={self.work}", f"run.name={name}", *data]
-        self.run(python, "-m", "mrl", "train", f"yaml_configs/{config}.yaml", *where, *keys)
+        overrides = [f"run.root={self.work}", f"run.name={name}", *data, *keys]
+        self.run(python, "-m", "mrl", "train", f"yaml_configs/{config}.yaml", *overrides)
         return losses(self.work / name)
 
 
 def losses(run: Path) -> list[float]:
-    """Returns the losses of a run, by step; step 0 is a validation."""
+    """Returns the losses of a run by step, without the validation before step 1."""
     return [row["actor/loss"] for row in read_metrics(run) if row["step"]]
 
 
@@ -101,13 +101,13 @@ def tests(stacks: Stacks, *arguments: str) -> dict[str, Any]:
 
 
 def start(stacks: Stacks) -> list[float]:
-    """Trains the model that other checks start from, in work/sft/hf, once; returns its losses."""
+    """Trains the model that other checks start from, in work/sft/hf, if it does not exist; returns the losses."""
     model, run = f"model.path={stacks.work}/task/model_init", stacks.work / "sft"
     return losses(run) if run.exists() else stacks.train(stacks.here, "sft", "quickstart_sft", model, "run.steps=20")
 
 
 def sft(stacks: Stacks) -> dict[str, Any]:
-    """SFT of the quickstart under TP2 x PP2, by both stacks: the same losses."""
+    """SFT of the quickstart at TP2 x PP2 gives the same losses with both stacks."""
     here = start(stacks)
     model = f"model.path={stacks.work}/task/model_init"
     other = stacks.train(stacks.other, "sft_other", "quickstart_sft", model, f"run.steps={LONG}")
@@ -115,7 +115,7 @@ def sft(stacks: Stacks) -> dict[str, Any]:
 
 
 def grpo(stacks: Stacks) -> dict[str, Any]:
-    """GRPO of the quickstart at CP2 x DP2, from that start, with the transformers engine."""
+    """GRPO of the quickstart at CP2 x DP2, from the SFT weights, with the transformers engine."""
     start(stacks)
     keys = (f"model.path={stacks.work}/sft/hf", "rollout.engine=transformers", "reward.function=sorted_digits")
     keys += ("batch.prompts_per_step=16", "validation.prompts=8", "run.steps=3")
@@ -135,47 +135,47 @@ def delta_nets(stacks: Stacks) -> dict[str, Any]:
 
 
 def resume(stacks: Stacks) -> dict[str, Any]:
-    """Checkpoints of weights and optimizer, saved by one stack and continued by the other, both ways."""
+    """Checkpoints of one stack are resumed by the other, both ways, with the losses of an uninterrupted run."""
     keys = (f"model.path={stacks.work}/task/model_init", f"checkpoint.every_steps={SHORT}")
     whole = stacks.train(stacks.here, "whole", "quickstart_sft", *keys, f"run.steps={LONG}")
     numbers: dict[str, Any] = {}
     for name, first, second in (("from other", stacks.other, stacks.here), ("to other", stacks.here, stacks.other)):
         run = name.replace(" ", "_")
         stacks.train(first, run, "quickstart_sft", *keys, f"run.steps={SHORT}")
-        found = stacks.train(second, run, "quickstart_sft", *keys, f"run.steps={LONG}")
-        numbers |= {f"{name}: {key}": value for key, value in compared(found, whole).items()}
+        resumed = stacks.train(second, run, "quickstart_sft", *keys, f"run.steps={LONG}")
+        numbers |= {f"{name}: {key}": value for key, value in compared(resumed, whole).items()}
     return numbers
 
 
 def convert(stacks: Stacks) -> dict[str, Any]:
-    """Conversion to Megatron's form by one stack and back by the other: the same tensors."""
+    """Conversion to Megatron's format by one stack and back by the other gives the same tensors."""
     start(stacks)
     source = stacks.work / "sft" / "hf"
     for name, first, second in (("from", stacks.other, stacks.here), ("to", stacks.here, stacks.other)):
         middle, back = stacks.work / f"megatron_{name}", stacks.work / f"hf_{name}"
         stacks.run(first, "-m", "mrl", "convert", "hf-to-megatron", source, middle)
         stacks.run(second, "-m", "mrl", "convert", "megatron-to-hf", middle, back)
-        wanted, found = tensors(source), tensors(back)
-        if wanted.keys() != found.keys() or not all(torch.equal(found[key], wanted[key]) for key in wanted):
+        want, got = tensors(source), tensors(back)
+        if want.keys() != got.keys() or not all(torch.equal(got[key], want[key]) for key in want):
             raise Failed(f"the tensors of {back} differ from those of {source}")
     return {"conversions": 4}
 
 
 def tensors(directory: Path) -> dict[str, torch.Tensor]:
     """Returns the tensors of a Hugging Face directory. Raises Failed if there are none."""
-    found = {key: value for file in directory.glob("*.safetensors") for key, value in load_file(file).items()}
-    if not found:
+    loaded = {key: value for file in directory.glob("*.safetensors") for key, value in load_file(file).items()}
+    if not loaded:
         raise Failed(f"{directory} has no tensors")
-    return found
+    return loaded
 
 
-def compared(found: list[float], wanted: list[float]) -> dict[str, float]:
+def compared(got: list[float], want: list[float]) -> dict[str, float]:
     """Returns the largest relative difference. Raises Failed unless both have LONG losses that are close."""
-    if len(found) != len(wanted) or len(found) != LONG:
-        raise Failed(f"{len(found)} and {len(wanted)} steps instead of {LONG}")
-    worst = max(abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True))
+    if len(got) != len(want) or len(got) != LONG:
+        raise Failed(f"{len(got)} and {len(want)} steps instead of {LONG}")
+    worst = max(abs(a - b) / abs(b) for a, b in zip(got, want, strict=True))
     if worst > CLOSE:
-        raise Failed(f"the losses {found} and {wanted} differ by {worst:.2g}, more than {CLOSE}")
+        raise Failed(f"the losses {got} and {want} differ by {worst:.2g}, more than {CLOSE}")
     return {"largest difference of losses": worst}
 
 
@@ -189,8 +189,8 @@ CHECKS: dict[str, Callable[[Stacks], dict[str, Any]]] = {
 }
 
 
-def made(name: str, stacks: Stacks) -> dict[str, Any]:
-    """Returns the check's row."""
+def run_check(name: str, stacks: Stacks) -> dict[str, Any]:
+    """Runs a check; returns its row of the results."""
     print(f"{name} ...", flush=True)
     began = time.monotonic()
     try:
@@ -204,9 +204,9 @@ def made(name: str, stacks: Stacks) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checks", nargs="*", metavar="CHECK", help=f"by default all: {'; '.join(CHECKS)}")
-    parser.add_argument("--other", default=str(ROOT / ".venv/bin/python"), help="python of the other environment")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="by default tools/stack/results/stack.json")
+    parser.add_argument("checks", nargs="*", metavar="CHECK", help=f"checks to run (default: all): {'; '.join(CHECKS)}")
+    parser.add_argument("--other", default=str(ROOT / ".venv/bin/python"), help="Python of the other environment")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="default: tools/stack/results/stack.json")
     args = parser.parse_args()
     if unknown := set(args.checks) - set(CHECKS):
         parser.error(f"unknown checks: {', '.join(sorted(unknown))}; known: {'; '.join(CHECKS)}")
@@ -218,7 +218,7 @@ def main() -> int:
         stacks.run(stacks.here, "tools/make_sort_task.py", work / "task")
         other = json.loads(stacks.run(stacks.other, "-c", VERSIONS))
         for name in args.checks or CHECKS:
-            rows[name] = made(name, stacks)
+            rows[name] = run_check(name, stacks)
     finally:
         shutil.rmtree(work)
     figures = {"stack": versions(*PACKAGES), "other": other, "checks": [rows[name] for name in CHECKS if name in rows]}

@@ -1,4 +1,4 @@
-"""The table of docs/support.md of versions that run together: python -m tools.stack.support writes it."""
+"""Writes the table of docs/support.md of versions that run together: python -m tools.stack.support"""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ PAGE = ROOT / "docs" / "support.md"
 HEADING = "## Versions that run together"
 
 
-def table(found: Mapping[str, Any]) -> list[str]:
-    """Returns the lines of the table. found: the content of tools/stack/results/stack.json"""
-    here = {"python": found["machine"]["python"], **found["stack"]}
-    verdicts = dict.fromkeys(CHECKS, "not run") | {row["check"]: row["verdict"] for row in found["checks"]}
-    run = f"`make test-stack`, {found['date']}"
+def table(results: Mapping[str, Any]) -> list[str]:
+    """Returns the lines of the table from the content of tools/stack/results/stack.json."""
+    here = {"python": results["machine"]["python"], **results["stack"]}
+    verdicts = dict.fromkeys(CHECKS, "not run") | {row["check"]: row["verdict"] for row in results["checks"]}
+    run = f"`make test-stack`, {results['date']}"
     for verdict in ("passed", "failed", "not run"):
-        names = [name for name, own in verdicts.items() if own == verdict]
+        names = [name for name in verdicts if verdicts[name] == verdict]
         run += f". {verdict.capitalize()}: {'; '.join(names)}" if names else ""
-    rows = [(found["other"], "every test of `make test`"), (here, run)]
+    rows = [(results["other"], "every test of `make test`"), (here, run)]
     return [
         f"| Python | {' | '.join(PACKAGES)} | tested by |",
         f"|{'---|' * (len(PACKAGES) + 2)}",
@@ -28,15 +28,15 @@ def table(found: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def filled(text: str, found: Mapping[str, Any]) -> str:
-    """Returns the page with that table. Raises ValueError if the heading is not there."""
+def filled(text: str, results: Mapping[str, Any]) -> str:
+    """Returns the page with the table replaced. Raises ValueError if the page does not have the heading."""
     before, heading, after = text.partition(f"\n{HEADING}\n")
     if not heading:
         raise ValueError(f"{PAGE} has no heading {HEADING!r}")
     lines = after.splitlines()
     places = [number for number, line in enumerate(lines) if line.startswith("|")]
     first, end = places[0], next(n for n in range(places[0], len(lines)) if not lines[n].startswith("|"))
-    lines[first:end] = table(found)
+    lines[first:end] = table(results)
     return before + heading + "\n".join(lines) + "\n"
 
 

@@ -15,7 +15,7 @@ from mrl.config import reasoning_tasks, verifiers_environments
 from mrl.config.checks.base import Archs, changed, check_positions, without_effect
 from mrl.config.json_rows import BOM, as_row, parse_row
 from mrl.config.problems import Problem, not_a_file, reason
-from mrl.config.sections.data import PreferenceDataConfig, SourceConfig
+from mrl.config.sections.data import PreferenceDataConfig, SFTDataConfig, SourceConfig
 from mrl.config.trainers.base import AnyConfig, Config, DataUse
 from mrl.families import ModelArch
 from mrl.foreign import read_json
@@ -89,8 +89,13 @@ def _shared_problems(
 def _columns(section: str, key: str, source: SourceConfig, columns: Columns, use: DataUse) -> Iterator[Problem]:
     data = use.cfg
     where, has = f"the first row of {source.path}", ", ".join(columns) or "no keys"
-    for setting, name in use.needed(columns).items():
-        if name not in columns and name.split(".")[0] not in columns:
+    needed = use.needed(columns).items()
+    missing = {setting: name for setting, name in needed if name not in columns and name.split(".")[0] not in columns}
+    if missing and isinstance(data, SFTDataConfig) and (form := _other_form(data, columns)):
+        lacks = " and ".join(map(repr, missing.values()))
+        yield Problem((f"{section}.form", key), f"{data.form} needs {lacks}, and {where} has {has}: set it to {form}")
+    else:
+        for setting, name in missing.items():
             yield Problem((f"{section}.{setting}", key), f"{where} has no {name!r}; it has {has}")
     if use.reads_prompts and columns.get(data.prompt_key) is list and not data.chat_template:
         message = f"false needs text prompts, and {where} has a list of messages in {data.prompt_key!r}: set it to true"
@@ -98,6 +103,12 @@ def _columns(section: str, key: str, source: SourceConfig, columns: Columns, use
     if source.name is not None and data.data_source_key in columns:
         message = f"the name {source.name!r} of {source.path} has no effect: its rows have {data.data_source_key!r}"
         yield Problem((key, f"{section}.data_source_key"), message)
+
+
+def _other_form(data: SFTDataConfig, columns: Columns) -> str | None:
+    """Returns the form of rows with these columns, if it is another one than the configured."""
+    found = {"messages": data.messages_key, "text": data.text_key}
+    return next((form for form, name in found.items() if form != data.form and name in columns), None)
 
 
 def read_columns(source: SourceConfig) -> Columns | None:

@@ -65,8 +65,8 @@ def _arch(key: str, path: str, problems: list[Problem]) -> ModelArch | None:
         return load_arch(path)
     except UnsupportedModel as error:
         message = str(error)
-    except FileNotFoundError:
-        message = f"{path}/config.json does not exist: expected a Hugging Face model directory"
+    except FileNotFoundError as error:
+        message = str(error)
     except KeyError as error:
         message = f"{path}/config.json lacks {error}"
     except (OSError, ValueError) as error:

@@ -185,6 +185,8 @@ def check_function(
             yield Problem((key,), f"{spec} {problem}")
     elif not built_in:
         yield Problem((key,), f"{spec!r} does not name a function in a file: expected path/to/file.py:name")
+    elif spec.endswith(".py"):
+        yield Problem((key,), f"{spec!r} is a file: name a function in it too, as in {spec}:NAME")
     elif spec not in BUILTIN_REWARDS:
         close = difflib.get_close_matches(spec, BUILTIN_REWARDS, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""

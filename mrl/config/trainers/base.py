@@ -9,6 +9,7 @@ from typing import Literal
 
 from mrl.config.sections.algorithm import AlgorithmConfig
 from mrl.config.sections.data import DataConfig, Form, HeldOutConfig, PreferenceDataConfig, SFTDataConfig, SourceConfig
+from mrl.config.sections.lora import LoRAConfig
 from mrl.config.sections.models import ModelConfig, ParallelConfig, TrainConfig
 from mrl.config.sections.placement import PlacementConfig
 from mrl.config.sections.reward import RewardConfig, ServerConfig
@@ -93,12 +94,21 @@ class ModelSpec:
         path: directory of the model; None: that of the run's model
         train: layout, micro-batches, layers and offload
         scores: a value or score head replaces the output layer
+        several: LoRA of each of several adapters that share the model; empty: `train.lora` is the only one
     """
 
     path: str | None
     train: TrainConfig
     scores: bool = False
     is_trained: bool = False
+    several: tuple[LoRAConfig, ...] = ()
+
+    @property
+    def loras(self) -> tuple[LoRAConfig, ...]:
+        """All LoRA adapters that are trained instead of the model's weights; empty: all weights or none are."""
+        if not self.is_trained:
+            return ()
+        return self.several or ((self.train.lora,) if self.train.lora is not None else ())
 
 
 @dataclass(frozen=True)
@@ -283,7 +293,13 @@ class Config(AnyConfig):
         return {"actor": ModelUse(None, self.actor.parallel, self.actor)}
 
     def built(self) -> dict[str, ModelSpec]:
-        return {"actor": ModelSpec(None, self.actor, is_trained=True)}
+        several = (own.actor.lora for own in self.adapter_configs().values())
+        loras = tuple(lora for lora in several if lora is not None)
+        return {"actor": ModelSpec(None, self.actor, is_trained=True, several=loras)}
+
+    def adapter_configs(self) -> Mapping[str, Config]:
+        """Returns the configuration of each of several adapters, as that of a run of it alone; empty for one."""
+        return {}
 
     def frozen(self) -> dict[str, str | None]:
         """Returns section -> directory of every language model that is never trained; None: that of the run's model."""

@@ -14,7 +14,7 @@ from mrl.config.sections.models import ActorConfig, CriticConfig, RefConfig, Tra
 from mrl.config.sections.placement import PlacementConfig
 from mrl.config.sections.policy import RolloutCorrectionConfig
 from mrl.config.sections.reuse import EMAConfig, PTXConfig, ReplayConfig
-from mrl.config.sections.reward import RewardConfig, RewardModelConfig
+from mrl.config.sections.reward import RewardConfig, RewardModelConfig, ServerConfig
 from mrl.config.sections.rollout import RolloutConfig, SyncConfig, ValidationConfig
 from mrl.config.sections.teacher import TeacherConfig, TeacherModelConfig
 from mrl.config.trainers.base import AnyConfig, Config, DataUse, ModelSpec, ModelUse, StepSize, renamed
@@ -45,7 +45,6 @@ class RLConfig(Config):
     adapters: dict[str, AdapterConfig] = {}  # name -> adapter, to train several of one base; empty: one
 
     def adapter_configs(self) -> dict[str, RLConfig]:
-        """Returns the configuration of each of several adapters, as that of a run of it alone; empty for one."""
         found = {}
         for name, own in self.adapters.items():
             given = {key: value for key, value in dict(own).items() if value is not None}
@@ -200,6 +199,13 @@ class RLConfig(Config):
 
     def rewards(self) -> RewardConfig:
         return self.reward
+
+    def reward_servers(self) -> dict[str, ServerConfig]:
+        found = super().reward_servers()
+        for name, own in self.adapter_configs().items():
+            if self.adapters[name].reward is not None:
+                found |= {f"adapters.{name}.{key}": server for key, server in own.reward_servers().items()}
+        return found
 
     def algorithm_used(self) -> AlgorithmConfig:
         return self.algorithm

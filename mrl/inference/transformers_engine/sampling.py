@@ -67,7 +67,9 @@ def parse_job(
         raise ValueError(f"unsupported sampling_params: {', '.join(unknown)}")
     if not input_ids:
         raise ValueError("input_ids is empty")
-    new = int(params.get("max_new_tokens") or 128)
+    new = params.get("max_new_tokens", 128)
+    if type(new) is not int or new < 1:
+        raise ValueError(f"max_new_tokens: {new!r} is not a number of tokens from 1 on")
     if len(input_ids) + new > context:
         raise ValueError(
             f"{len(input_ids)} tokens of prompt and max_new_tokens = {new} exceed the context of {context}"

@@ -76,6 +76,8 @@ class Endpoints:
         asks, start = bool(body.get("return_routed_experts")), body.get("routed_experts_start_len") or 0
         if asks and routed is None:
             raise BadRequest("return_routed_experts: the model has no experts")
+        if body.get("lora_path") is not None:
+            raise BadRequest(f"lora_path: this engine has no adapters, and was asked for {body['lora_path']!r}")
         if type(start) is not int or not 0 <= start <= len(ids):
             raise BadRequest(f"routed_experts_start_len: {start!r} is not a number of tokens that the prompt has")
         if (sight := self._worker.sight) is None and urls:

@@ -30,6 +30,7 @@ from mrl.trainers.rl.models import Models
 from mrl.trainers.rl.passes import StepPasses
 from mrl.trainers.rl.run import RLRun, make_kl_controller
 from mrl.trainers.rl.scores import ScoreControl
+from mrl.trainers.shared.callbacks import Callbacks
 from mrl.trainers.shared.checkpoints import Stateful
 from mrl.trainers.shared.memory import PhaseMemoryManager
 from mrl.trainers.shared.models import build_learner
@@ -58,11 +59,11 @@ class AdaptersRun(Run):
             self.world.from_main("rollout", lambda: self._start_sampling(step))
         rollouts: dict[str, Rollout] = {}
         for name, run in self.adapters.items():
-            with _errors_of(name):
+            with self._only(name):
                 rollouts[name] = loop.generate(run, step, own[name])
         loads = self.world.from_main("rollout", lambda: self._load_metrics(step))
         for name, run in self.adapters.items():
-            with _errors_of(name):
+            with self._only(name):
                 loop.learn(run, step, rollouts[name], own[name])
         with self.phase("sync", stats):
             stats.metrics |= self.sync(step + 1)
@@ -93,6 +94,11 @@ class AdaptersRun(Run):
         for run in self.adapters.values():
             run.updates.end_of_run()
 
+    def set_callbacks(self, callbacks: Callbacks) -> None:
+        super().set_callbacks(callbacks)
+        for run in self.adapters.values():
+            run.set_callbacks(callbacks)
+
     def release_resources(self) -> None:
         self._first.release_resources()
 
@@ -119,9 +125,21 @@ class AdaptersRun(Run):
 
     def _validate(self, name: str, step: int, stats: StepStats) -> None:
         own = StepStats(step)
-        with _errors_of(name):
+        with self._only(name):
             loop.validate(self.adapters[name], step, own)
         self._add(stats, {name: own})
+
+    @contextlib.contextmanager
+    def _only(self, name: str) -> Iterator[None]:
+        """Names the adapter in errors, and for callbacks."""
+        self.callbacks.state.adapter = name
+        try:
+            yield
+        except Exception as error:
+            error.args = (f"adapter {name}: {error}",)
+            raise
+        finally:
+            self.callbacks.state.adapter = ""
 
     @staticmethod
     def _add(stats: StepStats, own: Mapping[str, StepStats]) -> None:
@@ -130,16 +148,6 @@ class AdaptersRun(Run):
             stats.metrics |= {f"{name}/{metric}": value for metric, value in each.metrics.items()}
             for phase, seconds in each.seconds.items():
                 stats.seconds[phase] = stats.seconds.get(phase, 0.0) + seconds
-
-
-@contextlib.contextmanager
-def _errors_of(name: str) -> Iterator[None]:
-    """Names the adapter in errors."""
-    try:
-        yield
-    except Exception as error:
-        error.args = (f"adapter {name}: {error}",)
-        raise
 
 
 @contextlib.contextmanager
@@ -229,7 +237,7 @@ def _begin(
         ORDER, {"actor": first}, Engines(world, RELEASED_PARTS[cfg.rollout.release], main.engine)
     )
     parts = {f"{FOLDER}/{name}": actor for name, actor in actors.items()}
-    ends = {f"{FOLDER}/{name}": own.generator.stop_ids for name, own in mains.items() if own.generator is not None}
+    ends = {f"{FOLDER}/{name}": own.end_tokens for name, own in mains.items()}
     base = setup.begin(first, parts, states, memory=memory, end_tokens=ends)
     speed = Speed(world_size())
     speed.watch(*actors.values())

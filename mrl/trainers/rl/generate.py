@@ -304,14 +304,10 @@ class Generator:
     def sampling_params(self) -> SamplingParams:
         """Sampling parameters of training samples. They end at the tokenizer's EOS too: the model's own configuration
         may name another one."""
-        cfg, stops = self.cfg.rollout.sampling, self.stop_ids
+        cfg = self.cfg.rollout.sampling
+        stop_ids = (*cfg.stop_token_ids, self.tokenizer.eos_id)
         experts = self.cfg.actor.routing_replay == "engine"
-        return SamplingParams(cfg.temperature, cfg.top_p, cfg.top_k, cfg.max_new_tokens, cfg.stop, stops, experts)
-
-    @property
-    def stop_ids(self) -> tuple[int, ...]:
-        """Tokens that end a sample, and that the actor learns to stop with."""
-        return (*self.cfg.rollout.sampling.stop_token_ids, self.tokenizer.eos_id)
+        return SamplingParams(cfg.temperature, cfg.top_p, cfg.top_k, cfg.max_new_tokens, cfg.stop, stop_ids, experts)
 
     def _unfiltered(self, temperature: float) -> SamplingParams:
         return replace(

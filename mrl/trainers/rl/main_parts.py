@@ -63,6 +63,13 @@ class MainParts:
         """Shows a line, with the name of the adapter if this is for one of several."""
         self.setup.recorder.note(f"{self.adapter}: {line}" if self.adapter else line)
 
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """The tokens that the actor learns to end with; none on other ranks than 0."""
+        if self.generator is None:
+            return ()
+        return (*self.cfg.rollout.sampling.stop_token_ids, self.generator.tokenizer.eos_id)
+
     def start_elsewhere(self) -> None:
         """Starts the engines of the other nodes, before rank 0 starts its own. Collective."""
         self.nodes = start_engines_elsewhere(self.cfg, self.setup, this_machine())

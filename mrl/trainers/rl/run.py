@@ -290,8 +290,9 @@ def build_run(
     is_kept = cfg.replay is not None or cfg.rollout.is_behind
     engines = Engines(setup.world, RELEASED_PARTS[cfg.rollout.release], main.engine)
     order = PhaseMemoryManager(order_with(models.teachers), models.learners, engines)
-    ends = {"actor": main.generator.stop_ids} if main.generator is not None else None
-    base = setup.begin(models.actor, models.saved, states, keeps if is_kept else None, order, end_tokens=ends)
+    base = setup.begin(
+        models.actor, models.saved, states, keeps if is_kept else None, order, end_tokens={"actor": main.end_tokens}
+    )
     base.speed.watch(models.critic, models.ref, *models.teachers.values())
     return RLRun(
         **vars(base),

@@ -25,6 +25,7 @@ class TrainerState:
     run_dir: the run directory
     is_main: True on rank 0
     should_stop: a callback sets it to True to end the run after the current step; one rank suffices
+    adapter: of several adapters, the one whose rollout or validation a callback gets; else empty
     """
 
     step: int = 0
@@ -32,6 +33,7 @@ class TrainerState:
     run_dir: Path = field(default_factory=Path)
     is_main: bool = True
     should_stop: bool = False
+    adapter: str = ""
 
 
 class TrainerCallback:

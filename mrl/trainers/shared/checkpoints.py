@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from mrl import checkpoint
@@ -107,8 +108,8 @@ class Checkpointer:
     states: JSON state of the loop besides `updates`, by name
     kept: state of rank 0 alone
     best: the best validation so far, None without validations
-    exports: writes the Hugging Face exports; None: exports of the actor
-    end_tokens: stop tokens that each part learns, by its name; rank 0's count
+    exports: writes the Hugging Face exports; None: exports of the actor, or of the adapters
+    end_tokens: stop tokens that a part learns; rank 0's count
     """
 
     def __init__(
@@ -121,15 +122,15 @@ class Checkpointer:
         kept: Stateful | None = None,
         best: BestValidation | None = None,
         exports: WeightExporter | None = None,
-        end_tokens: Mapping[str, Collection[int]] | None = None,
+        end_tokens: Mapping[str, Collection[int]] = MappingProxyType({}),
     ) -> None:
         self._cfg, self._phase, self._recorder, self._run_dir = cfg, phase, phase.recorder, phase.run_dir
         self._parts, self._updates, self._kept, self._best = parts, updates, kept, best
         self._states = {**states, **({"best": best} if best is not None else {})}
         self._saver = Saver(self._run_dir, cfg.checkpoint, self._note_written)
         self._config = self._from_main("reading the run's configuration and inputs", lambda: resume.snapshot(cfg))
-        self._end_tokens = end_tokens or {}
-        self._exports = exports or self._of_actors()
+        self._end_tokens = end_tokens
+        self._exports = exports or self._of_actors(end_tokens)
         self._since_row = StepStats(0)
         self._step = 0  # steps done by the learners
         self._written: list[Path] = []
@@ -293,13 +294,13 @@ class Checkpointer:
         if self._phase.world.is_main and checkpoint.best_of(path) == path:
             self._recorder.write_guarded("checkpoints/best", lambda: checkpoint.link_best(self._run_dir, step))
 
-    def _of_actors(self) -> WeightExporter:
+    def _of_actors(self, end_tokens: Mapping[str, Collection[int]]) -> WeightExporter:
         cfg, actor = self._cfg, self._parts.get("actor")
         assert isinstance(cfg, Config)
         if isinstance(actor, Learner):
-            return Exports(cfg, self._phase, self._config, actor, self._end_tokens.get("actor", ()))
+            return Exports(cfg, self._phase, self._config, actor, end_tokens.get("actor", ()))
         learners = {name: part for name, part in self._parts.items() if isinstance(part, Learner)}
-        return AdapterExports(cfg, self._phase, self._config, learners, self._end_tokens)
+        return AdapterExports(cfg, self._phase, self._config, learners, end_tokens)
 
     def _newest(self) -> int:
         path = self._from_main("looking for a checkpoint", lambda: checkpoint.latest(self._run_dir))

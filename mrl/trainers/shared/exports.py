@@ -102,7 +102,7 @@ class AdapterExports:
         learners: Mapping[str, Learner],
         end_tokens: Mapping[str, Collection[int]],
     ) -> None:
-        """learners, end_tokens: by their names in checkpoints, which are folders of the run directory too."""
+        """learners: by their names in checkpoints, which are folders of the run directory too, as are end_tokens."""
         self._each = {
             name: Exports(cfg, phase, config, learner, end_tokens.get(name, ()), part=name)
             for name, learner in learners.items()

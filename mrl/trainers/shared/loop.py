@@ -47,7 +47,7 @@ class Loop(Generic[R]):
         self.run = run = self._stack.enter_context(self.open())
         self.num_steps = run.start_step
         state = TrainerState(run.start_step, run.cfg.run.last_step, run.run_dir, run.world.is_main)
-        run.callbacks = Callbacks(self._callbacks, state)
+        run.set_callbacks(Callbacks(self._callbacks, state))
         return self
 
     def fit(self) -> None:

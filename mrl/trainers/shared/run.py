@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 from mrl import failure, platform
 from mrl.checkpoint import Checkpointable
@@ -96,6 +97,10 @@ class TrainingLoop:
         self.release_resources()
         self.updates.end_of_run()
 
+    def set_callbacks(self, callbacks: Callbacks) -> None:
+        """Sets what is called in the course of the run."""
+        self.callbacks = callbacks
+
     def release_resources(self) -> None:
         """Leaves external resources, such as engines, as their next users need them, once everything is saved.
         Collective."""
@@ -134,7 +139,7 @@ class RunSetup:
         kept: Stateful | None = None,
         memory: PhaseMemoryManager | None = None,
         best: BestValidation | None = None,
-        end_tokens: Mapping[str, Collection[int]] | None = None,
+        end_tokens: Mapping[str, Collection[int]] = MappingProxyType({}),
     ) -> Run:
         """Returns the run of a language model at step 0. Collective.
 
@@ -143,7 +148,7 @@ class RunSetup:
         kept: state of rank 0 alone
         memory: memory needs by phase; None: nothing is moved
         best: the best validation, part of the run's state
-        end_tokens: stop tokens that each part learns, by its name; rank 0's count
+        end_tokens: stop tokens that a model in a checkpoint learns, by its name; rank 0's count
         """
         memory = memory or PhaseMemoryManager()
         cfg, run_dir, recorder = self.cfg, self.run_dir, self.recorder

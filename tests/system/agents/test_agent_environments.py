@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,14 +16,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from aiohttp import web
 
 from mrl.agents import AgentError
 from mrl.agents.runner import AgentRunner
 from mrl.algo import token_rewards
-from mrl.config.schema import AgentConfig, BatchConfig, RLConfig
+from mrl.config.schema import AgentConfig, BatchConfig, RewardConfig, RLConfig
 from mrl.core import Prompt, Request, Rollout, Sample
 from mrl.data import collate
+from mrl.http_server import HttpServer
 from mrl.observe.files import read_jsonl
+from mrl.reward.errors import RewardError
+from mrl.reward.manager import RewardManager
 from mrl.sampling.dynamic_sampling import SamplingError
 from mrl.sampling.saved_samples import plain, restored
 from mrl.trainers.rl.generate import Generator
@@ -38,7 +43,7 @@ import os
 from mrl.agents.environments import from_gymnasium, from_openenv
 
 class Walk:
-    """As gymnasium.Env: from 0 by each action, over at 3 steps."""
+    """A gymnasium.Env that adds each action to its position and ends after 3 steps."""
 
     def reset(self, *, seed=None, options=None):
         assert isinstance(seed, int)
@@ -72,6 +77,15 @@ class Early:
 
     def step(self, turn):
         return "next", (1.0, 0.0, 0.25)[turn.number], turn.number == 2
+
+class Nothing:
+    """An environment that gives the rewards of the row, of which some are None."""
+
+    def reset(self, row, rng):
+        self.rewards = row["rewards"]
+
+    def step(self, turn):
+        return "next", self.rewards[turn.number], turn.number == len(self.rewards) - 1
 
 async def talks(ctx, prompt):
     for word in ("one", "two", "three"):
@@ -110,6 +124,7 @@ class Echo(BaseHTTPRequestHandler):
     """An OpenEnv server that holds one episode."""
 
     episode, steps, seen = "", 0, list[dict[str, object]]()
+    rewards: tuple[object, ...] = (0.5, 0.5)
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -119,8 +134,8 @@ class Echo(BaseHTTPRequestHandler):
             kind.episode, kind.steps = body["episode_id"], 0
             return self.answer({"observation": {"echo": "hello"}, "reward": None, "done": False})
         kind.steps += 1
-        told = {"observation": {"echo": body["action"]["say"]}, "reward": 0.5, "done": kind.steps == 2}
-        self.answer(told)
+        echo, reward = {"echo": body["action"]["say"]}, kind.rewards[min(kind.steps, len(kind.rewards)) - 1]
+        self.answer({"observation": echo, "reward": reward, "done": kind.steps == len(kind.rewards)})
 
     def do_GET(self) -> None:
         self.answer({"episode_id": self.episode, "step_count": self.steps})
@@ -158,6 +173,101 @@ def test_a_server_of_openenv_is_played(programs: Path) -> None:
     assert sample.environment == {"score": 1.0}
 
 
+class Sessions:
+    """An OpenEnv server with an environment of two steps for each WebSocket."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.running, self.ended = most, 0, list[str]()
+        self.server = HttpServer(self.answer, 0)
+
+    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        assert request.path == "/ws"
+        self.server.authenticated(request)
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        if self.running == self.most:
+            told = {"code": "CAPACITY_REACHED", "message": "Server at capacity."}
+            await socket.send_json({"type": "error", "data": told})
+            await socket.close()
+            return socket
+        self.running, steps = self.running + 1, 0
+        async for message in socket:
+            asked = json.loads(message.data)
+            if asked["type"] == "close":
+                self.ended.append("closed")
+                break
+            echo, steps = ("hello", 0) if asked["type"] == "reset" else (asked["data"]["say"], steps + 1)
+            data = {"observation": {"echo": echo}, "reward": 0.5 if steps == 2 else None, "done": steps == 2}
+            await socket.ping()
+            await socket.send_json({"type": "observation", "data": data})
+        self.running -= 1
+        return socket
+
+
+@pytest.mark.parametrize("most", [3, 1])
+def test_each_trajectory_has_a_session_of_its_own(programs: Path, most: int) -> None:
+    sessions = Sessions(most)
+    with sessions.server as server:
+        row = {"url": f"ws://127.0.0.1:{server.port}"}
+        if most == 1:
+            with pytest.raises(AgentError, match=r"CAPACITY_REACHED.: .*; start it with a max_concurrent_envs"):
+                play(programs, "Server", row=row, workers=1, retries=0)
+            return
+        found = play(programs, "Server", row=row, workers=1, retries=0)
+    assert [sample.environment for sample in found] == [{"score": 0.5}] * 3 and sessions.ended == ["closed"] * 3
+    for sample in found:
+        said = [m["content"] for m in sample.messages]
+        assert said[0] == "<hello>" and said[2] == f"<{said[1]}>" and len(said) == 4
+
+
+@pytest.mark.parametrize(
+    ("rewards", "environment"), [((None, 0.25), {"score": 0.25}), ((True, None), {"score": 1.0}), ((None, None), {})]
+)
+def test_a_reward_of_null_is_none_and_never_zero(
+    programs: Path, rewards: tuple[object, ...], environment: dict[str, float]
+) -> None:
+    with openenv() as (url, kind):
+        kind.rewards = rewards
+        [sample] = play(programs, "Server", count=1, row={"url": url}, workers=1)
+    assert sample.environment == environment
+
+
+@pytest.mark.parametrize("reward", ["1", [1], {}])
+def test_a_reward_that_is_no_number_is_refused(programs: Path, reward: object) -> None:
+    with openenv() as (url, kind), pytest.raises(AgentError, match="returned the reward .*must be a number or null"):
+        kind.rewards = (reward,)
+        play(programs, "Server", count=1, row={"url": url}, workers=1, retries=0)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "settings", "environment"),
+    [
+        ([None, 0.0], {}, {"score": 0.0}),
+        ([None, None], {}, {}),
+        ([None, None, None], {"max_turns": 2}, {"score": 0.0}),  # the model did not get to the end
+    ],
+)
+def test_a_program_without_a_reward_has_no_score(
+    programs: Path, rewards: list[float | None], settings: dict[str, Any], environment: dict[str, float]
+) -> None:
+    [sample] = play(programs, "Nothing", count=1, row={"rewards": rewards}, workers=1, **settings)
+    assert sample.environment == environment
+
+
+@pytest.mark.parametrize("on_error", ["stop", "leave_out"])
+def test_a_trajectory_without_a_score_is_a_failed_reward(programs: Path, on_error: str) -> None:
+    [sample] = play(programs, "Nothing", count=1, row={"rewards": [None], "prompt": "go"}, workers=1)
+    cfg = RewardConfig.model_validate({"function": "environment", "on_error": on_error, "workers": 1})
+    said = "'environment' on sample 0 .*the environment gave no score: agent.rollout ended without any reward"
+    with RewardManager(cfg) as rewards:
+        if on_error == "stop":
+            with pytest.raises(RewardError, match=f"(?s){said}"):
+                rewards.collect([sample])
+        else:
+            rewards.collect([sample])
+            assert re.search(said, sample.left_out, re.DOTALL) and np.isnan(sample.score)
+
+
 def test_two_trajectories_on_a_server_of_one_episode_are_found_out(programs: Path) -> None:
     with (
         openenv() as (url, _),
@@ -167,7 +277,12 @@ def test_two_trajectories_on_a_server_of_one_episode_are_found_out(programs: Pat
 
 
 @pytest.mark.parametrize(
-    ("url", "message"), [("http://127.0.0.1:1", "ConnectionRefused"), ("here", "not a server address")]
+    ("url", "message"),
+    [
+        ("http://127.0.0.1:1", "ConnectionRefused"),
+        ("ws://127.0.0.1:1", "ConnectionRefused"),
+        ("here", "not a server address"),
+    ],
 )
 def test_a_server_that_is_none_is_named(programs: Path, url: str, message: str) -> None:
     with pytest.raises(AgentError, match=message):

@@ -1,4 +1,4 @@
-"""What can be told of the GPU environment without making it: versions that fit, and the order."""
+"""The GPU environment, as far as it can be checked without creating it: versions that fit, and their order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only a GPU can tell of offload: that memory is really given up there, and comes back with its bits."""
+"""Offloading on a GPU: its memory is freed, and the restored tensors are equal bit for bit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.helpers.world import ROOT, WORLDS, run_world
 
 
 def on_one_device(model: Path, offload: str) -> dict[str, Any]:
-    """What tests/worlds/one_memory.py finds."""
+    """Returns the results of tests/worlds/one_memory.py."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{WORLDS}"}
     command = [sys.executable, str(WORLDS / "one_memory.py"), str(model), offload]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, cwd=ROOT)

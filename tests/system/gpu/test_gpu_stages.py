@@ -15,7 +15,7 @@ from mrl import platform
 from tools.gpu import run, stage
 from tools.gpu.stage import Failed, Numbers, Setting, Skipped, require
 from tools.gpu.stage_cuda import same_losses
-from tools.gpu.trained import environment, learnt
+from tools.gpu.trained import environment, training_numbers
 
 HEAD = {"stage": "cuda", "checks": ["one", "two", "three"], "gpu": {"card": "Card"}}
 PASSED = {"check": "one", "verdict": "passed", "numbers": {"x": 1.0}, "seconds": 0.1}
@@ -37,7 +37,7 @@ def test_what_was_found_before_a_crash_is_kept(tmp_path: Path) -> None:
     assert [check["verdict"] for check in found.checks] == ["passed", "failed", "not run"]
     assert found.checks[0]["numbers"] == {"x": 1.0} and "SIGABRT" in found.checks[1]["reason"]
     assert found.verdict == "failed" and found.gpu == {"card": "Card"}
-    assert "failed: two: killed by SIGABRT" in run.shown(found)
+    assert "failed: two: killed by SIGABRT" in run.summary(found)
 
 
 def test_a_stage_that_does_not_start_has_failed(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_without_a_gpu_nothing_is_written(tmp_path: Path) -> None:
 
 
 def test_all_stages_end_within_ten_minutes() -> None:
-    assert set(run.LIMITS_S) == set(stage.STAGES) and sum(run.LIMITS_S[name] for name in run.USUAL) < 600
+    assert set(run.LIMITS_S) == set(stage.STAGES) and sum(run.LIMITS_S[name] for name in run.DEFAULT_STAGES) < 600
 
 
 def test_make_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +156,7 @@ def test_a_check_s_verdict() -> None:
     def breaks(setting: Setting) -> Numbers:
         raise ValueError("broken")
 
-    made = [stage.made(check, Setting(Path())) for check in (fails, skips, breaks, lambda setting: {"x": 1})]
+    made = [stage.run_check(check, Setting(Path())) for check in (fails, skips, breaks, lambda setting: {"x": 1})]
     assert made == [
         {"verdict": "failed", "reason": "worst 0.2 > 0.1", "numbers": {"worst": 0.2}},
         {"verdict": "skipped", "reason": "not there"},
@@ -179,6 +179,6 @@ def test_losses_of_the_same_steps_are_compared() -> None:
 
 def test_a_run_whose_updates_were_skipped_has_failed() -> None:
     row = {"step": 1, "actor/loss": 2.0, "actor/skipped": 0.0, "perf/tokens_per_s": 10.0}
-    assert learnt([row, row | {"actor/loss": 1.0}])["last loss"] == 1.0
+    assert training_numbers([row, row | {"actor/loss": 1.0}])["last loss"] == 1.0
     with pytest.raises(Failed, match="1 updates were skipped"):
-        learnt([row, row | {"actor/skipped": 1.0}])
+        training_numbers([row, row | {"actor/skipped": 1.0}])

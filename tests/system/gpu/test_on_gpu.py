@@ -16,7 +16,7 @@ import torch
 from tests.helpers.slow import RUN_SLOW, slow_cases
 from tools.gpu import run, support
 from tools.gpu.stage import ROOT, STAGES, Failed, Setting, checks_of
-from tools.gpu.trained import environment, started
+from tools.gpu.trained import environment, run_train
 
 pytestmark = pytest.mark.long
 
@@ -35,7 +35,7 @@ NOT_REHEARSED = re.compile(
 def test_a_stage(stage: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tools.gpu.stage", str(tmp_path / "lines"), str(tmp_path / "work"), stage]
     found = run.run_stage(stage, command, tmp_path / "lines", run.LIMITS_S[stage])
-    assert found.verdict in ("passed", "skipped"), run.shown(found)
+    assert found.verdict in ("passed", "skipped"), run.summary(found)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def test_stages_are_rehearsed_without_a_gpu(rehearsal: dict[str, dict[str, Any]]
 
 def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
     with pytest.raises(Failed, match=r"(?s)quickstart_sft ended with exit code 2.*run.steps"):
-        started(Setting(tmp_path), "short", "quickstart_sft", ["run.steps=0"], 60.0)
+        run_train(Setting(tmp_path), "short", "quickstart_sft", ["run.steps=0"], 60.0)
 
 
 @pytest.mark.parametrize(

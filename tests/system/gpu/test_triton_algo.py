@@ -36,7 +36,7 @@ def both(monkeypatch: pytest.MonkeyPatch, made: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize("holes", [False, True])
 @pytest.mark.parametrize("shift_mean", [True, False])
 def test_advantages(length: int, holes: bool, shift_mean: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is masked is never read: it is NaN. A row has nothing inside, another all."""
+    """Masked values are NaN, so that reading one would show. One row is masked whole, another not at all."""
     gen = torch.Generator().manual_seed(length)
     rewards, values = torch.randn(2, 6, length, generator=gen, dtype=torch.float64)
     mask = torch.arange(length) < torch.tensor([0, 1, length // 2, length, length, length])[:, None]

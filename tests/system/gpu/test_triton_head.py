@@ -26,7 +26,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def logits(level: float, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Of 8 rows and 50 words; labels (7) that are all but certain, likely and hopeless."""
+    """Returns logits of 8 rows and 50 words, with labels (7) that are nearly certain, likely and nearly impossible."""
     made = level + torch.randn(8, 50, generator=torch.Generator().manual_seed(0))
     made[:4, 7] = level + torch.tensor([12.0, 14.0, 9.0, 20.0])
     made[4, 7] = level - 60
@@ -51,8 +51,8 @@ def test_log_probs_are_right_to_a_millionth_and_none_is_above_0(level: float) ->
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_gradients_are_those_of_log_softmax(dtype: torch.dtype, with_entropy: bool) -> None:
-    """Of hidden states and weight, with padding at the end of the vocabulary, at a temperature; formed in the forward
-    pass where the entropy takes no part."""
+    """Gradients of hidden states and weight, with a padded vocabulary and a temperature. Without an entropy term they
+    are computed in the forward pass."""
     gen = torch.Generator().manual_seed(1)
     hidden, weight = torch.randn(7, 5, generator=gen).to(dtype), 3 * torch.randn(53, 5, generator=gen).to(dtype)
     labels, slope = torch.randint(0, 50, (7,), generator=gen), torch.randn(7, generator=gen)
@@ -76,7 +76,7 @@ def test_gradients_are_those_of_log_softmax(dtype: torch.dtype, with_entropy: bo
 
 
 def test_a_rank_has_a_part_of_the_vocabulary() -> None:
-    """Its sums, brought together with another's as the collective does, are the whole's."""
+    """The sums of two ranks, combined as the collective does, equal those of the whole vocabulary."""
     x = logits(3.0)
     whole, (total, weighted, _) = head_rows_triton.sums(x, 0.5)
     tops, made = zip(*(head_rows_triton.sums(part, 0.5) for part in (x[:, :20], x[:, 20:])))

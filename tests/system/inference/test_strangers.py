@@ -75,7 +75,7 @@ def engine(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def in_a_child(action: Any) -> Any:
-    """What `action` gives as the stranger, in a process of its own."""
+    """Returns the result of `action`, run by another account in a process of its own."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -161,7 +161,7 @@ def test_the_key_is_for_the_engine_s_account_alone(engine: Engine, tiny_models: 
 
 
 def test_an_engine_without_a_key_does_not_pass(tiny_models: TinyModels, tmp_path: Path) -> None:
-    """As SGLang is with some options that a user may give it."""
+    """Some options of SGLang open a server to everybody."""
     code = (
         "import sys\nfrom http.server import *\n"
         "class H(BaseHTTPRequestHandler):\n    def do_GET(self):\n"
@@ -378,18 +378,18 @@ def test_strangers_at_an_agent_s_endpoint_change_nothing(tmp_path: Path) -> None
         limits = {"retries": 0, "max_turns": 100, "max_tokens": 10_000, "step_timeout_s": 30, "workers": 1}
         return play_harness(tmp_path / "talks.py", "talks", Model(), count=2, row=row, **limits)
 
-    alone = played("alone", 30)
+    alone = played("alone", 45)  # longer than the flood: at its end the endpoint is still there
     result = list[dict[str, int]]()
 
     def hammer() -> None:
         while not (tmp_path / "hammered").exists() or not (url := (tmp_path / "hammered").read_text()):
             time.sleep(0.02)
         port = int(url.rpartition(":")[2].partition("/")[0])
-        result.append(in_a_child(lambda: flood(port, 4, idle=1500)))
+        result.append(in_a_child(lambda: flood(port, 3, idle=1500)))
 
     thread = threading.Thread(target=hammer)
     thread.start()
-    hammered = played("hammered", 30)
+    hammered = played("hammered", 45)
     thread.join(60)
     assert [sample.response_ids.tolist() for sample in hammered] == [sample.response_ids.tolist() for sample in alone]
     assert [sample.environment for sample in hammered] == [{"score": 1.0}] * 2

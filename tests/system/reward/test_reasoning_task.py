@@ -61,6 +61,20 @@ def test_pairs_are_of_a_right_and_a_wrong_answer_to_one_prompt(tmp_path: Path) -
     assert refused.returncode != 0 and "2 prompts with right and wrong answers, and 2 are held out" in refused.stderr
 
 
+def test_a_quickstart_by_another_python_names_the_right_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    import quickstart  # type: ignore[import-not-found]
+
+    monkeypatch.setattr(quickstart, "find_spec", lambda name: None)
+    monkeypatch.setattr(sys, "argv", ["quickstart.py", "grpo"])
+    with pytest.raises(SystemExit):
+        quickstart.main()
+    said = capsys.readouterr().err
+    assert f"{sys.executable} has no torch: use {ROOT}/.venv/bin/python, which `make quickstart` creates" in said
+
+
 def test_every_quickstart_trains_a_configuration_that_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
     import quickstart  # type: ignore[import-not-found]

@@ -22,9 +22,9 @@ from mrl.inference.engine import Engine
 from mrl.inference.launch import started_with
 from mrl.inference.start import start_engine
 from mrl.weights.disk.adapter_files import WEIGHTS
+from mrl.weights.disk.model_files import GENERATION
 from tests.conftest import TinyModels
 from tests.helpers.runs import results, samples, train
-from tests.helpers.tiny import EOS
 from tests.helpers.train_tools import Train, given, write_config
 
 pytestmark = [
@@ -42,7 +42,7 @@ SHARED: dict[str, Any] = {
     "sync": {"lora": "adapter", "verify": "checksum"},
     "checkpoint": {"every_steps": 1, "export_hf": True},
 }
-STEPS, STOP = 3, 7
+STEPS = 3
 
 
 def second(folder: Path) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def second(folder: Path) -> dict[str, Any]:
         "algorithm": {"adv_estimator": "rloo", "kl": {"use_in_loss": True, "coef": 0.01}},
         "optimizer": {"lr": 1e-2},
         "lora": LORA | {"rank": 2, "targets": ["q_proj", "down_proj"]},
-        "sampling": {"max_new_tokens": 10, "stop_token_ids": [STOP]},
+        "sampling": {"max_new_tokens": 10, "stop_token_ids": [9]},
     }
 
 
@@ -114,6 +114,9 @@ def test_each_adapter_becomes_to_the_bit_what_a_run_of_it_alone_makes(
     assert weights.keys() == wanted.keys() and all(torch.equal(weights[key], wanted[key]) for key in wanted)
     assert max(float(tensor.abs().max()) for key, tensor in weights.items() if "lora_B" in key) > 1e-3
     assert samples(own) == samples(other)
+    files = [each / "adapter" / GENERATION for each in (own, other)]  # with end tokens that the base does not have
+    ends = [json.loads(file.read_text())["eos_token_id"] for file in files if file.is_file()]
+    assert [9 in each for each in ends] == [True, True] * (name == "upper") and len({*map(tuple, ends)}) < 2
     rows, alone_rows = results(run_dir), results(other)
     for step in range(1, STEPS + 1):
         mine = {key.removeprefix(f"{name}/"): value for key, value in rows[step].items() if key.startswith(f"{name}/")}
@@ -128,8 +131,6 @@ def test_an_export_describes_its_own_adapter(run_dir: Path) -> None:
     assert "train.jsonl" in cards["lower"] and "names.jsonl" not in cards["lower"]
     for name, card in cards.items():
         assert f"both ({name})" in card and rewards[name] in card
-    ends = [run_dir / f"adapters/{name}/adapter/generation_config.json" for name in ("upper", "lower")]
-    assert json.loads(ends[0].read_text())["eos_token_id"] == [EOS, STOP] and not ends[1].exists()
 
 
 def test_an_adapter_of_a_checkpoint_is_converted_by_its_name(run_dir: Path, tmp_path: Path) -> None:
@@ -138,7 +139,10 @@ def test_an_adapter_of_a_checkpoint_is_converted_by_its_name(run_dir: Path, tmp_
     assert main([*convert, "adapters/upper"]) == 0
     assert (tmp_path / "upper" / WEIGHTS).read_bytes() == (run_dir / "adapters/upper/adapter" / WEIGHTS).read_bytes()
     assert "names.jsonl" in (tmp_path / "upper/README.md").read_text()
-    assert json.loads((tmp_path / "upper/generation_config.json").read_text())["eos_token_id"] == [EOS, STOP]
+    ends = [
+        json.loads((each / GENERATION).read_text()) for each in (tmp_path / "upper", run_dir / "adapters/upper/adapter")
+    ]
+    assert ends[0] == ends[1] and 9 in ends[0]["eos_token_id"]
 
 
 def test_samples_are_of_the_adapter_that_is_trained(run_dir: Path) -> None:

@@ -26,7 +26,7 @@ from mrl.weights.disk.digest import file_digests, weight_files, whole_digest
 from tests.conftest import TinyModels
 from tests.helpers import zygote
 from tests.helpers.train_tools import MEASURED, Train, given, write_config
-from tools.gpu.trained import sampled
+from tools.gpu.trained import rollout_numbers
 
 pytestmark = [
     pytest.mark.longest,
@@ -100,7 +100,7 @@ def test_ppo_a_line_of_finite_metrics_a_step(ppo: Path, metrics: list[dict[str, 
     assert [row["step"] for row in metrics if "validation/mean" in row] == [0, 2, 3]
     raw = (ppo / "runs/run/metrics.jsonl").read_text()
     assert "null" not in raw
-    numbers = sampled(metrics[1:])  # what the stages of `make test-gpu` read
+    numbers = rollout_numbers(metrics[1:])  # what the stages of `make test-gpu` read
     assert numbers["steps"] == 3 and numbers["mismatch_max"] < LOG_PROB_TOLERANCE and numbers["sync s"] > 0
 
 
@@ -220,7 +220,7 @@ def even(group):
 
 
 def test_remax_and_a_users_filter(tiny_models: TinyModels, sglang_engine: Engine, tmp_path: Path) -> None:
-    """What the filter refuses is replaced, and each prompt that stays has one response more: the greedy one."""
+    """Groups that the filter refuses are replaced. Each prompt that stays has one more response, the greedy one."""
     model, url = tiny_models("llama"), sglang_engine.urls[0]
     (tmp_path / "filters.py").write_text(EVEN_ROWS)
     config = write_config(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 from mrl.algo import advantages, aggregate, custom, policy_loss, rollout_correction
 from mrl.algo.rollout_correction import CRITERIA, Criterion
 from mrl.config.schema import RolloutCorrectionConfig
+from tools.bench import overlap
 
 ONES = torch.ones(1, 2, dtype=torch.bool)
 
@@ -195,6 +197,14 @@ def test_the_decoupled_loss() -> None:
         weights=aggregate.token_weights("token-mean", mask) * weights,
     )
     assert float(got) == pytest.approx(total / int(mask.sum()), rel=1e-6)
+
+
+def test_the_benchmark_reads_on_policy_runs_which_log_no_staleness(tmp_path: Path) -> None:
+    weights = ("is_max", "is_eff_sample_size", "is_ratio_fraction_high")
+    row = {"step": 1, "reward/mean": 0.5, **{f"rollout_corr/rollout_{name}": 1.0 for name in weights}}
+    (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(row)}\n{json.dumps(row | {'step': 2, 'reward/mean': 1.0})}\n")
+    found = overlap.curve(tmp_path)
+    assert (found["staleness"], found["mean"], found["weight_max"]) == (0.0, 0.75, 1.0)
 
 
 def test_a_bench_takes_the_correction_back() -> None:

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -74,6 +75,14 @@ def test_what_is_wrong_in_a_dict_is_said_as_of_a_file(
     assert said in str(error.value)
 
 
+def test_a_step_of_several_adapters_is_one_call(rl: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no `generate` of its own."""
+    actor = rl["actor"] | {"lora": {"rank": 4, "alpha": 8}}
+    trainer = GRPOTrainer(rl | {"actor": actor, "sync": {"lora": "adapter"}, "adapters": {"a": {}, "b": {}}})
+    monkeypatch.setattr(trainer, "_loop", SimpleNamespace(train_step=lambda: {"a/reward/mean": 1.0}))
+    assert trainer.train_step() == {"a/reward/mean": 1.0}
+
+
 def test_a_class_refuses_the_configuration_of_another(sft: dict[str, Any], rl: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="algorithm.adv_estimator: PPOTrainer needs gae, got grpo"):
         PPOTrainer(rl)
@@ -140,6 +149,16 @@ def test_a_reward_may_be_any_function(rl: dict[str, Any]) -> None:
     assert find(spec, "reward.function")("", "abc", {}) == 5.0
     spec = GRPOTrainer(rl, reward_fn="exact_match").cfg.rewards().function  # type: ignore[union-attr]
     assert spec == "exact_match"
+
+
+def test_several_rewards_and_callbacks_of_another_form_are_named(rl: dict[str, Any]) -> None:
+    with pytest.raises(
+        ConfigError, match=r"reward.function: reward_fn must be one function, .* got list; reward.recipe"
+    ):
+        GRPOTrainer(rl, reward_fn=[len, len])  # type: ignore[arg-type]
+    for callbacks in (TrainerCallback(), [TrainerCallback]):
+        with pytest.raises(TypeError, match="callbacks must be a list of objects of TrainerCallback classes, got "):
+            GRPOTrainer(rl, callbacks=callbacks)  # type: ignore[arg-type]
 
 
 def test_a_function_of_a_module_of_its_own_stays_in_its_file(

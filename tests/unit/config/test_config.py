@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -61,6 +63,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("train.jsonl", "more.jsonl"):
         (tmp_path / name).write_text('{"prompt": "21=", "answer": "12."}\n')
     (tmp_path / "chat.jsonl").write_text('{"prompt": [{"role": "user", "content": "21="}], "answer": "12."}\n')
+    (tmp_path / "talks.jsonl").write_text('{"messages": [{"role": "user", "content": "21="}]}\n')
     for name in ("plain.txt", "plain.jsonl"):
         (tmp_path / name).write_text("21=12.\n")
     score = "def score(prompt, response, row):\n    return 1.0\n\n\njudge = model = overlong = score\n\n\n"
@@ -93,6 +96,45 @@ def test_a_bad_configuration_is_refused_with_place_key_and_reason(bad: Bad) -> N
         assert part in str(found[0])
     assert str(found[0]) in str(error)
     assert len(error.problems) == 1 or bad.id == "unknown key", str(error)
+
+
+@pytest.mark.parametrize(
+    ("example", "page", "overrides"),
+    [("README.md", "README.md", ()), ("docs/common_keys.md", "docs/commands.md", ("batch.samples_per_minibatch=5",))],
+)
+def test_the_errors_that_a_page_shows_are_those_of_its_example(
+    example: str, page: str, overrides: tuple[str, ...]
+) -> None:
+    root = Path(__file__).parents[3]
+    text = re.findall(r"```yaml\n(.*?)```", (root / example).read_text(), re.DOTALL)[0]
+    for right, wrong in (("/models/my-qwen2.5", "long"), ("warmup_steps", "warm_up"), ("tensor: 2", "tensor: 4")):
+        assert text.count(right) == 1
+        text = text.replace(right, wrong)
+    shutil.copytree("dense", "long")
+    Path("long/config.json").write_text(json.dumps({**DENSE, "max_position_embeddings": 4096}))
+    shutil.copy("train.jsonl", "held_out.jsonl")
+    shutil.copy("mine.py", "rewards.py")
+    Path("my.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load("my.yaml", overrides, gpus=0)
+    [shown] = re.findall(r"```\n(\d problems in my.yaml:\n.*?)\n```", (root / page).read_text(), re.DOTALL)
+    assert str(caught.value) == shown
+
+
+def test_the_translated_configurations_of_the_migration_page_are_accepted() -> None:
+    page = (Path(__file__).parents[3] / "docs/migrating.md").read_text()
+    texts = [text for text in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if "trainer: rl" in text]
+    shutil.copytree("dense", "long")
+    Path("long/config.json").write_text(json.dumps({**DENSE, "max_position_embeddings": 4096}))
+    row = {"prompt": [{"role": "user", "content": "21="}], "answer": "12.", "reward_model": {"ground_truth": "12."}}
+    Path("rows.jsonl").write_text(json.dumps(row) + "\n")
+    Path("rewards.py").write_text("def correct(prompt, response, row):\n    return 1.0\n")
+    shutil.copy("mine.py", "my_rewards.py")
+    for text in texts:
+        own = ("model.path=long", "data.train=rows.jsonl", *["data.validation=rows.jsonl"] * ("validation" in text))
+        cfg = loaded(text, *own, gpus=8)
+        assert (cfg.run.nproc, cfg.actor.parallel.tensor) == (8, 2)  # type: ignore[attr-defined]
+    assert len(texts) == 2
 
 
 def test_the_models_with_experts_have_rules_of_their_own() -> None:

@@ -1,4 +1,4 @@
-"""What a configuration asks of fp8, refused before a process starts where it cannot be had."""
+"""fp8 settings that a machine or model does not support are refused before a process starts."""
 
 from __future__ import annotations
 

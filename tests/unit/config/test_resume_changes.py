@@ -62,6 +62,27 @@ def test_changes_are_found_named_and_accepted_by_name(tmp_path: Path) -> None:
         check_resume(stored, before, tmp_path)
 
 
+def test_a_key_of_an_adapter_may_change_as_the_run_s(tmp_path: Path) -> None:
+    def made(**adapters: Any) -> RLConfig:
+        return RLConfig.model_validate_json(json.dumps(yaml.safe_load(file.read_text()) | {"adapters": adapters}))
+
+    def reward(workers: int, function: str = "math") -> dict[str, Any]:
+        return {"reward": {"function": function, "workers": workers}}
+
+    file = write_config(tmp_path, tmp_path)
+    stored = snapshot(made(a={}, b=reward(2)))
+    found = check_resume(stored, made(b=reward(3), a={}), tmp_path)
+    assert [str(change) for change in found] == ["adapters.b.reward.workers: 2 -> 3"]
+    with pytest.raises(ConfigChanged) as raised:
+        check_resume(stored, made(a={"optimizer": {"lr": 0.5}}, b=reward(3, "arithmetic")), tmp_path)
+    assert "adapters.a.optimizer: null -> {" in str(raised.value)
+    assert 'adapters.b.reward.function: "math" -> "arithmetic"' in str(raised.value)
+    assert "accept_changes=[adapters.a.optimizer, adapters.b.reward.function]" in str(raised.value)
+    assert is_key(RLConfig, "adapters.a.optimizer") and is_key(RLConfig, "adapters.b.reward.function")
+    with pytest.raises(ConfigChanged, match=r'adapters: \["a", "b"\] -> \["a", "c"\]'):
+        check_resume(stored, made(a={}, c={}), tmp_path)
+
+
 def test_data_edited_without_a_change_of_its_size_is_noticed(tmp_path: Path) -> None:
     def made(*accepted: str, **changes: Any) -> RLConfig:
         text = yaml.safe_load(file.read_text()) | {"checkpoint": {"accept_changes": accepted}} | changes

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mrl.config import reasoning_tasks, verifiers_environments
 from mrl.config.checks.data import Unreadable, read_columns
 from mrl.config.schema import DataConfig, SourceConfig
 from mrl.data import DataError, PromptDataset, Tokenizer, data_notes
@@ -236,6 +239,16 @@ def test_a_directory_of_several_splits_asks_for_one(tmp_path: Path) -> None:
         read_columns(SourceConfig(path=str(tmp_path)))
     with pytest.raises(Unreadable, match=f"^{tmp_path} has no split 'c'; it has a, b$"):
         read_columns(SourceConfig(path=str(tmp_path), split="c"))
+
+
+@pytest.mark.parametrize("source", ["verifiers:json", "reasoning_gym:chain_sum?size=3"])
+def test_a_missing_package_is_installed_into_the_running_python(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by `pip install 'mrl[...]'`, which takes another pip's Python and another project's mrl."""
+    monkeypatch.setattr(verifiers_environments, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
+    reasoning_tasks._problems.cache_clear()
+    with pytest.raises(Unreadable, match=rf"{re.escape(sys.executable)} -m pip install \S*(verifiers|accelerate|mrl)"):
+        read_columns(SourceConfig(path=source))
 
 
 def test_a_split_that_environments_of_verifiers_lack_is_refused() -> None:

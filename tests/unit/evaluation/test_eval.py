@@ -20,6 +20,7 @@ from mrl.evaluation.show import lines, page
 from tests.conftest import TinyModels
 from tests.helpers.sft_config import write
 from tests.helpers.slow import slow_cases
+from tests.helpers.train_tools import write_config
 
 
 def judge(tiny_models: TinyModels, folder: Path) -> Path:
@@ -179,6 +180,13 @@ def test_no_engine_is_started_that_would_not_answer_with_the_weights(
     assert said in capsys.readouterr().err
 
 
+def test_weights_that_are_nowhere_are_named(
+    tiny_models: TinyModels, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["eval", str(sampling(tmp_path, tiny_models("llama"))), "--weights", "nowhere"]) == 2
+    assert capsys.readouterr().err == "mrl: --weights nowhere: there is no such directory\n"
+
+
 # ---- where the run is
 
 
@@ -213,3 +221,15 @@ def test_a_run_of_several_machines_is_looked_at_from_one(
     assert cli.main([command, str(config)]) == 0, capsys.readouterr().err
     assert cli.main([command, str(config), "data.train=none.jsonl"]) == 2
     assert "'none.jsonl' is not on this machine" in capsys.readouterr().err
+
+
+def test_a_run_of_several_adapters_has_no_weights_to_evaluate(
+    tiny_models: TinyModels, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without the refusal the base model would be evaluated in place of the adapters."""
+    sections: dict[str, Any] = {"adapters": {"a": {}, "b": {}}, "sync": {"lora": "adapter"}}
+    sections |= {"actor": {"lora": {"rank": 4, "targets": ["q_proj", "v_proj"]}}}
+    config = write_config(tmp_path, tiny_models("llama"), **sections)
+    for words in ([], ["--precision-report"]):
+        assert cli.main(["eval", str(config), *words]) == 2
+        assert "this run trains the adapters a, b: merge one with mrl merge" in capsys.readouterr().err

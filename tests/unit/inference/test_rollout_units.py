@@ -121,6 +121,9 @@ def test_the_transformers_engine_ignores_no_parameter_in_silence() -> None:
         parse_job([1], {"min_p": 0.1}, (), 64)
     with pytest.raises(ValueError, match="60 tokens of prompt and max_new_tokens = 5 exceed the context of 64"):
         parse_job([1] * 60, {"max_new_tokens": 5}, (), 64)
+    for wrong in (0, -1, None, 2.5):
+        with pytest.raises(ValueError, match="max_new_tokens: .* is not a number of tokens from 1 on"):
+            parse_job([1], {"max_new_tokens": wrong}, (), 64)
 
 
 def test_cache_slots_are_written_where_they_belong() -> None:

@@ -59,6 +59,14 @@ def test_parameters_that_it_does_not_know_are_refused_unless_they_change_nothing
         parse_job(PROMPT, wrong, (), 512)
 
 
+def test_an_adapter_that_it_does_not_have_is_refused() -> None:
+    """The base model would answer in its place."""
+    worker: Any = SimpleNamespace(routed=None)
+    body = {"input_ids": PROMPT, "sampling_params": sampling_body(SamplingParams(), 3), "lora_path": "mrl-1"}
+    with pytest.raises(BadRequest, match="lora_path: this engine has no adapters, and was asked for 'mrl-1'"):
+        Endpoints(worker, 128).generate(body)
+
+
 @pytest.mark.parametrize("start", [-1, 4, 1.0, "2", True])
 def test_a_beginning_that_the_prompt_does_not_have_is_the_caller_s_mistake(start: Any) -> None:
     worker: Any = SimpleNamespace(routed=object())

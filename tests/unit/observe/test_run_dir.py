@@ -176,7 +176,7 @@ class TestPrivate:
             return [change.key for change in resume_checks.compare(stored, cfg.model_copy(update={"reward": reward}))]
 
         assert changes(URL.replace("hunter2", "correct-horse")) == []
-        assert changes(URL.replace("example", "invalid")) == ["reward.servers"]
+        assert changes(URL.replace("example", "invalid")) == ["reward.servers.scores.url"]
 
     def test_a_password_may_hold_what_ends_it(self) -> None:
         assert redact("GET http://ann:hunter@2@host/v1?n=3") == "GET http://***@host/v1?n=3"

@@ -28,6 +28,7 @@ from mrl.data.balance import plan_micro_batches  # noqa: E402
 from mrl.families import ModelArch, load_arch  # noqa: E402
 from mrl.inference.routed import RoutedShape  # noqa: E402
 from mrl.parallel import Mesh  # noqa: E402
+from mrl.plan import memory, text  # noqa: E402
 from mrl.plan.chips import CHIPS, NO_GPU, Assumptions, Cluster  # noqa: E402
 from mrl.plan.engine import weights_per_gpu  # noqa: E402
 from mrl.plan.grid import Grid  # noqa: E402
@@ -248,6 +249,44 @@ def test_a_teacher_has_a_phase_and_a_head_beside_the_actor_s() -> None:
     assert "host teacher hidden states" not in sampled["host"] and "teacher" not in served and "teacher" not in without
     assert served["host"]["host samples teachers' top tokens"] == tokens * 16 * 8
     assert served["actor_update"]["actor head of the divergence"] == update["actor head of the divergence"]
+
+
+def test_all_adapters_of_a_run_are_counted_and_their_base_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each has its own rank, targets and batch."""
+    batch = "adapters.code.batch={prompts_per_step: 16, samples_per_prompt: 4}"
+    words = ("adapters.code.lora={rank: 8, targets: [q_proj, o_proj]}", batch)
+    both = plan_of("grpo_adapters_qwen7b_1gpu", *words)
+    each = {
+        name: make_plan(own, both.cluster, read_shapes(own), Assumptions())
+        for name, own in both.cfg.adapter_configs().items()
+    }
+
+    def actor(plan: Plan, phase: str, what: str) -> float:
+        return sum(i.nbytes for i in plan.worst[phase][1].items if (i.owner, i.what) == ("actor", what))
+
+    for what in ("gradients", "optimizer"):
+        assert [actor(both, phase, what) for phase in both.worst] == [
+            sum(actor(plan, phase, what) for plan in each.values()) for phase in both.worst
+        ]
+    own = {name: plan.work.models["actor"] for name, plan in each.items()}
+    held = {name: memory.elements_of_model(model, model.grid.coordinates(0)) for name, model in own.items()}
+    assert held["math"].frozen == held["code"].frozen > 20 * held["math"].buffer > 40 * held["code"].buffer
+    whole = held["math"].frozen + held["math"].buffer + held["code"].buffer
+    assert actor(both, "rollout", "weights") == 2 * whole
+    assert actor(both, "actor_update", "activations") == max(
+        actor(p, "actor_update", "activations") for p in each.values()
+    )
+    assert both.checkpoint_bytes == sum(plan.checkpoint_bytes for plan in each.values())
+    assert both.host(0)[0].nbytes == sum(plan.host(0)[0].nbytes for plan in each.values())
+    spent = text.phase_seconds(both)
+    for phase in ("experience", "actor_update"):
+        assert spent[phase] == pytest.approx(sum(text.phase_seconds(plan)[phase] for plan in each.values()))
+    assert both.work.size.sampled == 32 * 8 + 16 * 4 and both.work.lengths.longest == 512 + 2048
+    room = [plan.engine.weights for plan in (both, each["math"]) if plan.engine is not None]
+    assert room[0] - room[1] == 16 * held["math"].buffer / 16 * 2, "three adapters of the larger rank, not two"
+    assert main(["train", "--dry-run", "yaml_configs/grpo_adapters_qwen7b_1gpu.yaml", *words]) in (0, 1)
+    said = capsys.readouterr().out
+    assert ": as planned" in said and "NOT as planned" not in said and "code: actor: 64 samples of 2 to" in said
 
 
 def test_deltas_pay_below_a_share_of_changed_elements(capsys: pytest.CaptureFixture[str]) -> None:

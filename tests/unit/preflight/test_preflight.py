@@ -21,7 +21,7 @@ from mrl.commands import shared
 from mrl.config.checkpoint_size import checkpoint_bytes, disk_use, export_bytes
 from mrl.config.derived import Machine
 from mrl.config.loader import load
-from mrl.config.schema import Config
+from mrl.config.schema import Config, RLConfig
 from mrl.families import load_arch
 from mrl.inference.launch import ServerSpec
 from mrl.packages import pip_install, pip_install_extra
@@ -189,6 +189,19 @@ def test_room_where_the_data_says_how_long_the_run_is_and_for_an_average(
     assert disk_use(sft, archs).turning == 2 * checkpoint_bytes(sft, archs)
     rl = load(sampling(tmp_path, model, ema={"decay": 0.9}), words)
     assert disk_use(rl, archs).staying == 2 * export_bytes(rl, archs)
+
+
+def test_room_of_several_adapters_is_that_of_each_of_them(tiny_models: TinyModels, tmp_path: Path) -> None:
+    model = tiny_models("llama")
+    archs, words = {"actor": load_arch(str(model))}, ["checkpoint.every_steps=5", "checkpoint.export_hf=true"]
+    sections: dict[str, Any] = {"adapters": {"a": {}, "b": {"lora": {"rank": 2, "targets": ["q_proj"]}}}}
+    sections |= {"sync": {"lora": "adapter"}, "actor": {"lora": {"rank": 8, "targets": ["q_proj", "v_proj"]}}}
+    both = load(write_config(tmp_path, model, **sections), words)
+    assert isinstance(both, RLConfig)
+    a, b = (disk_use(own, archs) for own in both.adapter_configs().values())
+    used, whole = disk_use(both, archs), export_bytes(both, archs)
+    assert used.turning == a.turning + b.turning and a.turning > 4 * b.turning > 0
+    assert used.staying == a.staying + b.staying - 2 * whole, "no weights are merged"
 
 
 def test_a_command_that_installs_names_this_python() -> None:

@@ -1,9 +1,9 @@
-"""TRL's side: GRPOTrainer on the workload. Runs under an interpreter that has TRL, prints one JSON line.
+"""TRL's side of `grpo_vs_trl.py`: GRPOTrainer on the workload. Needs TRL; prints one JSON line.
 
-    python trl_program.py WORKLOAD_DIRECTORY SHAPE STEPS THREADS [--gradient-checkpointing] [--bf16]
+    python trl_grpo.py WORKLOAD_DIRECTORY SHAPE STEPS THREADS [--gradient-checkpointing] [--bf16]
 
-Rollout is generation plus scoring; training is everything else of a step (padding, advantages, forward, backward,
-optimizer, the Trainer's own bookkeeping), so that a step is rollout + training.
+Rollout is generation and scoring. Training is the rest of a step: padding, advantages, forward, backward, optimizer,
+the Trainer's bookkeeping.
 """
 
 from __future__ import annotations
@@ -24,25 +24,29 @@ from datasets import load_dataset
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-spent = {"rollout": 0.0}
 
+class TimedTrainer(GRPOTrainer):
+    """Adds up the seconds of rollouts, and collects the lengths of the responses."""
 
-class Timed(GRPOTrainer):
+    rollout_s = 0.0
+    lengths: list[int] = []
+
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
         began = time.perf_counter()
         out = super()._generate(*args, **kwargs)
-        spent["rollout"] += time.perf_counter() - began
+        TimedTrainer.rollout_s += time.perf_counter() - began
+        self.lengths.extend(len(ids) for ids in out[1])
         return out
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
         began = time.perf_counter()
         out = super()._calculate_rewards(*args, **kwargs)
-        spent["rollout"] += time.perf_counter() - began
+        TimedTrainer.rollout_s += time.perf_counter() - began
         return out
 
 
 class Clock(TrainerCallback):
-    """One row a step, from the end of the step before to its own end: nothing of the loop is left out."""
+    """Times each step from the end of the step before, so that the whole loop counts."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []
@@ -53,9 +57,9 @@ class Clock(TrainerCallback):
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         now = time.perf_counter()
-        step, rollout = now - self.last, spent["rollout"]
+        step, rollout = now - self.last, TimedTrainer.rollout_s
         self.rows.append({"rollout": rollout, "training": step - rollout, "step": step})
-        spent["rollout"], self.last = 0.0, now
+        TimedTrainer.rollout_s, self.last = 0.0, now
 
 
 def share_of_digits(completions: list[str], **unused: Any) -> list[float]:
@@ -73,15 +77,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     shape = workload.SHAPES[args.shape]
-    clock: Clock = Clock()
-    lengths: list[int] = []
-
-    class Checked(Timed):
-        def _generate(self, *inputs: Any, **kwargs: Any) -> Any:
-            out = super()._generate(*inputs, **kwargs)
-            lengths.extend(len(ids) for ids in out[1])
-            return out
-
+    clock = Clock()
     with tempfile.TemporaryDirectory() as scratch:
         config = GRPOConfig(
             output_dir=scratch,
@@ -102,7 +98,7 @@ def main() -> None:
             report_to="none",
             disable_tqdm=True,
         )
-        trainer = Checked(
+        trainer = TimedTrainer(
             model=str(args.directory / "model"),
             reward_funcs=share_of_digits,
             args=config,
@@ -111,14 +107,14 @@ def main() -> None:
         )
         before = [p.detach().clone() for p in trainer.model.parameters()]
         trainer.train()
-    if not shape.as_expected(lengths) or len(lengths) != shape.samples * args.steps:
-        sys.exit(
-            f"{len(lengths)} responses of {min(lengths)} to {max(lengths)} tokens, {args.steps * shape.samples} due"
-        )
+    lengths = trainer.lengths
+    if not shape.has_expected_lengths(lengths) or len(lengths) != shape.samples * args.steps:
+        expected = args.steps * shape.samples
+        sys.exit(f"{len(lengths)} responses of {min(lengths)} to {max(lengths)} tokens, {expected} expected")
     for step, row in enumerate(clock.rows):
         row["tokens"] = sum(lengths[step * shape.samples : (step + 1) * shape.samples]) / shape.samples
     if all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters())):
-        sys.exit("no weight has changed")
+        sys.exit("training changed no weight")
     versions = {"trl": trl.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
     print("RESULT " + json.dumps({"versions": versions, "rows": clock.rows}))
 

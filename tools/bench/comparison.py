@@ -1,10 +1,10 @@
-"""How mrl and TRL are run beside each other on the same work, timed and compared.
+"""Runs mrl and TRL on the same workload and compares their speed, for SFT and preference learning.
 
-The contenders run one after the other, round by round, each in fresh processes, so that a slow minute of the machine
-hits all of them: TRL in one process of so many threads as there are cores, mrl in so many processes. On a busy machine
-take one core: threads that wait for each other burn processor time. The first `WARM_STEPS` steps of a run are left out;
-of the rest the whole counts, since steps differ in their lengths. Of the rounds the fastest and the median are told, by
-the clock and by processor time, which other programs on the machine disturb less.
+Both run one after the other, round by round, each in new processes, so that a slow minute of the machine affects both.
+TRL has one process with as many threads as cores, mrl one process per core. On a busy machine use one core: threads
+that wait for each other use processor time. The first `WARM_STEPS` steps of a run are left out; the others count as a
+whole, since steps differ in length. The results are the fastest and the median round, in wall time and in processor
+time, which other programs disturb less.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 WARM_STEPS = 4
 RUN_TIMEOUT_S = 400
-LOSS_DIFFERENCE = 2e-3  # of any step
+LOSS_DIFFERENCE = 2e-3  # bound of the difference of a step's losses
 TICKS = os.sysconf("SC_CLK_TCK")
 MEASURES = ("seconds", "processor")
 SIDES = ("trl", "mrl")
 
-Measured = dict[str, float]  # of each of MEASURES seconds
+Measured = dict[str, float]  # seconds for each of MEASURES
 
 
 def arguments(doc: str | None) -> argparse.ArgumentParser:
-    """What every comparison is told."""
+    """Returns a parser with the arguments of every comparison."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl-python", required=True, help="interpreter of an environment with TRL and torch")
     parser.add_argument("--rounds", type=int, default=3)
@@ -43,9 +43,9 @@ def arguments(doc: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def run_trl(python: str, program: str, words: Iterable[object], cores: int) -> tuple[Measured, list[float], Any]:
-    """Seconds of all steps but the warm ones, the losses of all, and versions; by a program of this folder."""
-    command = [python, str(HERE / program), *map(str, words)]
+def run_trl(python: str, program: str, args: Iterable[object], cores: int) -> tuple[Measured, list[float], Any]:
+    """Runs a program of this folder; returns the seconds of all steps after warm-up, all losses, and versions."""
+    command = [python, str(HERE / program), *map(str, args)]
     done = subprocess.run(
         command,
         env={**os.environ, "OMP_NUM_THREADS": str(cores), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(HERE)},
@@ -56,17 +56,20 @@ def run_trl(python: str, program: str, words: Iterable[object], cores: int) -> t
     if done.returncode:
         sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
     line = next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))
-    found = json.loads(line.removeprefix("RESULT "))
-    rows = found["rows"][WARM_STEPS:]
-    return {measure: sum(row[measure] for row in rows) for measure in MEASURES}, found["losses"], found["versions"]
+    result = json.loads(line.removeprefix("RESULT "))
+    rows = result["rows"][WARM_STEPS:]
+    return {measure: sum(row[measure] for row in rows) for measure in MEASURES}, result["losses"], result["versions"]
 
 
 def run_mrl(
     directory: Path, config: Mapping[str, Any], loss: str, work: Callable[[range], float]
 ) -> tuple[Measured, list[float]]:
-    """Seconds a piece of work of all steps but the warm ones, and the losses of all.
+    """Runs `mrl train`; returns the seconds per unit of work of all steps after warm-up, and all losses.
 
-    config: whose run is to be in `directory`; loss: its metric; work: pieces in these steps
+    Args:
+        config: its run.root must be `directory`
+        loss: name of the loss's metric
+        work: returns the units of work in a range of steps
     """
     name = config["run"]["name"]
     file, metrics = directory / f"{name}.yaml", directory / name / "metrics.jsonl"
@@ -94,19 +97,19 @@ def run_mrl(
 
 
 def per_second(rounds: Mapping[str, Sequence[Measured]], digits: int | None = None) -> dict[str, dict[str, float]]:
-    """Of each side, pieces of work a second and a core's second, from seconds a piece."""
+    """Returns the units of work per second of wall and of processor time for each side, from seconds per unit."""
     return {
         side: {
-            f"{how}_{measure}": round(1 / pick(row[measure] for row in found), digits)
+            f"{how}_{measure}": round(1 / pick(row[measure] for row in rows), digits)
             for how, pick in (("fastest", min), ("median", statistics.median))
             for measure in MEASURES
         }
-        for side, found in rounds.items()
+        for side, rows in rounds.items()
     }
 
 
 def ratios(speeds: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """How many times mrl has TRL's."""
+    """Returns mrl's speeds relative to TRL's."""
     return {key: round(speeds["mrl"][key] / speeds["trl"][key], 2) for key in speeds["mrl"]}
 
 
@@ -115,21 +118,23 @@ def layout(cores: int) -> dict[str, str]:
 
 
 def _processor_by_rows(process: subprocess.Popen[bytes], metrics: Path) -> dict[int, float]:
-    """Number of rows in metrics.jsonl -> processor seconds of all processes of the run when that many were first
-    seen, as long as none of them has ended."""
-    found: dict[int, float] = {}
+    """Returns the processor seconds of all processes of the run when metrics.jsonl first had each number of rows.
+
+    Times after a process has ended are left out, since its seconds are then missing.
+    """
+    used_at: dict[int, float] = {}
     end = time.monotonic() + RUN_TIMEOUT_S
     while process.poll() is None and time.monotonic() < end:
         rows = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
-        if rows not in found:
-            found[rows] = _processor(process.pid)
+        if rows not in used_at:
+            used_at[rows] = _processor(process.pid)
         time.sleep(0.02)
-    most = list(itertools.accumulate(found.values(), max))
-    return {rows: used for (rows, used), so_far in zip(found.items(), most) if rows and used == so_far}
+    most = list(itertools.accumulate(used_at.values(), max))
+    return {rows: used for (rows, used), so_far in zip(used_at.items(), most) if rows and used == so_far}
 
 
 def _processor(pid: int) -> float:
-    """Seconds of a process and all below it that live; one that has ended counts nothing."""
+    """Returns the processor seconds of a process and its descendants; one that has ended counts 0."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         children = [

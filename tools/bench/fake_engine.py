@@ -1,7 +1,7 @@
-"""An engine without a model, for measurements of what asks it: `far_engine.py PORT_FILE TOKENS [VOCAB]`.
+"""An engine without a model, for benchmarks of its clients: `fake_engine.py PORT_FILE TOKENS [VOCAB]`.
 
-Every response has TOKENS tokens, drawn at random once; the answers are written as SGLang writes them, and are put
-together before the first request. It listens on all of 127.0.0.0/8, so that one process can stand for many engines.
+Every response has TOKENS random tokens. The answers have SGLang's format and are created before the first request. The
+server listens on all of 127.0.0.0/8, so that one process can stand for many engines.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-DIFFERENT = 8  # responses
+DIFFERENT = 8  # number of different responses
 COUNT = itertools.count()
 DONE = {"success": True, "message": "Success"}
 ANSWERS: dict[str, Any] = {
-    "model_info": {"model_path": "far", "model_type": "llama", "weight_version": "0"},
+    "model_info": {"model_path": "fake", "model_type": "llama", "weight_version": "0"},
     "server_info": {"enable_deterministic_inference": True, "skip_tokenizer_init": True},
 }
 
 
 def single(value: float) -> float:
-    """As float32, whose digits SGLang writes as those of a float64."""
+    """Rounds to float32: SGLang writes float32 values with the digits of a float64."""
     return struct.unpack("f", struct.pack("f", value))[0]
 
 
 def responses(tokens: int, vocab: int) -> list[bytes]:
-    draw = random.Random(1)
-    made = []
+    rng = random.Random(1)
+    encoded = []
     for _ in range(DIFFERENT):
-        ids = [draw.randrange(vocab) for _ in range(tokens)]
-        pairs = [[single(-3 * draw.random() ** 2), token, None] for token in ids]
+        ids = [rng.randrange(vocab) for _ in range(tokens)]
+        pairs = [[single(-3 * rng.random() ** 2), token, None] for token in ids]
         meta = {
             "finish_reason": {"type": "length", "length": tokens},
             "prompt_tokens": 256,
@@ -43,8 +43,8 @@ def responses(tokens: int, vocab: int) -> list[bytes]:
             "completion_tokens": tokens,
         }
         answer = {"text": "", "output_ids": ids, "meta_info": meta}
-        made.append(json.dumps(answer, separators=(",", ":")).encode())
-    return made
+        encoded.append(json.dumps(answer, separators=(",", ":")).encode())
+    return encoded
 
 
 class Handler(BaseHTTPRequestHandler):
