@@ -17,17 +17,18 @@ _devices: dict[tuple[int, str], list[Any]] = {}  # by process and interfaces
 
 
 def share(first: Meet | None = None) -> None:
-    """Makes all later groups share a thread. first: called before gloo makes each group"""
-    plain = distributed_c10d.ProcessGroupGloo
+    """Makes all later groups share a thread, instead of an earlier call. first: called before gloo makes each group"""
+    plain: Any = getattr(distributed_c10d.ProcessGroupGloo, "plain", distributed_c10d.ProcessGroupGloo)
 
-    class ProcessGroupGloo(plain):  # type: ignore[misc, valid-type]
+    class ProcessGroupGloo(plain):
         def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-            options = plain._Options()  # type: ignore[attr-defined]
+            options = plain._Options()
             options._devices, options._timeout = devices(plain), timeout
             if first is not None:
                 first(store, rank, size, timeout)
             super().__init__(store, rank, size, options)
 
+    ProcessGroupGloo.plain = plain
     distributed_c10d.ProcessGroupGloo = ProcessGroupGloo  # type: ignore[misc]
 
 

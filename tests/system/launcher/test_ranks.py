@@ -88,6 +88,18 @@ def test_gloo_listens_on_the_interfaces_that_the_environment_names(
         assert len(made) == len(names) and all(known[name] & {*made} for name in names)
 
 
+def test_a_fork_of_a_rank_shares_a_gloo_thread_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that is forked from a process with the ranks' imports calls it a second time."""
+    c10d = torch.distributed.distributed_c10d
+    monkeypatch.setattr(c10d, "ProcessGroupGloo", c10d.ProcessGroupGloo)
+    called = list[int]()
+    gloo_loop.share(lambda store, rank, size, timeout: called.append(1))
+    gloo_loop.share(lambda store, rank, size, timeout: called.append(2))
+    group = c10d.ProcessGroupGloo(torch.distributed.HashStore(), 0, 1, timedelta(seconds=10))
+    group.allreduce([torch.ones(2)]).wait()
+    assert called == [2]
+
+
 def test_a_stopped_rank_is_noticed_and_named(tmp_path: Path) -> None:
     """A stopped rank is noticed and named after the time-out, though rank 0 may work for longer than run.timeout_s
     while the others wait. Two worlds run at once, one for each stopped rank."""
