@@ -72,6 +72,10 @@ def write_prompt_files(
     if template is not None:
         shutil.copyfile(template, directory / CHAT_TEMPLATE)
     name_ends(directory, base, ends, eos_token)
+    if eos_token is not None and (directory / "config.json").is_file() and role_of(directory) == "critic":
+        config = read_hf_config(directory)
+        _pad(directory, config)  # the new EOS token may have been the padding token
+        (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def name_ends(directory: Path, base: Path, ends: Collection[int], eos_token: str | None) -> None:
