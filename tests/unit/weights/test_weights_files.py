@@ -61,6 +61,17 @@ def test_a_single_file_beside_the_index_of_other_files_is_refused(tmp_path: Path
         assert torch.equal(checkpoint.source("a")[:], A + 1)
 
 
+def test_a_tensor_in_two_files_of_an_index_is_refused(tmp_path: Path) -> None:
+    """transformers would read the copy in the last file, whatever the index says."""
+    write_indexed(tmp_path)
+    save_file({"a": A + 1, "b": B}, tmp_path / "two.safetensors")
+    says = r"two\.safetensors: it has a tensor a, which the index places in one\.safetensors"
+    with HFCheckpoint(tmp_path) as checkpoint:
+        for read in (lambda: checkpoint.source("b"), lambda: checkpoint.locate("b", (6,))):
+            with pytest.raises(WeightError, match=says):
+                read()
+
+
 def test_a_block_of_a_tensor_reads_like_a_tensor(tmp_path: Path) -> None:
     with HFCheckpoint(write_indexed(tmp_path)) as checkpoint:
         block = checkpoint.source("a").narrow(((1, 2), (1, 3), (0, 4)), dims=2)
