@@ -42,13 +42,18 @@ class Staging:
         self._lock = -1
 
     def begin(self) -> None:
-        """Makes the directory, after removing the remains of a killed process. Raises Unwritable."""
+        """Makes the directory, after removing the remains of a killed process. Raises Unwritable.
+
+        With `overwrite`, a target that such a process had moved away and not yet replaced gets its name back.
+        """
         target = self.target
         if target.exists() and not (target.is_dir() and (self._overwrite or not any(target.iterdir()))):
             raise Unwritable(f"{target} exists and is not empty: remove it, or choose another directory")
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             self._lock = _locked(self._beside("lock"))
+            if self._overwrite and (old := self._beside("old")).is_dir() and not target.exists():
+                os.rename(old, target)  # a process was killed between the two renames of `commit`
             shutil.rmtree(self.directory, ignore_errors=True)
             require_space(target, self._needed_bytes)
             self.directory.mkdir()

@@ -196,9 +196,32 @@ class _SessionTrainer(RLTrainer):
         if rl.teacher is not None and rl.teacher.teachers:
             message = "a session's samples have no data source, so they have one teacher: use teacher.path"
             yield Problem(("teacher.teachers",), message)
+        loop = {
+            "agent": rl.agent is not None,
+            "ema": rl.ema is not None,
+            "replay": rl.replay is not None,
+            "ptx": rl.ptx is not None,
+            "ref.policy": rl.ref.policy != "frozen",
+            "critic.warmup_steps": rl.critic is not None and rl.critic.warmup_steps > 0,
+            "rollout.max_staleness": rl.rollout.max_staleness > 0,
+            "rollout.interrupt": rl.rollout.interrupt != "never",
+            "rollout.early_passes": rl.rollout.early_passes is not None,
+        }
+        for key in (key for key, is_set in loop.items() if is_set):
+            yield Problem((key,), "has no effect in a session, whose loop is your own: leave it out")
         if rl.adapters:
             message = "a session trains one policy: remove the section, or train with mrl.RLTrainer(...).fit()"
             yield Problem(("adapters",), message)
+
+
+def _merged(own: Mapping[str, Any], further: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a configuration with further keys, section by section."""
+    found = dict(own)
+    for key, value in further.items():
+        inner = found.get(key)
+        both = isinstance(inner, Mapping) and isinstance(value, Mapping)
+        found[key] = _merged(cast(Mapping[str, Any], inner), value) if both else value
+    return found
 
 
 class SessionEngine:
@@ -310,7 +333,7 @@ class Session:
             max_new_tokens: most tokens of a response.
             engine: rollout engine, sglang or transformers.
             root: directory of the run directory, needed for `save`; None: a temporary one.
-            sections: further keys of the configuration, by section.
+            sections: further keys of the configuration, by section; one that an argument sets too replaces it.
 
         Returns:
             The session, to be entered.
@@ -331,9 +354,7 @@ class Session:
             "reward": {"function": "exact_match", "workers": 1},
             "algorithm": {"adv_estimator": "grpo"},
         }
-        for section, keys in (sections or {}).items():
-            config[section] = {**config.get(section, {}), **keys}
-        session = cls(config)
+        session = cls(_merged(config, sections or {}))
         session._temporary = run_dir if root is None else None
         return session
 

@@ -10,6 +10,9 @@ from typing import Any
 from mrl.commands import evaluate_rows, shared
 from mrl.files import write_atomically
 
+SAMPLES = 64
+OF_REPORT = ("samples", "recipes", "svg")  # arguments of the precision report alone
+
 
 def add(commands: Any) -> None:
     """Adds the subcommand and its arguments."""
@@ -20,7 +23,7 @@ def add(commands: Any) -> None:
     shared.add_config(parser, "run.name=mine")
     parser.add_argument("--weights", type=Path, metavar="DIR", help="the model (default: RUN_DIR/hf, else model.path)")
     evaluate_rows.add_arguments(parser)
-    parser.add_argument("--samples", type=int, default=64, metavar="N", help="for the precision report (default: 64)")
+    parser.add_argument("--samples", type=int, metavar="N", help=f"for the precision report (default: {SAMPLES})")
     parser.add_argument("--recipes", metavar="NAME,NAME", help="fp8 recipes, such as current,blockwise (default: all)")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="chart (default: RUN_DIR/precision.svg)")
     parser.description = (
@@ -38,13 +41,16 @@ def add(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the table and draws the picture. Returns 2 for a wrong configuration or argument, 1 without samples."""
     if not args.precision_report:
+        shared.refuse_given(args, OF_REPORT, "goes with --precision-report only")
         return evaluate_rows.run(args)
+    shared.refuse_given(args, evaluate_rows.ARGUMENTS, "does not go with --precision-report")
     from mrl.precision.measure import RECIPES
 
+    count = SAMPLES if args.samples is None else args.samples
     recipes = args.recipes.split(",") if args.recipes else list(RECIPES)
     shared.require_one_process()
-    if args.samples < 1:
-        raise shared.UsageError(f"--samples {args.samples}: must be at least 1")
+    if count < 1:
+        raise shared.UsageError(f"--samples {count}: must be at least 1")
     if unknown := [name for name in recipes if name not in RECIPES]:
         raise shared.UsageError(f"--recipes {','.join(unknown)}: expected some of {', '.join(RECIPES)}")
     cfg = shared.load_for_eval(args)
@@ -56,11 +62,11 @@ def run(args: argparse.Namespace) -> int:
     own = run_dir / "hf"
     weights = str(args.weights or (own if own.is_dir() else cfg.model.path))
     try:
-        samples = samples_of(cfg, weights, args.samples)
+        samples = samples_of(cfg, weights, count)
     except (NoSamplesError, DataError, TokenizerError, UnreadableFile) as error:
         raise shared.CommandError(str(error)) from error
-    count, tokens = samples.rollout.num_samples, samples.rollout.num_response_tokens
-    print(f"weights  {weights}\nsamples  {samples.source}: {count}, {tokens} response tokens")
+    found, tokens = samples.rollout.num_samples, samples.rollout.num_response_tokens
+    print(f"weights  {weights}\nsamples  {samples.source}: {found}, {tokens} response tokens")
     rows = measure(cfg, weights, samples, recipes, lambda name: print(f"computing {name}", file=sys.stderr))
     print("\n".join(["", *lines(rows), ""]))
     file = args.svg or run_dir / "precision.svg"

@@ -15,12 +15,17 @@ if TYPE_CHECKING:
     from mrl.config.schema import Config
 
 
+SAMPLING = ("per_prompt", "temperature", "right_from")  # arguments for answers that an engine generates
+ARGUMENTS = ("rows", *SAMPLING, "lm_eval", "lm_eval_path", "out")
+RIGHT_FROM = 1.0
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments for held-out rows."""
     parser.add_argument("--rows", type=int, metavar="N", help="use the first N rows or documents (default: all)")
-    parser.add_argument("--per-prompt", type=int, default=1, metavar="N", help="responses per prompt (default: 1)")
+    parser.add_argument("--per-prompt", type=int, metavar="N", help="responses per prompt (default: 1)")
     parser.add_argument("--temperature", type=float, metavar="T", help="default: 0 for one response per prompt, else 1")
-    parser.add_argument("--right-from", type=float, default=1.0, metavar="X", help="lowest correct score (default: 1)")
+    parser.add_argument("--right-from", type=float, metavar="X", help="lowest correct score (default: 1)")
     parser.add_argument("--lm-eval", metavar="TASK,TASK", help="tasks of lm-evaluation-harness, in place of rows")
     parser.add_argument("--lm-eval-path", type=Path, metavar="DIR", help="task files of your own, for --lm-eval")
     parser.add_argument("--out", type=Path, metavar="DIR", help="directory for eval.json and eval.html (RUN_DIR)")
@@ -46,11 +51,13 @@ def run(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> None:
     """Raises UsageError for an argument that cannot be used."""
     shared.require_one_process()
-    if args.per_prompt < 1 or (args.rows is not None and args.rows < 1):
+    if any(number is not None and number < 1 for number in (args.rows, args.per_prompt)):
         raise shared.UsageError("--rows and --per-prompt must be at least 1")
-    if args.lm_eval and (args.per_prompt != 1 or args.temperature is not None):
-        why = "with --lm-eval the tasks define how answers are sampled"
-        raise shared.UsageError(f"--per-prompt and --temperature have no effect: {why}")
+    if args.lm_eval:
+        shared.refuse_given(args, SAMPLING, "has no effect: with --lm-eval the tasks define how answers are sampled")
+    if args.temperature == 0 and (args.per_prompt or 1) > 1:
+        what = "has no effect with --temperature 0, which gives the same response each time: leave one of them out"
+        raise shared.UsageError(f"--per-prompt {args.per_prompt} {what}")
     if args.lm_eval_path is not None and not (args.lm_eval and args.lm_eval_path.is_dir()):
         raise shared.UsageError(f"--lm-eval-path {args.lm_eval_path}: must be a directory, beside --lm-eval")
     if args.temperature is not None and args.temperature < 0:
@@ -68,7 +75,11 @@ def _measurements(args: argparse.Namespace, cfg: Config, weights: str, run_dir: 
     from mrl.reward.errors import RewardError
     from mrl.weights.errors import WeightError
 
-    temperature = args.temperature if args.temperature is not None else float(args.per_prompt > 1)
+    per_prompt = args.per_prompt or 1
+    temperature = args.temperature if args.temperature is not None else float(per_prompt > 1)
+    right_from = RIGHT_FROM if args.right_from is None else args.right_from
+    if not args.lm_eval and not cfg.is_sampling:
+        shared.refuse_given(args, SAMPLING, f"has no effect: trainer {cfg.trainer} generates no answers")
     try:
         if args.lm_eval:
             return lm_eval_scores(cfg, weights, args.lm_eval.split(","), args.lm_eval_path, args.rows)
@@ -84,7 +95,7 @@ def _measurements(args: argparse.Namespace, cfg: Config, weights: str, run_dir: 
         logs = (args.out or run_dir) / "eval_logs"
         logs.mkdir(parents=True, exist_ok=True)
         rows = args.rows or sys.maxsize
-        return evaluate_answers(cfg, weights, logs, rows, args.per_prompt, temperature, args.right_from)
+        return evaluate_answers(cfg, weights, logs, rows, per_prompt, temperature, right_from)
     except OSError as error:
         why = str(error) if error.filename is None else f"{error.filename}: {error.strerror or error}"
         raise shared.CommandError(why) from error

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from mrl.config.schema import AnyConfig
     from mrl.preflight.finding import Finding
 
+OF_CHECKS = ("ranks", "ranks_per_node", "gpu", "node", "head", "names", "wait_s")  # arguments without --network
 MEET_S = 120.0  # nodes may import torch from a shared disk first
 
 
@@ -25,19 +26,18 @@ def add(commands: Any) -> None:
     parser.add_argument("--gpu", metavar="KIND", help="check memory for such GPUs (see mrl plan), not for those here")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     shared.add_nodes(parser)
-    parser.add_argument("--names", default="", metavar="A,B,...", help="with --nodes: names of the nodes in messages")
+    parser.add_argument("--names", metavar="A,B,...", help="with --nodes: names of the nodes in messages")
     parser.add_argument(
         "--wait-s",
         type=float,
-        default=MEET_S,
         metavar="S",
         help=f"with --nodes: seconds to wait for all nodes (default: {MEET_S:g})",
     )
     parser.add_argument(
         "--network", action="store_true", help="only measure an all-reduce: run on every rank by torchrun or srun"
     )
-    parser.add_argument("--mib", type=int, metavar="N", help="size of an all-reduce (default: 256; 16 without GPUs)")
-    parser.add_argument("--at-least", type=float, metavar="GB_PER_S", help="required speed of an all-reduce")
+    parser.add_argument("--mib", type=int, metavar="N", help="with --network or --nodes: size (256; 16 without GPUs)")
+    parser.add_argument("--at-least", type=float, metavar="GB_PER_S", help="with --network or --nodes: required speed")
     parser.description = (
         "Reports everything that mrl train would refuse, all at once, and starts no part of the run. Exit code 0: "
         "ready; 2: the configuration is wrong; 1: another problem. With --nodes, run it on every node: it also "
@@ -52,13 +52,15 @@ def run(args: argparse.Namespace) -> int:
     from mrl.preflight import network, nodes
 
     if args.network:
+        why = "does not go with --network, which only measures an all-reduce"
+        shared.refuse_given(args, ("nodes", *OF_CHECKS) if args.nodes != 1 else OF_CHECKS, why)
         return network.main(args.mib, args.at_least, as_json=args.json)
     _check(args)
     findings, is_configured = _found(args)
     if args.nodes == 1:
         return _show(args, findings, is_configured)
-    node, names = NodeRank(args.node, args.nodes, args.head), [*filter(None, args.names.split(","))]
-    rendezvous = nodes.NodeRendezvous(node, names, args.wait_s)
+    node, names = NodeRank(args.node, args.nodes, args.head), [*filter(None, (args.names or "").split(","))]
+    rendezvous = nodes.NodeRendezvous(node, names, MEET_S if args.wait_s is None else args.wait_s)
     findings += nodes.check_nodes(rendezvous, findings, args.mib, args.at_least)
     code = _show(args, findings, is_configured)
     rendezvous.leave()
@@ -110,6 +112,9 @@ def _check(args: argparse.Namespace) -> None:
         raise shared.UsageError("--ranks and --ranks-per-node must be at least 1")
     if args.ranks_per_node is not None and args.ranks is None:
         raise shared.UsageError("--ranks-per-node needs --ranks")
+    if args.nodes == 1:
+        shared.refuse_given(args, ("names", "wait_s"), "needs --nodes")
+        shared.refuse_given(args, ("mib", "at_least"), "needs --network or --nodes, which measure all-reduces")
     if args.nodes > 1 and args.ranks is not None:
         raise shared.UsageError("--ranks checks this machine alone, --nodes all nodes together: give one of them")
     shared.check_node_arguments(args)

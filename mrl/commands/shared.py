@@ -103,6 +103,13 @@ def check_node_arguments(args: argparse.Namespace) -> None:
         raise UsageError(f"--head {args.head}: must be HOST:PORT, such as node17:29500")
 
 
+def refuse_given(args: argparse.Namespace, names: Sequence[str], why: str) -> None:
+    """Raises UsageError for the first of these optional arguments that was given, which `why` says cannot be."""
+    for name in names:
+        if getattr(args, name) is not None:
+            raise UsageError(f"--{name.replace('_', '-')} {why}: leave it out")
+
+
 def load_for_eval(args: argparse.Namespace) -> Config:
     """Returns the configuration that `mrl eval` evaluates. Raises ConfigError and UsageError."""
     from mrl.config.schema import Config

@@ -201,7 +201,7 @@ def _convert_adapter(args: argparse.Namespace) -> bool:
     if args.direction != DIRECTIONS[1] or given or world_size() > 1:
         what = f"without --{given[0].replace('_', '-')}" if given else "in one process"
         raise ValueError(f"--adapter converts a run's checkpoint by {DIRECTIONS[1]}, {what}")
-    describe = _describe(args.source, args.model or "actor", args.target)
+    describe = _describe(args.source, args.model or "actor", args.target, args.model_files)
     count = adapter_of_run(args.source, args.target, args.model, args.model_files, describe)
     print(f"{args.target}: {count} adapter tensors")
     return True
@@ -225,16 +225,19 @@ def _options(args: argparse.Namespace) -> ConvertOptions:
         part=args.model,
         model_files=args.model_files,
         max_file_bytes=_file_bytes(args),
-        describe=None if to_megatron else _describe(args.source, args.model or "actor", args.target),
+        describe=None if to_megatron else _describe(args.source, args.model or "actor", args.target, args.model_files),
     )
 
 
-def _describe(source: Path, part: str, target: Path) -> Describe | None:
-    """Returns the writer of a card for a run's checkpoint (step_N); None for other sources, which have no run."""
+def _describe(source: Path, part: str, target: Path, model_files: Path | None) -> Describe | None:
+    """Returns the writer of the card, and of the chat template and end tokens, of a run's checkpoint (step_N); None for
+    other sources, which have no run.
+    """
     from mrl.cards import WeightsOrigin, write_run_card
     from mrl.foreign import read_json
     from mrl.weights.disk.digest import file_digests
     from mrl.weights.disk.megatron_dirs import RUN_STATE
+    from mrl.weights.disk.model_files import write_prompt_files
 
     if not (source / RUN_STATE).is_file():
         return None
@@ -242,8 +245,16 @@ def _describe(source: Path, part: str, target: Path) -> Describe | None:
     if "config" not in state:
         return None
     origin = WeightsOrigin(source.resolve().parents[1], state, state["step"], part)
+    model = state["config"].get("model") or {}
+    template, ends = model.get("chat_template"), state.get("end_tokens", {}).get("actor" if part == "ema" else part, ())
+    base = model_files or Path((state["config"].get(part) or {}).get("path") or model["path"])
+    if template is not None and not Path(template).is_file():
+        missing = f"{template}, the chat template of the run, is missing: {target} has that of {base}"
+        print(f"mrl: {missing}", file=sys.stderr)
+        template = None
 
     def describe(export: Path, digests: dict[str, str]) -> None:
+        write_prompt_files(export, base, template, ends, model.get("eos_token"))
         if note := write_run_card(origin, export, target, digests, file_digests(origin.base_files())):
             print(f"mrl: {note}", file=sys.stderr)
 

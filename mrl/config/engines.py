@@ -39,7 +39,7 @@ ENGINES = {
     ),
     "transformers": EngineKind(
         "mrl.inference.transformers_engine.command:transformers_launch",
-        ignores=("tensor", "memory_fraction", "quantization", "server_args"),
+        ignores=("tensor", "memory_fraction", "deterministic", "quantization", "server_args"),
         returns_experts=True,
         cpu_imports="mrl.inference.transformers_engine.cpu_imports",
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mrl.config.checks.base import changed
 from mrl.config.derived import Machine
 from mrl.config.sections.rollout import RolloutConfig
 from mrl.config.trainers.rl import RLConfig
@@ -38,8 +39,8 @@ def gpus_with_engines(cfg: RLConfig, machine: Machine) -> tuple[int, ...]:
 
 def notes(rollout: RolloutConfig, machine: Machine, nodes_per_engine: int = 1) -> Iterator[str]:
     """Yields one-sentence notes for the user before the run starts, about engines on the trainer's nodes."""
-    if not machine.gpus and rollout.gpus is not None:
-        yield "rollout.gpus has no effect: this machine has no GPUs"
+    of_gpus = changed(rollout, "gpus", "memory_fraction") if not machine.gpus and not rollout.urls else []
+    yield from (f"rollout.{name} has no effect: this machine has no GPUs" for name in of_gpus)
     if machine.gpus and rollout.threads is not None:
         yield "rollout.threads has no effect: the engines are on GPUs"
     shared = shared_gpus(rollout, machine, nodes_per_engine)

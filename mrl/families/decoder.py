@@ -125,6 +125,10 @@ class Decoder:
             yield "mlp_bias=true"
         if keys["use_sliding_window"]:
             yield "use_sliding_window=true"
+        if not keys.content.get("is_causal", True):
+            yield "is_causal=false (only causal attention)"
+        if keys["per_layer_config"]:
+            yield "per_layer_config (keys that differ by layer)"
         yield from self.other_layers(keys)
         if keys["quantization_config"] and packing(keys) not in self.unpacks:
             yield "quantization_config (train from unquantized weights)"

@@ -11,7 +11,7 @@ from mrl import float32
 from mrl.families.arch import LatentAttentionArch, ModelArch
 from mrl.families.decoder import MAX_WIDTH
 from mrl.families.keys import Keys, UnsupportedModel, short
-from mrl.families.rope import YARN, refuse_rope
+from mrl.families.rope import YARN, refuse_rope, rope_table
 from mrl.families.rows import MappingTable, latent_attention, prefixes
 from mrl.families.sigmoid_experts import SigmoidExperts
 
@@ -71,7 +71,7 @@ class DeepseekV3(SigmoidExperts):
 
 def _scale(keys: Keys, width: int) -> float | None:
     """Attention scale; yarn adds the logarithm of the context extension factor."""
-    rope = keys.table("rope_parameters") or keys.table("rope_scaling")
+    rope = rope_table(keys)
     if rope is None or (rope["rope_type"] or rope["type"]) != "yarn":
         return None
     factor = rope.number("factor", None, 1.0, float32.MAX)

@@ -10,6 +10,7 @@ from typing import Any
 from mrl.families.arch import ModelArch
 from mrl.families.decoder import Decoder, short_window
 from mrl.families.keys import Keys, short
+from mrl.families.rope import rope_table
 from mrl.families.rows import MappingTable, prefixes
 
 
@@ -36,7 +37,7 @@ class Phi3(Decoder):
 
     def engine_config(self, keys: Keys) -> Mapping[str, Any]:
         """Returns partial_rotary_factor where SGLang expects it, as on the hub; transformers writes it elsewhere."""
-        rope = keys.table("rope_parameters")
+        rope = rope_table(keys)
         share = rope["partial_rotary_factor"] if rope is not None else None
         return {} if share is None else {"partial_rotary_factor": share}
 

@@ -17,9 +17,14 @@ YARN: Types = {"default": (), "yarn": ("factor", "original_max_position_embeddin
 FULL, SLIDING = BY_LAYER = ("full_attention", "sliding_attention")  # kinds of layers, and of tables of angles
 
 
+def rope_table(keys: Keys) -> Keys | None:
+    """Returns the table of rotary keys that transformers uses: `rope_scaling`, or without it `rope_parameters`."""
+    return keys.table("rope_scaling" if keys["rope_scaling"] else "rope_parameters")
+
+
 def rotary_dim(keys: Keys, head_dim: int, default: float) -> int | None:
     """Returns config.json's number of rotated channels of a head; None for all of them."""
-    rope = keys.table("rope_parameters")
+    rope = rope_table(keys)
     of = rope if rope is not None and rope["partial_rotary_factor"] is not None else keys
     found = int(head_dim * of.number("partial_rotary_factor", default, float32.TINY, 1.0))
     if found % 2 or not found:

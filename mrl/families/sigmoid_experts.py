@@ -51,7 +51,7 @@ class SigmoidExperts(ExpertDecoder):
         transformers by two.
         """
         yield from super().differences(keys)
-        if not keys.flag("norm_topk_prob", True):
+        if not keys.flag("norm_topk_prob", "norm_topk_prob" not in keys.content):  # null is false in transformers
             yield "norm_topk_prob=false (Megatron normalizes the weights of a sigmoid router)"
         count, per_token = (keys.size(key, MAX_EXPERTS) for key in (self.count_key(keys), "num_experts_per_tok"))
         groups, chosen = self._groups(keys)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from mrl.families.arch import VisionArch
 from mrl.families.keys import Keys, UnsupportedModel, short
+from mrl.families.rope import rope_table
 from mrl.families.rows import MappingTable, ParameterMapping
 
 TOWER = "visual."  # before the names of the tower's parameters in the whole model
@@ -19,8 +20,7 @@ def rope_axes(keys: Keys, head_dim: int, interleaved: bool) -> tuple[int, ...]:
 
     Raises UnsupportedModel, naming the key, also if `mrope_interleaved` disagrees, because engines follow it.
     """
-    name = "rope_parameters" if keys["rope_parameters"] is not None else "rope_scaling"
-    rope = keys.table(name) or Keys({}, f"{keys.where}: {name}")
+    rope = rope_table(keys) or Keys({}, f"{keys.where}: rope_scaling")
     section = rope["mrope_section"]
     half = head_dim // 2
     if (

@@ -14,6 +14,7 @@ from mrl.families.rows import BODY, MappingTable
 from mrl.families.vision import TOWER, read_tower, rope_axes
 
 IN_MEMORY = "model.language_model."  # transformers' prefix of the decoder in a loaded model
+ROPE_KEYS = ("rope_scaling", "rope_parameters", "rope_theta", "partial_rotary_factor")  # only in `text_config`, if any
 
 
 class VisionDecoder(Decoder):
@@ -88,5 +89,6 @@ class VisionDecoder(Decoder):
         if text is None:
             return keys
         own = {name: value for name, value in text.content.items() if value is not None}
+        beside = {name: value for name, value in keys.content.items() if name not in ROPE_KEYS}
         whole = {name: keys[name] for name in ("model_type", "tie_word_embeddings", "quantization_config", "auto_map")}
-        return Keys({**keys.content, **own, **whole}, keys.where)
+        return Keys({**beside, **own, **whole}, keys.where)

@@ -16,14 +16,23 @@ from torch import Tensor
 from mrl.kernels.layers import rotate
 from mrl.models.mcore import (
     MLASelfAttention,
+    MLATransformerConfig,
     copy_to_tensor_model_parallel_region,
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
 
+LATENT_EPS = 1e-6  # of the norms of latent vectors in transformers, whatever `rms_norm_eps` is
+
 
 class LatentAttention(MLASelfAttention):
     """MLA whose `packed_seq_params` is a ModelBatch."""
+
+    def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.kv_layernorm.eps = LATENT_EPS
+        if config.q_lora_rank is not None:
+            self.q_layernorm.eps = LATENT_EPS
 
     def get_query_key_value_tensors(
         self,

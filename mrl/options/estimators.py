@@ -32,12 +32,30 @@ class EstimatorOptions(Options):
         """True if scaling all scores leaves the advantages unchanged."""
         return False
 
+    @property
+    def is_shift_free(self) -> bool:
+        """True if adding a number to all scores of a step leaves the advantages unchanged."""
+        return False
+
+
+class Baseline(EstimatorOptions):
+    """Properties of estimators that subtract a weighted mean of the scores of the same prompt."""
+
+    @property
+    def is_shift_free(self) -> bool:
+        return True
+
 
 class Whitening(EstimatorOptions):
     """Options of estimators that can whiten their advantages."""
 
     whiten_advantages: bool = True  # normalize to mean 0 and deviation 1 over the tokens of a step
     whiten_shift_mean: bool = True  # false: normalize the scale only, not the mean
+
+    @property
+    def whitens_mean(self) -> bool:
+        """True if the mean over the tokens of a step becomes 0 and the deviation 1."""
+        return self.whiten_advantages and self.whiten_shift_mean
 
 
 class GroupScale(EstimatorOptions):
@@ -57,7 +75,7 @@ class GAE(Whitening, name="gae"):
     lam: Fraction = 1.0  # 1: the whole return (least bias); 0: one step (least variance)
 
 
-class GRPO(GroupScale, name="grpo"):
+class GRPO(GroupScale, Baseline, name="grpo"):
     """Group-relative advantages (arXiv 2402.03300); Dr.GRPO (arXiv 2503.20783)."""
 
     @property
@@ -69,11 +87,11 @@ class GRPOPassK(GRPO, name="grpo_passk"):
     """Pass@k (arXiv 2503.19595): only the best response of a group has an advantage."""
 
 
-class RLOO(EstimatorOptions, name="rloo"):
+class RLOO(Baseline, name="rloo"):
     """REINFORCE leave-one-out (arXiv 2402.14740)."""
 
 
-class OPO(EstimatorOptions, name="opo"):
+class OPO(Baseline, name="opo"):
     """Optimal on-policy baseline (arXiv 2505.23585)."""
 
 
@@ -102,12 +120,24 @@ class ReinforcePlusPlus(Whitening, name="reinforce_plus_plus"):
 
     gamma: Fraction = 1.0  # discount per token
 
+    @property
+    def is_scale_free(self) -> bool:
+        return self.whitens_mean
 
-class ReinforcePlusPlusBaseline(Whitening, name="reinforce_plus_plus_baseline"):
+    @property
+    def is_shift_free(self) -> bool:
+        return self.whitens_mean and self.gamma == 1
+
+
+class ReinforcePlusPlusBaseline(Whitening, Baseline, name="reinforce_plus_plus_baseline"):
     """REINFORCE++ with the group's mean as its baseline (arXiv 2501.03262), whitened."""
 
+    @property
+    def is_scale_free(self) -> bool:
+        return self.whitens_mean
 
-class ReMax(EstimatorOptions, name="remax"):
+
+class ReMax(Baseline, name="remax"):
     """ReMax (arXiv 2310.10505): the baseline is the score of the greedy response to the same prompt."""
 
     compares_group: ClassVar[bool] = False

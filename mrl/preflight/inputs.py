@@ -14,7 +14,7 @@ from mrl.algo import custom
 from mrl.config.schema import AlgorithmConfig, Config, PreferenceDataConfig, SFTDataConfig, SourceConfig
 from mrl.config.tokenizer_files import TOKENIZER
 from mrl.data import DataError, TokenizerError, load_image_processor, load_tokenizer
-from mrl.data.columns import unused_column_notes
+from mrl.data.columns import named_columns, unused_column_notes
 from mrl.data.encoder import Encoder
 from mrl.data.first_rows import check_first_rows
 from mrl.data.preference_rows import PreferenceReader
@@ -50,7 +50,7 @@ def check_rewards(cfg: Config) -> Iterator[Finding]:
     rewards = cfg.rewards()
     if rewards is None:
         return
-    sources = {f"data {source.path}": source.path for source, _ in _sources(cfg)}
+    sources = {f"data {source.path}": source.path for _, source, _ in _sources(cfg)}
     try:
         check_hidden(rewards, {"run.root": cfg.run.root, **sources})
         failed = check_functions(rewards, cfg.data, _trials(cfg))
@@ -71,18 +71,26 @@ def check_data(cfg: Config) -> Iterator[Finding]:
     It loads the tokenizer only if a chat template formats the rows; otherwise the configuration check has read its
     files.
     """
-    good = []
-    for source, reader in _sources(cfg):
+    good, absent = [], dict[str, dict[str, str]]()
+    for key, source, reader in _sources(cfg):
+        columns = absent.setdefault(key, named_columns(reader.cfg))
         try:
             image_processor = load_image_processor(cfg.model.path, reader.cfg) if cfg.sees_pictures else None
             see = None if image_processor is None else partial(image_processor.grids, root=root_of(source))
-            idle = check_first_rows(source, reader, read_images=see)
+            first = check_first_rows(source, reader, read_images=see)
         except DataError as error:
             yield Finding("data", "problem", str(error))
+            columns.clear()
         else:
-            for note in unused_column_notes(f"first rows of {source.path}", idle):
+            for note in unused_column_notes(f"first rows of {source.path}", first.idle):
                 yield Finding("data", "warning", note)
+            for setting in first.named if first.are_all else [*columns]:
+                columns.pop(setting, None)
             good.append((source, reader))
+    for key, columns in absent.items():
+        for setting, column in columns.items():
+            message = f"{key}.{setting} has no effect: no row has {column!r}: name another column, or leave the key out"
+            yield Finding("data", "problem", message)
     if good:
         yield Finding("data", "ok", f"the first rows are valid: {', '.join(source.path for source, _ in good)}")
     dressed = [(source, reader) for source, reader in good if reader.cfg.chat_template]
@@ -146,18 +154,19 @@ def sampled_row_check(cfg: Config) -> RowCheck | None:
     return row_check(rewards, cfg.data) if rewards is not None else None
 
 
-def _sources(cfg: Config) -> Iterator[tuple[SourceConfig, Reader]]:
-    for use in cfg.data_uses().values():
+def _sources(cfg: Config) -> Iterator[tuple[str, SourceConfig, Reader]]:
+    """Yields the key of its section, each source, and the reader of its rows."""
+    for key, use in cfg.data_uses().items():
         check = sampled_row_check(cfg) if use.is_sampled else None
         reader: Reader = RowReader(use.cfg, require_answer=not use.is_sampled, check=check)
         if isinstance(use.cfg, PreferenceDataConfig) and use.preferences is not None:
             reader = PreferenceReader(use.cfg, use.preferences, use.margins)
         if isinstance(use.cfg, SFTDataConfig):
             reader = SFTReader(use.cfg)
-        yield from ((source, reader) for source in use.cfg.validation or ())
+        yield from ((key, source, reader) for source in use.cfg.validation or ())
         if isinstance(reader, RowReader):
             reader = replace(reader, check=train_check(use, check))
-        yield from ((source, reader) for source in use.cfg.train)
+        yield from ((key, source, reader) for source in use.cfg.train)
 
 
 def _trials(cfg: Config) -> Iterator[TrialRow]:

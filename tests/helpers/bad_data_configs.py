@@ -132,4 +132,30 @@ BAD_DATA = [
         ("no 'solution'",),
         base=SFT,
     ),
+    Bad(
+        "demonstrations by source",
+        "reward:",
+        "ptx:\n  data: {train: more.jsonl, data_source_key: task, max_prompt_tokens: 8}\n  coef: 0.1\n"
+        "  samples_per_update: 8\nreward:",
+        "ptx.data.data_source_key",
+        ("no effect: demonstrations have no rewards or metrics by source", "with ptx (c.yaml"),
+        "  data: {",
+    ),
+    Bad(
+        "a source of demonstrations with a name",
+        "reward:",
+        "ptx:\n  data: {train: {path: more.jsonl, name: sums}, max_prompt_tokens: 8}\n  coef: 0.1\n"
+        "  samples_per_update: 8\nreward:",
+        "ptx.data.train",
+        ("the name 'sums' of more.jsonl has no effect", "with ptx (c.yaml"),
+        "  data: {",
+    ),
+    Bad(
+        "the last turn of an answer that has one",
+        "  train: train.jsonl",
+        "  train: train.jsonl\n  train_on: last",
+        "data.train_on",
+        ("no effect: without a chat template an answer is one text", "data.chat_template (default)"),
+        base=SFT,
+    ),
 ]

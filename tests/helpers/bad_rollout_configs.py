@@ -231,4 +231,68 @@ BAD_ROLLOUT = [
         "reward:",
         base=GRPO,
     ),
+    Bad(
+        "interruptions where nothing is in flight",
+        SAMPLING,
+        SAMPLING + "  interrupt: at_sync\n",
+        INTERRUPT,
+        ("no effect", "a synchronous run has no response in flight", STALENESS),
+        base=GRPO,
+    ),
+    Bad(
+        "a sandbox that a class cannot reach",
+        "max_tokens: 64",
+        "max_tokens: 64\n  sandbox: {wall_s: 5.0}",
+        "agent.sandbox",
+        ("no effect", "the class Env gets no ctx", "agent.rollout"),
+        base=AGENT,
+    ),
+    Bad(
+        "a program that outlasts its step",
+        "max_tokens: 64",
+        "max_tokens: 64\n  sandbox: {wall_s: 40.0}",
+        "agent.sandbox.wall_s",
+        ("no effect: a step is ended after 30 s", "agent.step_timeout_s (default)"),
+        base=AGENT.replace("mine.py:Env", "mine.py:play"),
+    ),
+    Bad(
+        "turns longer than the limit of one",
+        "reward:\n",
+        "reward:\n  manager: dapo\n  overlong: {buffer_tokens: 4}\n",
+        "reward.manager",
+        ("overlong counts the tokens of all turns", "agent"),
+        "  manager:",
+        base=AGENT,
+    ),
+    *(
+        Bad(
+            f"{argument.partition('=')[0]} beside the key that sets it",
+            SAMPLING,
+            f"{SAMPLING}  server_args: [{argument}]\n",
+            "rollout.server_args",
+            ("mrl sets --", f"from {key}: leave it out", key),
+            base=GRPO,
+        )
+        for argument, key in (
+            ("--tp, '2'", "rollout.tensor"),
+            ("--mem-fraction-static=0.5", "rollout.memory_fraction"),
+            ("--context-length=99", "rollout.max_context_tokens"),
+        )
+    ),
+    Bad(
+        "limits of float32 in bfloat16",
+        SAMPLING,
+        SAMPLING + "  mismatch: {exact: 1e-4}\n",
+        "rollout.mismatch.exact",
+        ("no effect: the model computes in bfloat16", "model.dtype (default)"),
+        base=GRPO,
+    ),
+    Bad(
+        "seeds that the engine takes in any case",
+        SAMPLING,
+        SAMPLING + "  engine: transformers\n  deterministic: false\n",
+        "rollout.deterministic",
+        ("no effect", "the engine is transformers", "rollout.engine"),
+        base=GRPO,
+    ),
 ]

@@ -172,6 +172,11 @@ MISTAKES = [
     ),
     Mistake("fewer samples than replicas", ("fewer than the 16",), ("run.nproc=16",), code=2),
     Mistake("no critic for gae", ("adv_estimator", "needs a critic"), ("algorithm.adv_estimator=gae",), code=2),
+    Mistake(
+        "a column of data sources that no row has",
+        ("data.data_source_key has no effect", "no row has 'task'"),
+        ("data.data_source_key=task",),
+    ),
     Mistake("a group of one", ("samples_per_prompt", "at least 2"), ("batch.samples_per_prompt=1",), code=2),
     Mistake("restarts without checkpoints", ("run.launcher", "none is written"), ("run.launcher=ft",), code=2),
     Mistake(

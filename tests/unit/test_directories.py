@@ -91,6 +91,27 @@ def test_without_room_nothing_is_begun(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
+def test_a_target_that_a_killed_process_had_moved_away_gets_its_name_back(
+    staging: Staging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staging.commit()
+    staging.end()
+    new = Staging(staging.target, 0, overwrite=True)
+    new.begin()
+
+    def killed(path: Path, final: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(directories, "rename_durably", killed)
+        new.commit()
+    os.close(new._lock)
+    again = Staging(staging.target, 0, overwrite=True)
+    again.begin()
+    again.end()
+    assert names(staging.target) == ["release"] and names(staging.target.parent) == ["model"]
+
+
 def test_the_old_one_is_there_until_the_new_one_is_whole(staging: Staging, monkeypatch: pytest.MonkeyPatch) -> None:
     staging.commit()
     staging.end()

@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from pydantic import BaseModel
+
+from mrl.config.checks.base import changed
 from mrl.config.problems import Problem
 from mrl.config.trainers.rl import RLConfig
 
@@ -34,6 +37,7 @@ def check(cfg: RLConfig) -> Iterator[Problem]:
         message = "all adapters are synced at once, with nothing in flight: set rollout.max_staleness: 0 and "
         message += "rollout.interrupt: never, and leave out rollout.segment_tokens"
         yield Problem(("adapters", "rollout.max_staleness"), message)
+    yield from _unused(cfg)
     alone = {
         "critic": cfg.critic is not None,
         "ema": cfg.ema is not None,
@@ -53,3 +57,18 @@ def check(cfg: RLConfig) -> Iterator[Problem]:
             key = "reward" if cfg.adapters[name].reward is None else f"adapters.{name}.reward"
             message = "is not supported with several adapters: score by a server, see reward.servers"
             yield Problem((f"{key}.model", "adapters"), message)
+
+
+def _unused(cfg: RLConfig) -> Iterator[Problem]:
+    """Checks for sections of the run that every adapter replaces. Those that a run must have are left out."""
+    sections: dict[str, tuple[BaseModel, str, str]] = {
+        "validation": (cfg, "", "validation"),
+        "agent": (cfg, "", "agent"),
+        "sampling": (cfg.rollout, "rollout", "sampling"),
+        "optimizer": (cfg.actor, "actor", "optimizer"),
+    }
+    for own, (section, key, name) in sections.items():
+        if all(dict(adapter)[own] is not None for adapter in cfg.adapters.values()):
+            for _ in changed(section, name):
+                message = f"has no effect: each of the adapters has its own {own}"
+                yield Problem((f"{key}.{name}".removeprefix("."), "adapters"), message)

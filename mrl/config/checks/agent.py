@@ -6,6 +6,7 @@ import ast
 from collections.abc import Generator, Iterator
 
 from mrl.config import verifiers_environments
+from mrl.config.checks.base import without_effect
 from mrl.config.checks.reward import definition
 from mrl.config.problems import Problem
 from mrl.config.schema import AgentConfig, RLConfig
@@ -39,6 +40,13 @@ def check(cfg: RLConfig) -> Iterator[Problem]:
     if agent.trajectory_timeout_s is not None and agent.trajectory_timeout_s < agent.step_timeout_s:
         message = f"{agent.step_timeout_s:g} s for a step exceed {agent.trajectory_timeout_s:g} s for a trajectory"
         yield Problem(("agent.step_timeout_s", "agent.trajectory_timeout_s"), message)
+    if agent.sandbox.wall_s > agent.step_timeout_s:
+        because = f"a step is ended after {agent.step_timeout_s:g} s, before a program in it reaches this limit"
+        yield from without_effect(agent.sandbox, "agent.sandbox", ["wall_s"], because, "agent.step_timeout_s")
+    if "overlong" in named or reward.manager == "dapo":
+        message = "overlong counts the tokens of all turns, and its limit, rollout.sampling.max_new_tokens, is that of "
+        message += "one turn: leave it out, or score the length in a function of your own"
+        yield Problem(("reward.manager" if reward.manager == "dapo" else "reward", "agent"), message)
     if agent.on_error == "leave_out" and cfg.algorithm.needs_greedy:
         message = f"{cfg.algorithm.adv_estimator} needs the greedy response of every group: set on_error: stop"
         yield Problem(("agent.on_error", "algorithm.adv_estimator"), message)
@@ -54,6 +62,10 @@ def check_file(agent: AgentConfig) -> Iterator[Problem]:
         yield Problem(
             (KEY, "agent.endpoint"), f"{found.name} is a class; agent.endpoint needs a function (ctx, prompt)"
         )
+    whose = f"the class {found.name}" if isinstance(found, ast.ClassDef) else "an environment of verifiers"
+    if isinstance(found, ast.ClassDef) or verifiers_environments.is_environment(agent.rollout):
+        because = f"{whose} gets no ctx, whose `sandbox` it is for"
+        yield from without_effect(agent, "agent", ["sandbox"], because, KEY)
     if isinstance(found, ast.FunctionDef) and not agent.endpoint:
         yield Problem((KEY,), f"{found.name} awaits turns: define it as `async def {found.name}(ctx, prompt)`")
     if agent.parser is not None and agent.parser not in PARSERS:

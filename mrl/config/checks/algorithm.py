@@ -11,13 +11,13 @@ from mrl.config.schema import AlgorithmConfig, RefConfig, RLConfig, ValueLossCon
 from mrl.config.trainers.rl import needs_ref, prompts_per_round
 from mrl.options.estimators import GDPO, CustomEstimator, Whitening
 
-ESTIMATOR = "algorithm.adv_estimator"
+ESTIMATOR, WHITENS = "algorithm.adv_estimator", "algorithm.whiten_advantages"
 
 
 def check(cfg: RLConfig) -> Iterator[Problem]:
     yield from _estimator(cfg)
     yield from _gdpo(cfg)
-    yield from _scores(cfg.algorithm)
+    yield from _scores(cfg)
     yield from _filter_groups(cfg)
 
 
@@ -69,8 +69,7 @@ def _estimator(cfg: RLConfig) -> Iterator[Problem]:
     algorithm, name = cfg.algorithm, cfg.algorithm.adv_estimator
     because = f"the estimator is {name}"
     if isinstance(algorithm, Whitening) and not algorithm.whiten_advantages:
-        switch = "algorithm.whiten_advantages"
-        yield from without_effect(algorithm, "algorithm", ["whiten_shift_mean"], "advantages are not whitened", switch)
+        yield from without_effect(algorithm, "algorithm", ["whiten_shift_mean"], "advantages are not whitened", WHITENS)
     if algorithm.takes_values == "always" and cfg.critic is None:
         message = f"{name} needs a critic: add a `critic:` section (`critic: {{}}` for its defaults)"
         yield Problem((ESTIMATOR, "critic"), message)
@@ -111,18 +110,26 @@ def _gdpo(cfg: RLConfig) -> Iterator[Problem]:
         yield from without_effect(cfg.reward, "reward", ["truncated_score"], because, "algorithm.gdpo_reward_keys")
 
 
-def _scores(algorithm: AlgorithmConfig) -> Iterator[Problem]:
-    scaling, resampling = "algorithm.use_score_scaling", algorithm.pf_ppo
+def _scores(cfg: RLConfig) -> Iterator[Problem]:
+    algorithm, scaling = cfg.algorithm, "algorithm.use_score_scaling"
+    resampling = algorithm.pf_ppo
     if resampling is not None and resampling.reweight_method != "pow":
         because, other = f"samples are reweighted by {resampling.reweight_method}", "algorithm.pf_ppo.reweight_method"
         yield from without_effect(resampling, "algorithm.pf_ppo", ["weight_pow"], because, other)
     if not algorithm.use_score_scaling:
         yield from without_effect(algorithm, "algorithm", ["use_score_norm"], "scores are not scaled", scaling)
         return
+    if cfg.agent is not None and algorithm.takes_turns:  # scaled scores count at the end, and not turn by turn
+        return
     reads_scale = algorithm.score_clip is not None or algorithm.kl.use_in_reward
     if algorithm.is_scale_free and not reads_scale and not _is_drawn_by_centred_scores(algorithm):
-        message = f"has no effect: {algorithm.adv_estimator} divides by each group's own standard deviation"
-        yield Problem((scaling, "algorithm.norm_adv_by_std_in_grpo"), message)
+        why, other = "divides by each group's own standard deviation", "algorithm.norm_adv_by_std_in_grpo"
+        if isinstance(algorithm, Whitening):
+            why, other = "whitens its advantages, which have the same scale whatever that of the scores is", WHITENS
+        yield Problem((scaling, other), f"has no effect: {algorithm.adv_estimator} {why}")
+    elif algorithm.is_shift_free and algorithm.score_clip is None and not _is_drawn_by_centred_scores(algorithm):
+        because = f"{algorithm.adv_estimator} subtracts a mean of its own, so that of the run's scores cancels"
+        yield from without_effect(algorithm, "algorithm", ["use_score_norm"], because, ESTIMATOR)
 
 
 def _is_drawn_by_centred_scores(algorithm: AlgorithmConfig) -> bool:
@@ -150,6 +157,10 @@ def _filter_groups(cfg: RLConfig) -> Iterator[Problem]:
             f"{cfg.batch.prompts_per_step} groups of a step"
         )
         yield Problem((f"{key}.prompts_per_round", f"{key}.max_num_gen_batches", "batch.prompts_per_step"), message)
+    elif prompts_per_round(cfg) < cfg.batch.prompts_per_step:
+        message = f"{prompts_per_round(cfg)} groups started at once are fewer than the {cfg.batch.prompts_per_step} of "
+        message += "a step, and only dropped groups are replaced: leave it out, or raise it"
+        yield Problem((f"{key}.prompts_per_round", "batch.prompts_per_step"), message)
     if not cfg.data.shuffle:
         message = "a further round would repeat the same prompts: dynamic sampling needs data.shuffle: true"
         yield Problem(("data.shuffle", f"{key}.enable" if groups.enable else f"{key}.function"), message)

@@ -32,6 +32,9 @@ def check(cfg: RLConfig) -> Iterator[Problem]:
     if rollout.max_staleness and cfg.reward.model is not None:
         message = "the ranks that score samples with it train during generation: leave rollout.max_staleness out"
         yield Problem(("reward.model", STALENESS), message)
+    if rollout.interrupt == "at_sync" and not rollout.max_staleness:
+        message = "has no effect: a synchronous run has no response in flight at a weight sync: set max_staleness, or "
+        yield Problem((INTERRUPT, STALENESS), f"{message}leave interrupt out")
     if rollout.interrupt == "at_step_end":
         yield from _partial_rollouts(cfg)
     else:

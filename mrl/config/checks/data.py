@@ -36,10 +36,19 @@ def check_sources(cfg: AnyConfig) -> Iterator[Problem]:
     for key, use in cfg.data_uses().items():
         data = use.cfg
         yield from _sources(key, "train", data.train, use)
+        if isinstance(data, PreferenceDataConfig):
+            yield from _forms(key, data, use)
         for name in changed(data, "system_key", "tools_key", "chat_template_kwargs_key"):
             if dict(data)[name] is not None and not data.chat_template:  # null is allowed
                 yield Problem((f"{key}.{name}", f"{key}.chat_template"), "has no effect: chat_template is false")
-        yield from _weights(f"{key}.train", data.train)
+        yield from check_weights(f"{key}.train", data.train)
+        if not (use.is_sampled or use.is_evaluated):
+            other, because = key.rpartition(".")[0] or "trainer", "demonstrations have no rewards or metrics by source"
+            yield from without_effect(data, key, ["data_source_key"], because, other)
+            for source in data.train:
+                if source.name is not None:
+                    message = f"the name {source.name!r} of {source.path} has no effect: {because}"
+                    yield Problem((f"{key}.train", other), message)
         if data.validation is not None and (use.is_sampled or use.is_evaluated):
             yield from _sources(key, "validation", data.validation, use)
             if any(source.weight is not None for source in data.validation):
@@ -54,10 +63,7 @@ def check_sources(cfg: AnyConfig) -> Iterator[Problem]:
 
 def _sources(section: str, name: str, sources: tuple[SourceConfig, ...], use: DataUse) -> Iterator[Problem]:
     key = f"{section}.{name}"
-    if not sources:
-        yield Problem((key,), "has no sources: name at least one")
-    if len({(source.path, source.split) for source in sources}) < len(sources):
-        yield Problem((key,), "names a source twice: give it a larger weight instead")
+    yield from check_names(key, sources)
     for source in sources:
         try:
             columns = read_columns(source)
@@ -67,7 +73,46 @@ def _sources(section: str, name: str, sources: tuple[SourceConfig, ...], use: Da
             yield from _columns(section, key, source, columns, use) if columns is not None else ()
 
 
-def _weights(key: str, sources: tuple[SourceConfig, ...]) -> Iterator[Problem]:
+def _forms(key: str, data: PreferenceDataConfig, use: DataUse) -> Iterator[Problem]:
+    """Checks for columns of another form of rows than those that the sources have, by their first rows."""
+    try:
+        found = [read_columns(source) for source in (*data.train, *(data.validation or ()))]
+    except Unreadable:  # `_sources` reports it
+        return
+    known = [columns for columns in found if columns is not None]
+    if not known or len(known) < len(found):
+        return
+    are_pairs = [all(_has(columns, name) for name in (data.chosen_key, data.rejected_key)) for columns in known]
+    are_lists = [_has(columns, data.completions_key) for columns in known]
+    others: dict[str, list[str]] = {}  # what the rows have or lack -> keys that this makes ineffective
+    if use.preferences in ("pairs", "lists"):
+        if not any(are_lists):
+            others[f"the rows have no {data.completions_key!r}"] = ["completions_key", "ranked_pairs"]
+        elif all(are_lists):
+            others[f"the rows have {data.completions_key!r}"] = ["chosen_key", "rejected_key"]
+    elif use.preferences == "labels":
+        if all(are_pairs):
+            others[f"the rows have {data.chosen_key!r}"] = ["completion_key", "label_key"]
+        elif not any(are_pairs):
+            others[f"the rows have {data.completion_key!r}"] = ["chosen_key", "rejected_key"]
+    for because, names in others.items():
+        yield from without_effect(data, key, names, because, f"{key}.train")
+
+
+def _has(columns: Columns, name: str) -> bool:
+    return name in columns or name.split(".")[0] in columns
+
+
+def check_names(key: str, sources: tuple[SourceConfig, ...]) -> Iterator[Problem]:
+    """Checks that there are sources, and each only once."""
+    if not sources:
+        yield Problem((key,), "has no sources: name at least one")
+    if len({(source.path, source.split) for source in sources}) < len(sources):
+        yield Problem((key,), "names a source twice: give it a larger weight instead")
+
+
+def check_weights(key: str, sources: tuple[SourceConfig, ...]) -> Iterator[Problem]:
+    """Checks that all training sources have a weight or none has, and that weights have an effect."""
     without = [source.path for source in sources if source.weight is None]
     if len(sources) == 1 and not without:
         yield Problem((key,), f"the weight of {sources[0].path} has no effect: it is the only source")
@@ -90,7 +135,7 @@ def _columns(section: str, key: str, source: SourceConfig, columns: Columns, use
     data = use.cfg
     where, has = f"the first row of {source.path}", ", ".join(columns) or "no keys"
     needed = use.needed(columns).items()
-    missing = {setting: name for setting, name in needed if name not in columns and name.split(".")[0] not in columns}
+    missing = {setting: name for setting, name in needed if not _has(columns, name)}
     if missing and isinstance(data, SFTDataConfig) and (form := _other_form(data, columns)):
         lacks = " and ".join(map(repr, missing.values()))
         yield Problem((f"{section}.form", key), f"{data.form} needs {lacks}, and {where} has {has}: set it to {form}")

@@ -8,7 +8,7 @@ from mrl.config.checks.base import without_effect
 from mrl.config.checks.reward import check_function
 from mrl.config.problems import Problem
 from mrl.config.schema import RLConfig
-from mrl.config.trainers.rl import updates_per_step
+from mrl.config.trainers.rl import most_updates_per_step
 from mrl.options.losses import CustomLoss
 
 LOSS, VALUE_LOSS, CORRECTION = "algorithm.policy_loss", "algorithm.value_loss", "algorithm.rollout_correction"
@@ -90,11 +90,16 @@ def _rejection(cfg: RLConfig) -> Iterator[Problem]:
 def _controls(cfg: RLConfig) -> Iterator[Problem]:
     algorithm, batch = cfg.algorithm, "batch.samples_per_minibatch"
     always_new = cfg.replay is None or algorithm.rollout_correction.rollout_is is not None
-    one_update = updates_per_step(cfg) == 1 and algorithm.old_log_probs == "trainer" and always_new
+    one_update = most_updates_per_step(cfg) == 1 and algorithm.old_log_probs == "trainer" and always_new
     if one_update:
         yield from without_effect(algorithm, "algorithm", ["ratio_threshold"], ONE_UPDATE, batch)
     if one_update and algorithm.policy_loss.needs_moved_policy:
         yield Problem((f"{LOSS}.loss_mode", batch), f"{algorithm.policy_loss.loss_mode} has no effect: {ONE_UPDATE}")
+    elif one_update:
+        yield from without_effect(algorithm.policy_loss, LOSS, algorithm.policy_loss.of_ratio, ONE_UPDATE, batch)
+    if most_updates_per_step(cfg) == 1:
+        because = "a step makes one update, so the critic's values are still the old ones"
+        yield from without_effect(algorithm.value_loss, VALUE_LOSS, ["cliprange_value"], because, batch)
     if cfg.batch.epochs_per_step == 1:
         because = "a step has only one epoch"
         yield from without_effect(algorithm, "algorithm", ["target_kl"], because, "batch.epochs_per_step")

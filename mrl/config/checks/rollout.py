@@ -19,6 +19,18 @@ from mrl.families.decoder import packing
 
 MOST_CPU_ENGINES = 64
 DELTA_TRANSPORTS = ("http", "distributed")
+SET_BY_KEYS = {  # SGLang's arguments -> the key that mrl sets each from; the last of two equal arguments would count
+    **dict.fromkeys(("--tp", "--tp-size", "--tensor-parallel-size"), "rollout.tensor"),
+    **dict.fromkeys(("--nnodes", "--node-rank", "--dist-init-addr"), "placement.nodes_per_engine"),
+    **dict.fromkeys(("--model", "--model-path"), "model.path"),
+    "--base-gpu-id": "rollout.gpus",
+    "--context-length": "rollout.max_context_tokens",
+    "--dtype": "model.dtype",
+    "--enable-deterministic-inference": "rollout.deterministic",
+    "--max-running-requests": "rollout.max_running_requests",
+    "--mem-fraction-static": "rollout.memory_fraction",
+    "--random-seed": "run.seed",
+}
 _BLOCK = BLOCK["blockwise"]  # side of a block of fp8 weights
 
 
@@ -66,6 +78,7 @@ def _engine(cfg: RLConfig, arch: ModelArch | None, machine: Machine) -> Iterator
         if None not in (limits[warn], limits[stop]) and limits[warn] > limits[stop]:
             message = f"{limits[warn]:g} is above {limits[stop]:g}, at which the run stops: lower it"
             yield Problem((f"rollout.mismatch.{warn}", f"rollout.mismatch.{stop}"), message)
+    yield from _exact(cfg)
     yield from _top_k("rollout.sampling", rollout.sampling)
     yield from _stops(rollout.sampling, arch)
     if rollout.urls:
@@ -82,6 +95,8 @@ def _engine(cfg: RLConfig, arch: ModelArch | None, machine: Machine) -> Iterator
         if name in ("--host", "--port", "--api-key", "--admin-api-key", "--config"):
             message = f"mrl sets {name} itself (engines listen on 127.0.0.1, with a key of the run): leave it out"
             yield Problem(("rollout.server_args",), message)
+        elif (key := SET_BY_KEYS.get(name.replace("_", "-"))) is not None:
+            yield Problem(("rollout.server_args", key), f"mrl sets {name} from {key}: leave it out, and set that key")
     if rollout.tensor > 1:
         because = "tensor-parallel engines on CPUs use one thread per process"
         yield from without_effect(rollout, "rollout", ["threads"], because, "rollout.tensor")
@@ -103,6 +118,20 @@ def _engine(cfg: RLConfig, arch: ModelArch | None, machine: Machine) -> Iterator
         message = "--trust-remote-code runs code from the model directory, which mrl does not allow: leave it out"
         yield Problem(("rollout.server_args",), message)
     yield from check_node(cfg, None if cfg.placement.is_apart else machine.gpus or 0)
+
+
+def _exact(cfg: RLConfig) -> Iterator[Problem]:
+    """Checks for limits that apply only where engines and trainer compute alike, in float32."""
+    names = [name for name in ("exact", "exact_sample") if dict(cfg.rollout.mismatch)[name] is not None]
+    reasons = {
+        "model.dtype": f"the model computes in {cfg.model.dtype}" if cfg.model.dtype != "float32" else None,
+        "actor.precision.fp8.recipe": "the actor computes in fp8" if cfg.actor.precision.fp8.recipe != "none" else None,
+    }
+    for key, because in reasons.items():
+        if because is not None:
+            both = f"{because}, and this limit is for float32 on both sides"
+            yield from without_effect(cfg.rollout.mismatch, "rollout.mismatch", names, both, key)
+            return
 
 
 def check_node(cfg: RLConfig, there: int | None) -> Iterator[Problem]:

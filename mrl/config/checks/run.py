@@ -97,8 +97,18 @@ def _checkpoint(cfg: AnyConfig) -> Iterator[Problem]:
     elif kept is not None and kept % checkpoint.every_steps:
         message = f"{kept} is not a multiple of {checkpoint.every_steps}, the steps at which checkpoints are written"
         yield Problem(("checkpoint.keep_every_steps", every), message)
+    ever = kept if checkpoint.every_steps is not None else None
+    for name, steps in (("keep_every_steps", ever), ("weights_every_steps", checkpoint.weights_every_steps)):
+        if steps is not None and steps > cfg.run.steps and not cfg.steps_follow_data():
+            message = (
+                f"has no effect: step {steps} is after the last step, {cfg.run.steps}: lower it, or set it to null"
+            )
+            yield Problem((f"checkpoint.{name}", "run.steps"), message)
     if repository is None:
         yield from without_effect(checkpoint, "checkpoint", ["hub_private"], "nothing is uploaded", hub)
+        if checkpoint.every_steps is None:
+            because = "neither are checkpoints written, nor is anything uploaded"
+            yield from without_effect(checkpoint, "checkpoint", ["timeout_s"], because, every)
     elif not HUB_NAME.fullmatch(repository) or "--" in repository or ".." in repository:
         yield Problem((hub,), f"{repository!r} is not the name of a repository: expected OWNER/NAME")
     if repository is not None and not checkpoint.export_hf:
@@ -121,9 +131,9 @@ def _resilience(cfg: AnyConfig) -> Iterator[Problem]:
         yield Problem(("run.launcher", key), message)
     if not saves:
         yield from without_effect(cfg.resilience, "resilience", ["save_deadline_s"], "no checkpoints are written", key)
-    if not cfg.is_sampling:
-        because = f"trainer {cfg.trainer} does not generate"
-        yield from without_effect(timeouts, of, ["rollout", "reward", "sync"], because, "trainer")
+    if others := [name for name in ("rollout", "reward", "sync") if name not in cfg.timed_parts()]:
+        what = "scores during the rollout, and has no weight sync" if cfg.is_sampling else "does not generate"
+        yield from without_effect(timeouts, of, others, f"trainer {cfg.trainer} {what}", "trainer")
     elif timeouts.reward > timeouts.rollout:
         message = f"{timeouts.reward:g} s is never reached: the rollout includes rewards and has {timeouts.rollout:g} s"
         yield Problem((f"{of}.reward", f"{of}.rollout"), message)

@@ -32,6 +32,11 @@ def check(cfg: RLConfig, archs: Archs) -> Iterator[Problem]:
     if teacher.teachers:
         because = "each of the teachers has its own"
         yield from without_effect(teacher, "teacher", ["parallel", "offload", "url", "api_key_file"], because, SOURCES)
+    if teacher.policy_coef == 0:
+        leaves = "the policy loss counts 0 times"
+        yield from without_effect(cfg.algorithm.kl, "algorithm.kl", ["use_in_reward"], leaves, "teacher.policy_coef")
+        if cfg.critic is not None:
+            yield Problem(("critic", "teacher.policy_coef"), f"has no effect on the actor: {leaves}: leave it out")
     because = f"the divergence is {teacher.divergence}"
     if teacher.divergence != "jsd":
         yield from without_effect(teacher, "teacher", ["beta"], because, key)

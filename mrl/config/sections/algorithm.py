@@ -61,7 +61,7 @@ class FilterGroupsConfig(Section):
     # metric for `enable`: the score or a component of the reward; required if the score includes the length
     metric: str = "score"
     function: FilePath | None = None  # path/to/file.py:name, f(responses of a group) -> bool: keep the group?
-    prompts_per_round: PositiveInt | None = None  # groups started at once; null: batch.prompts_per_step
+    prompts_per_round: PositiveInt | None = None  # groups started at once; null, and at least: batch.prompts_per_step
     max_num_gen_batches: PositiveInt = 10  # maximum groups of a step, as a multiple of prompts_per_round
     on_shortage: Literal["stop", "fill"] = "stop"  # if groups are still missing: end the run, or use dropped groups
 

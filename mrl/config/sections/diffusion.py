@@ -47,7 +47,7 @@ class DiffusionDataConfig(Section):
     train: Sources  # training rows
     prompt_key: str = "prompt"  # column of the text
     label_key: str = "label"  # column of the class, an integer from 0, for class-conditional networks
-    image_key: str = "image"  # column of the image's path, below the source's folder; diffusion_sft
+    image_key: str = "image"  # column of the image's path, below the source's folder; diffusion_sft only
     shuffle: bool = True  # shuffle every epoch differently, by run.seed
 
 

@@ -133,7 +133,8 @@ class RefConfig(Section):
 
     frozen: a separate model. ema: the actor's moving average. refreshed: an earlier actor, at first with its initial
     weights; after every `refresh_every_steps` steps reference <- reference + refresh_share * (actor - reference). The
-    weights of ema and refreshed are float32 in host memory, and are swapped into the actor for its passes.
+    weights of ema and refreshed are float32 in host memory (ema: as ema.offload says), and are swapped into the actor
+    for its passes.
     """
 
     policy: Literal["frozen", "ema", "refreshed"] = "frozen"  # whether and how the reference changes; see the section

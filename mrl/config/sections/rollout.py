@@ -66,8 +66,8 @@ class RolloutConfig(Section):
     # asynchronous training: how many steps before their training samples may be generated. 0: synchronous, on-policy;
     # 1: engines generate the next batch while the current one is trained on
     max_staleness: NonNegativeInt = 0
-    # when responses in flight end early and continue with the next weights. at_sync: in-flight weight updates;
-    # at_step_end: partial rollouts; never: a weight sync waits for them
+    # when responses in flight end early and continue with the next weights. at_sync: in-flight weight updates, with
+    # max_staleness; at_step_end: partial rollouts; never: a weight sync waits for them
     interrupt: Literal["never", "at_sync", "at_step_end"] = "never"
     # fifo: a step trains on the groups that started first; first_done: on those that end first, which prefers short
     # responses at the beginning

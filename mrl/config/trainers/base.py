@@ -257,6 +257,10 @@ class AnyConfig(Section):
         """True if the number of steps is known only after reading the data."""
         return False
 
+    def timed_parts(self) -> tuple[str, ...]:
+        """Returns which of `rollout`, `reward` and `sync` of resilience.timeouts_s the run has as parts of a step."""
+        return ()
+
     def held_out(self) -> HeldOutConfig | None:
         """Returns the settings of validation on held-out rows; None if no rows are evaluated (prompts may be)."""
         return None
@@ -300,6 +304,10 @@ class Config(AnyConfig):
     def adapter_configs(self) -> Mapping[str, Config]:
         """Returns the configuration of each of several adapters, as that of a run of it alone; empty for one."""
         return {}
+
+    def timed_parts(self) -> tuple[str, ...]:
+        validates = self.held_out() is not None and self.data.validation is not None
+        return ("rollout",) if validates else ()
 
     def frozen(self) -> dict[str, str | None]:
         """Returns section -> directory of every language model that is never trained; None: that of the run's model."""

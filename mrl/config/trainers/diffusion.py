@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from mrl.config.builtin_rewards import IMAGE_SCORER
 from mrl.config.checks.base import Archs, without_effect
-from mrl.config.checks.data import Unreadable, read_columns
+from mrl.config.checks.data import Columns, Unreadable, check_names, check_weights, read_columns
 from mrl.config.checks.diffusion import (
     NETS,
     SCHEDULERS,
@@ -89,6 +89,9 @@ class DDPOConfig(DiffusionConfig):
     def is_sampling(self) -> bool:
         return True
 
+    def timed_parts(self) -> tuple[str, ...]:
+        return ("rollout",)
+
     def reward_servers(self) -> dict[str, ServerConfig]:
         return {"reward.server": self.reward.server} if self.reward.server is not None else {}
 
@@ -135,6 +138,8 @@ def check_ddpo(cfg: DDPOConfig, archs: Archs, machine: Machine) -> Iterator[Prob
     yield from _shares(cfg, machine, "batch.prompts_per_step", total)
     yield from _advantage(cfg)
     yield from _reward(cfg.reward)
+    because = "ddpo trains on images that it samples"
+    yield from without_effect(cfg.data, "data", ["image_key"], because, "trainer")
     if cfg.sampler.kind == "ddim":
         yield from without_effect(cfg.sampler, "sampler", ["noise_level"], "ddim uses eta", KIND)
         if cfg.sampler.eta == 0:
@@ -147,9 +152,14 @@ def check_ddpo(cfg: DDPOConfig, archs: Archs, machine: Machine) -> Iterator[Prob
 
 def check_files(cfg: DiffusionConfig) -> Iterator[Problem]:
     """Checks the diffusers directory and the data by their JSON files and first rows."""
+    yield from check_names("data.train", cfg.data.train)
+    yield from check_weights("data.train", cfg.data.train)
     for source in cfg.data.train:
+        if source.name is not None:
+            message = f"the name {source.name!r} of {source.path} has no effect: {cfg.trainer} knows no data sources"
+            yield Problem(("data.train", "trainer"), message)
         try:
-            read_columns(source)
+            yield from _columns(cfg, source, read_columns(source))
         except Unreadable as error:
             yield Problem(("data.train",), str(error))
     yield from _weights(cfg)
@@ -157,6 +167,17 @@ def check_files(cfg: DiffusionConfig) -> Iterator[Problem]:
     scorer = cfg.reward.scorer if isinstance(cfg, DDPOConfig) else None
     if scorer is not None and not (Path(scorer.path) / "config.json").is_file():
         yield Problem(("reward.scorer.path",), f"{scorer.path} has no config.json: expected a model directory")
+
+
+def _columns(cfg: DiffusionConfig, source: SourceConfig, columns: Columns | None) -> Iterator[Problem]:
+    if columns is None:
+        return
+    data, has = cfg.data, f"the first row of {source.path} has {', '.join(columns) or 'no keys'}"
+    if data.prompt_key not in columns and data.label_key not in columns:
+        message = f"neither {data.prompt_key!r} nor {data.label_key!r} (data.label_key): {has}"
+        yield Problem(("data.prompt_key", "data.train"), message)
+    if isinstance(cfg, DiffusionSFTConfig) and data.image_key not in columns:
+        yield Problem(("data.image_key", "data.train"), f"no {data.image_key!r}: {has}")
 
 
 def check_shapes(cfg: DiffusionConfig) -> Iterator[Problem]:
@@ -177,8 +198,13 @@ def check_shapes(cfg: DiffusionConfig) -> Iterator[Problem]:
         yield Problem(("model.image_size", "model.path"), str(error))
     if isinstance(cfg, DDPOConfig):
         yield from _sampler(cfg, name, config, scheduler, settings)
-    elif all(scheduler not in names for names in SCHEDULERS.values()):
+        return
+    if all(scheduler not in names for names in SCHEDULERS.values()):
         yield Problem(("model.path",), f"mrl cannot train with the noise of a {scheduler}")
+    if isinstance(cfg, DiffusionSFTConfig) and cfg.batch.drop_prompt and NETS[name].told == "labels":
+        if blank_label(name, config) is None:
+            because = f"this {name} is never told a class"
+            yield from without_effect(cfg.batch, "batch", ["drop_prompt"], because, "model.path")
 
 
 def _weights(cfg: DiffusionConfig) -> Iterator[Problem]:

@@ -216,6 +216,9 @@ class RLConfig(Config):
     def teacher_urls(self) -> dict[str, str]:
         return {f"{name}.url": teacher.url for name, teacher in self.teachers().items() if teacher.url is not None}
 
+    def timed_parts(self) -> tuple[str, ...]:
+        return ("rollout", "reward", "sync")
+
     def offloads_memory(self) -> bool:
         return True
 

@@ -92,6 +92,9 @@ def _rows(cfg: SFTConfig) -> Iterator[Problem]:
         yield from without_effect(data, "data", ["train_on"], "a text has no turns", form)
     elif not data.completion_only:
         yield from without_effect(data, "data", ["train_on"], "all tokens are trained", "data.completion_only")
+    elif data.form == "answers" and not data.chat_template:
+        because = "without a chat template an answer is one text"
+        yield from without_effect(data, "data", ["train_on"], because, "data.chat_template")
     if data.form == "answers" and data.max_tokens is not None and data.max_prompt_tokens >= data.max_tokens:
         message = f"{data.max_prompt_tokens} prompt tokens leave no room for an answer in {data.max_tokens} tokens"
         yield Problem(("data.max_prompt_tokens", "data.max_tokens"), message)

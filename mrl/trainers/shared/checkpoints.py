@@ -129,6 +129,7 @@ class Checkpointer:
         self._states = {**states, **({"best": best} if best is not None else {})}
         self._saver = Saver(self._run_dir, cfg.checkpoint, self._note_written)
         self._config = self._from_main("reading the run's configuration and inputs", lambda: resume.snapshot(cfg))
+        self._end_tokens = end_tokens
         self._exports = exports or self._of_actors(end_tokens)
         self._since_row = StepStats(0)
         self._step = 0  # steps done by the learners
@@ -252,7 +253,8 @@ class Checkpointer:
     def _save(self) -> None:
         states = {name: each.state_dict() for name, each in self._states.items()}
         trackers = {"trackers": self._recorder.tracker_runs()}
-        state = {"step": self._step, **states, **self._updates.state_dict(), **trackers, **self._config}
+        ends = {"end_tokens": {name: sorted(tokens) for name, tokens in self._end_tokens.items()}}
+        state = {"step": self._step, **states, **self._updates.state_dict(), **trackers, **ends, **self._config}
         kept = self._kept.state_dict() if self._kept is not None else None
         self._best_saved = self._best.kept_step if self._best is not None else None
         self._saver.save(self._step, self._parts, state, kept, self._best_saved)

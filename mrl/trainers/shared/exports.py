@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from mrl.parallel import gather, rank, world_size
 from mrl.trainers.shared.phases import Phases
 from mrl.weights.disk.digest import file_digests
 from mrl.weights.disk.draft_layers import draft_note
-from mrl.weights.disk.model_files import CHAT_TEMPLATE, name_ends
+from mrl.weights.disk.model_files import write_prompt_files
 from mrl.weights.model.export import Describe, save_hf
 from mrl.weights.model.save_adapter import save_adapter
 
@@ -83,9 +82,7 @@ class Exports:
         base = _digests(origin.base_files())
 
         def describe(export: Path, digests: dict[str, str]) -> None:
-            if self._template is not None:
-                shutil.copyfile(self._template, export / CHAT_TEMPLATE)
-            name_ends(export, Path(self._model), self._ends, self._eos)
+            write_prompt_files(export, Path(self._model), self._template, self._ends, self._eos)
             if (export / "config.json").is_file() and (note := draft_note(Path(self._model), export)):
                 self._phase.recorder.note(f"{target}: {note}")  # adapters have no config.json
             if note := write_run_card(origin, export, target, digests, base):

@@ -76,16 +76,25 @@ def open_megatron(
 
 def _find(path: Path, part: str | None, model_files: Path | None, role: Role | None) -> MegatronModel:
     if (path / RUN_STATE).is_file():
-        return _of_run(path, part or "actor", model_files)
+        return _with_role(path, _of_run(path, part or "actor", model_files), role)
     if part is not None:
         raise WeightError(f"{path} is not a run's checkpoint (step_N) and has only one model: leave --model {part} out")
     if (path / RELEASE).is_dir() and _is_ours(path):
-        return converted(path)
+        if model_files is not None:
+            raise WeightError(f"{path} has its own config.json and tokenizer: leave --model-files out")
+        return _with_role(path, converted(path), role)
     weights = path if (path / METADATA).is_file() else _tracked(path)
     if model_files is None:
         raise WeightError(f"{path} has no config.json: name the model's directory with --model-files")
     role = role or role_of(model_files)
     return MegatronModel(weights, model_files, role, load_arch(model_files), UNNAMED, model_files)
+
+
+def _with_role(path: Path, model: MegatronModel, role: Role | None) -> MegatronModel:
+    """Returns a model whose checkpoint records its role. Raises WeightError for another `role`."""
+    if role not in (None, model.role):
+        raise WeightError(f"{path} is recorded as a {model.role}, and not as a {role}: leave --role out")
+    return model
 
 
 def converted(path: Path) -> MegatronModel:

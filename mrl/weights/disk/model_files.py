@@ -60,6 +60,24 @@ def copy_model_files(
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
+def write_prompt_files(
+    directory: Path, base: Path, template: str | Path | None, ends: Collection[int], eos_token: str | None
+) -> None:
+    """Writes the files beside trained weights, or adapters, that differ from the base model's.
+
+    Args:
+        template: the run's chat template; None: the base's.
+        base, ends, eos_token: as in `name_ends`.
+    """
+    if template is not None:
+        shutil.copyfile(template, directory / CHAT_TEMPLATE)
+    name_ends(directory, base, ends, eos_token)
+    if eos_token is not None and (directory / "config.json").is_file() and role_of(directory) == "critic":
+        config = read_hf_config(directory)
+        _pad(directory, config)  # the new EOS token may have been the padding token
+        (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
 def name_ends(directory: Path, base: Path, ends: Collection[int], eos_token: str | None) -> None:
     """Writes the end tokens that a model has learnt beside its weights, or its adapters.
 

@@ -7,7 +7,7 @@ and are then read with `weights_only=True`.
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Any
@@ -74,14 +74,15 @@ class HFCheckpoint:
     """Tensors of a Hugging Face directory, by name, and slices of them. A context manager; closing it unmaps the files.
 
     Raises WeightError, which names file and tensor, for missing weights, an unreadable index, an index that points
-    outside of the directory, a missing or truncated file, a tensor that is in the index but not in the file, a wrong
-    shape.
+    outside of the directory, a single file beside the index of other files, a missing or truncated file, a tensor that
+    is in the index but not in the file, or in two files, a wrong shape.
     """
 
     def __init__(self, path: str | Path, allow_pickle: bool = False) -> None:
         self.path = Path(path)
         self._open: dict[Path, Any] = {}
         self._headers: dict[Path, dict[str, Entry]] = {}
+        self._file_of: dict[str, Path] = {}
         self._file_of = self._find(allow_pickle)
 
     def __enter__(self) -> HFCheckpoint:
@@ -201,8 +202,19 @@ class HFCheckpoint:
 
     def _header(self, file: Path) -> dict[str, Entry]:
         if file not in self._headers:
-            self._headers[file] = read_header(self._own(file))
+            header = read_header(self._own(file))
+            self._check_copies(file, header)
+            self._headers[file] = header
         return self._headers[file]
+
+    def _check_copies(self, file: Path, names: Iterable[str]) -> None:
+        """Raises WeightError if an opened file has a tensor that the index places in another one."""
+        for name in names:
+            if (other := self._file_of.get(name, file)) != file:
+                raise WeightError(
+                    f"{file}: it has a tensor {name}, which the index places in {other.name}: transformers would read "
+                    "the copy in the last file: remove one of them"
+                )
 
     def _own(self, file: Path) -> Path:
         if not file.is_file():
@@ -245,6 +257,12 @@ class HFCheckpoint:
                 raise WeightError(f"{index}: {name} points to {file!r}, outside of the directory")
             if pure.suffix != PurePosixPath(index.name.removesuffix(".index.json")).suffix:
                 raise WeightError(f"{index}: {name} points to {file!r}, a file of another format")
+        single = index.name.removesuffix(".index.json")
+        if (others := {*named.values()} - {single}) and (self.path / single).is_file():
+            raise WeightError(
+                f"{self.path} has both {single} and {index.name}, which names {min(others)}: transformers would read "
+                "the single file, and engines the others: remove the one that is not the model"
+            )
         return {name: self.path / file for name, file in named.items()}
 
     def _handle(self, file: Path) -> Any:
@@ -254,7 +272,9 @@ class HFCheckpoint:
 
     def _opened(self, file: Path) -> Any:
         if file.suffix != ".safetensors":
-            return _open_pickle(file)
+            content = _open_pickle(file)
+            self._check_copies(file, content)
+            return content
         self._header(file)  # stricter than the library
         return _open_safetensors(file)
 

@@ -43,8 +43,9 @@ def unused_tensors(
     *,
     compare_tied: bool = True,
 ) -> Iterator[str]:
-    """Yields complaints about tensors that nothing uses. If config.json ties the output layer to the embedding, a
-    separate output layer is allowed if it has the same values; `compare_tied` reads and compares both.
+    """Yields complaints about tensors that nothing uses, which includes one of two forms of the same weights. If
+    config.json ties the output layer to the embedding, a separate output layer is allowed if it has the same values;
+    `compare_tied` reads and compares both.
     """
     known = {name for row in table.values() for name in row.hf}
     known |= {alias.name for row in table.values() for alias in row.aliases}
@@ -52,6 +53,8 @@ def unused_tensors(
         known.add(HF_OUTPUT)
     stacks = {name: shape for name, shape in stored_shapes(table.values()).items() if name not in known}
     zeros = {HF_VALUE_BIAS: (arch.score_heads,)} if role == "critic" else {}
+    names = set(checkpoint)
+    yield from _twice(checkpoint.path, names, table)
     for name in checkpoint:
         if name in zeros:
             yield from _not_zero(checkpoint, name, zeros[name])
@@ -61,6 +64,18 @@ def unused_tensors(
             yield f"{checkpoint.path}: the model does not use its tensor {name}"
     if compare_tied and role == "policy" and arch.tied_embeddings and HF_OUTPUT in checkpoint:
         yield from _untied(checkpoint, table[EMBEDDING])
+
+
+def _twice(path: Path, names: set[str], table: Mapping[str, ParameterMapping]) -> Iterator[str]:
+    """Yields a complaint for each tensor that the checkpoint has in another form too: joined, or packed."""
+    found = {}
+    for row in table.values():
+        for name, alias in zip(row.hf, row.aliases, strict=False):
+            if name != alias.name and name in names:
+                found[alias.name] = name
+    found |= {name + BLOCKS: name for name in names if name + BLOCKS in names}
+    for other in sorted(names & found.keys()):
+        yield f"{path}: {other} and {found[other]} are two forms of the same weights: remove one of them"
 
 
 def _not_zero(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> Iterator[str]:

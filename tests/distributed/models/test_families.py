@@ -30,7 +30,7 @@ ALL_MODELS: dict[str, dict[str, Any]] = {
         "initializer_range": 0.1,  # larger weights would make float32's own rounding visible
     },
     "gemma3_text": {},
-    "deepseek_v3": {"initializer_range": 0.1},
+    "deepseek_v3": {"initializer_range": 0.1, "rms_norm_eps": 0.05},  # not that of the latent norms
     "moonlight": MOONLIGHT | {"initializer_range": 0.1},
     "qwen2_moe": {"initializer_range": 0.1, "mlp_only_layers": [1]},
     "olmo2": {},

@@ -88,6 +88,13 @@ def test_back_by_the_command(model: Path, converted: Path, tmp_path: Path) -> No
     assert {path.name for path in model.iterdir()} == {path.name for path in (tmp_path / "hf").iterdir()}
 
 
+def test_what_a_converted_model_records_is_not_said_again(model: Path, converted: Path, tmp_path: Path) -> None:
+    code, _, err = mrl("verify", model, converted, "--skip-logits", "--role", "critic")
+    assert code == 1 and f"{converted} is recorded as a policy, and not as a critic: leave --role out" in err
+    code, _, err = mrl("convert", "megatron-to-hf", converted, tmp_path / "hf", "--model-files", model)
+    assert code == 1 and f"{converted} has its own config.json and tokenizer: leave --model-files out" in err
+
+
 @pytest.mark.parametrize("size", ["nan", "inf", "1e300", "0", "-1"])
 def test_files_have_a_size_that_a_file_can_have(size: str, capsys: pytest.CaptureFixture[str]) -> None:
     for command in (["convert", "megatron-to-hf"], ["merge", "base"]):

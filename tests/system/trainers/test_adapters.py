@@ -139,6 +139,10 @@ def test_an_adapter_of_a_checkpoint_is_converted_by_its_name(run_dir: Path, tmp_
     assert main([*convert, "adapters/upper"]) == 0
     assert (tmp_path / "upper" / WEIGHTS).read_bytes() == (run_dir / "adapters/upper/adapter" / WEIGHTS).read_bytes()
     assert "names.jsonl" in (tmp_path / "upper/README.md").read_text()
+    ends = [
+        json.loads((each / GENERATION).read_text()) for each in (tmp_path / "upper", run_dir / "adapters/upper/adapter")
+    ]
+    assert ends[0] == ends[1] and 9 in ends[0]["eos_token_id"]
 
 
 def test_samples_are_of_the_adapter_that_is_trained(run_dir: Path) -> None:

@@ -29,7 +29,7 @@ from mrl.inference.errors import EngineError
 from mrl.inference.seeds import sample_seed
 from mrl.inference.start import start_engine
 from tests.conftest import TinyModels
-from tests.helpers.runs import difference, results, samples, train
+from tests.helpers.runs import results, samples, train
 from tests.helpers.train_tools import ROOT, Train, given, write_config
 
 pytestmark = pytest.mark.longest
@@ -128,18 +128,6 @@ def config(folder: Path, model: Path, **rollout: Any) -> Path:
         checkpoint={"every_steps": 2, "export_hf": False},
         rollout={"sampling": sampling, **rollout},
     )
-
-
-def test_a_bound_of_nothing_is_the_synchronous_loop_to_the_bit(
-    tiny_models: TinyModels, sglang_engine: Engine, tmp_path: Path
-) -> None:
-    file = config(tmp_path, tiny_models("llama"), **given(sglang_engine, tmp_path))
-    train(tmp_path, file, "run.name=waits", "run.steps=4")
-    bounded = ("rollout.interrupt=at_sync", "rollout.max_staleness=0", "sync.transport=distributed")
-    train(tmp_path, file, "run.name=goes_on", "run.steps=4", *bounded)
-    waits, goes_on = (tmp_path / "runs" / name for name in ("waits", "goes_on"))
-    assert set(difference(waits, goes_on).values()) == {0.0}
-    assert samples(waits) == samples(goes_on)
 
 
 @pytest.mark.slow

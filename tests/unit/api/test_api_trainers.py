@@ -18,6 +18,7 @@ import mrl
 from mrl import GRPOTrainer, PPOTrainer, RLTrainer, SFTTrainer, TrainerCallback, TrainerState
 from mrl.api import Session
 from mrl.config.loader import ConfigError
+from mrl.config.schema import RLConfig
 from mrl.observe.lock import Owner
 from mrl.trainers.shared.callbacks import CallbackError, Callbacks
 from mrl.user_functions import find
@@ -102,6 +103,38 @@ def test_a_session_trains_one_policy(rl: dict[str, Any]) -> None:
     actor = rl["actor"] | {"lora": {"rank": 2, "targets": ["q_proj"]}}
     with pytest.raises(ConfigError, match="adapters: a session trains one policy: remove the section"):
         Session(rl | {"trainer": "rl", "actor": actor, "sync": {"lora": "adapter"}, "adapters": {"a": {}}})
+
+
+@pytest.mark.parametrize(
+    ("section", "keys", "named"),
+    [
+        ("agent", {"rollout": "agent.py:play", "max_tokens": 512}, "agent"),
+        ("ema", {"in_validation": True}, "ema"),
+        ("replay", {"buffer_prompts": 8, "prompts_per_step": 4}, "replay"),
+        ("rollout", {"max_staleness": 1}, "rollout.max_staleness"),
+        ("rollout", {"early_passes": 2}, "rollout.early_passes"),
+    ],
+)
+def test_a_session_refuses_what_its_own_loop_would_not_do(
+    rl: dict[str, Any], tmp_path: Path, section: str, keys: dict[str, Any], named: str
+) -> None:
+    (tmp_path / "agent.py").write_text("async def play(ctx, prompt):\n    return 1.0\n")
+    keys = {key: str(tmp_path / value) if key == "rollout" else value for key, value in keys.items()}
+    algorithm = rl["algorithm"] | {"rollout_correction": {"rollout_is": "token"}}
+    config = rl | {"trainer": "rl", "algorithm": algorithm, section: rl.get(section, {}) | keys}
+    config["data"] = config["data"] | {"validation": config["data"]["train"]}
+    RLTrainer(config)
+    with pytest.raises(ConfigError, match=f"{named}: has no effect in a session"):
+        Session(config)
+
+
+def test_further_keys_of_a_session_leave_its_arguments(rl: dict[str, Any], tmp_path: Path) -> None:
+    sections = {"rollout": {"sampling": {"temperature": 0.5}}, "actor": {"optimizer": {"beta2": 0.9}}}
+    how: dict[str, Any] = {"engine": "transformers", "dtype": "float32", "root": tmp_path, "sections": sections}
+    cfg = Session.from_model(rl["model"]["path"], lr=3e-4, max_new_tokens=7, **how)._trainer.cfg
+    assert isinstance(cfg, RLConfig)
+    assert (cfg.rollout.sampling.max_new_tokens, cfg.rollout.sampling.temperature) == (7, 0.5)
+    assert (cfg.actor.optimizer.lr, cfg.actor.optimizer.beta2) == (3e-4, 0.9)
 
 
 def some_rows() -> Iterator[dict[str, Any]]:

@@ -29,6 +29,14 @@ REFUSED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("adapters.b.reward={function: model, model: {path: x}}",),
         ("adapters.b.reward.model", "adapters", "score by a server"),
     ),
+    "a section that all replace": (
+        ("adapters.a.optimizer={lr: 1e-3}", "actor.optimizer.lr=1e-2"),
+        ("actor.optimizer", "adapters", "has no effect: each of the adapters has its own optimizer"),
+    ),
+    "sampling that all replace": (
+        ("adapters.a.sampling={max_new_tokens: 4}", "adapters.b.sampling={max_new_tokens: 4}"),
+        ("rollout.sampling", "has no effect: each of the adapters has its own sampling"),
+    ),
     "unknown key": (("adapters.b.rollout={}",), ("adapters.b.rollout", "unknown key")),
     "a row that is missing": (
         ("adapters.b.data={train: nowhere.jsonl, max_prompt_tokens: 32}",),

@@ -67,7 +67,8 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("plain.txt", "plain.jsonl"):
         (tmp_path / name).write_text("21=12.\n")
     score = "def score(prompt, response, row):\n    return 1.0\n\n\njudge = model = overlong = score\n\n\n"
-    (tmp_path / "mine.py").write_text(score + "class Env:\n    pass\n")
+    program = "async def play(ctx, prompt):\n    return 1.0\n"
+    (tmp_path / "mine.py").write_text(f"{score}{program}\n\nclass Env:\n    pass\n")
     return tmp_path
 
 
@@ -457,6 +458,37 @@ def test_centred_scores_have_an_effect_where_samples_are_drawn_by_their_size(est
     else:
         assert "has no effect" in str(refusal(text, *settings, *scaled))
     assert loaded(text, *settings, *scaled, "algorithm.score_clip=1.0")
+
+
+WITHOUT_CRITIC = ("critic=null", "algorithm.adv_estimator=reinforce_plus_plus")
+ONE_UPDATE, BOUND = "batch.samples_per_minibatch=16", "algorithm.policy_loss.clip_ratio_high=0.28"
+REPLAY = "replay={buffer_prompts: 32, prompts_per_step: 16}"
+SCALED, CENTRED = "algorithm.use_score_scaling=true", "algorithm.use_score_norm=true"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        (BOUND,),
+        (ONE_UPDATE, BOUND, "algorithm.old_log_probs=engine"),
+        (ONE_UPDATE, BOUND, "batch.epochs_per_step=2"),
+        (ONE_UPDATE, BOUND, REPLAY),
+        (ONE_UPDATE, BOUND, REPLAY, "algorithm.rollout_correction.rollout_is=token"),
+        (ONE_UPDATE, "algorithm.policy_loss={loss_mode: clip_cov, clip_cov_ratio: 0.1}"),
+        ("algorithm.value_loss.cliprange_value=0.2",),
+        (*WITHOUT_CRITIC, SCALED, "algorithm.whiten_advantages=false"),
+        (*WITHOUT_CRITIC, SCALED, CENTRED, "algorithm.score_clip=1.0"),
+        (*WITHOUT_CRITIC, SCALED, "algorithm.kl={use_in_reward: true, coef: 0.1}"),
+        ("rollout.max_staleness=1", "rollout.interrupt=at_sync", "algorithm.rollout_correction.rollout_is=token"),
+        ("rollout.mismatch={exact: 1e-4}", "model.dtype=float32"),
+        ("rollout.mismatch={exact: null, exact_sample: null}",),
+        ("checkpoint.push_to_hub=me/mine", "checkpoint.export_hf=true", "checkpoint.timeout_s=60.0"),
+        ("checkpoint.every_steps=50", "checkpoint.weights_every_steps=20"),
+    ],
+    ids=" ".join,
+)
+def test_settings_with_an_effect_are_not_refused(settings: tuple[str, ...]) -> None:
+    assert loaded(PPO, *settings)
 
 
 def test_a_column_that_a_form_does_not_read_may_hold_anything(files: Path) -> None:

@@ -98,6 +98,11 @@ BAD = {
     "early passes": (teacher("path: wide"), ("rollout.early_passes=2",), "rollout.early_passes", "all samples"),
     "replay": (
         teacher("path: wide"), ("replay={buffer_prompts: 16, prompts_per_step: 16}",), "replay", "present policy"),
+    "a critic of no policy loss": (
+        teacher("path: wide, policy_coef: 0"), (), "critic", "the policy loss counts 0 times"),
+    "a KL in a reward that nothing learns from": (
+        teacher("path: wide, policy_coef: 0"), ("critic=null", "algorithm.adv_estimator=reinforce_plus_plus",
+        "algorithm.kl={use_in_reward: true, coef: 0.1}"), "algorithm.kl.use_in_reward", "policy loss counts 0 times"),
     "fp8": (
         teacher("path: wide"), ("actor.precision.fp8.recipe=current", "model.dtype=bfloat16"),
         "actor.precision.fp8.recipe", "not supported together"),

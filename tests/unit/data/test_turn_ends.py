@@ -12,7 +12,7 @@ import pytest
 from mrl import cli
 from mrl.config.schema import PreferenceDataConfig, RewardDataConfig, SFTDataConfig
 from mrl.data import DataError, PreferenceDataset, SFTDataset, Tokenizer, load_tokenizer, preference_notes, sft_notes
-from mrl.weights.disk.model_files import name_ends
+from mrl.weights.disk.model_files import name_ends, write_prompt_files
 from tests.conftest import TinyModels
 from tests.helpers.tiny import tiny_tokenizer
 from tests.unit.data.test_sft_data import CHATML, LLAMA3, TALK, learnt, with_template
@@ -95,6 +95,17 @@ def test_the_ends_that_a_model_had_stay_and_model_eos_token_is_the_tokenizer_s(t
         "pad_token_id": 0,
     }
     assert load_tokenizer(tmp_path / "out").hf.eos_token == "<|im_end|>"
+
+
+def test_a_scorer_whose_new_eos_token_was_the_padding_token_gets_another_one(tmp_path: Path) -> None:
+    """transformers scores the last token that is not padding, which must be the EOS token."""
+    with_template(tmp_path, CHATML)
+    config = {"architectures": ["LlamaForSequenceClassification"], "eos_token_id": 2, "pad_token_id": 0}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_prompt_files(tmp_path, tmp_path, None, (), "<pad>")
+    tokenizer = load_tokenizer(tmp_path).hf
+    assert tokenizer.eos_token == "<pad>" and tokenizer.pad_token == "<s>"
+    assert json.loads((tmp_path / "config.json").read_text())["pad_token_id"] == tokenizer.pad_token_id == 1
 
 
 def test_glm_s_template_ends_a_turn_with_what_begins_the_next_one(tmp_path: Path) -> None:

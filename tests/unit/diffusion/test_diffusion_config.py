@@ -57,12 +57,49 @@ def test_what_a_net_is_to_say_is_what_makes_the_image_again() -> None:
         ("reward.function=scorer", "`function: scorer` and `scorer:` need each other"),
         ("reward.function=scorer reward.scorer.path=nowhere", "nowhere has no config.json"),
         ("model.image_size=16", "generates images of one size only: 8"),
+        ("data.image_key=picture", "data.image_key: has no effect: ddpo trains on images that it samples"),
+        ("data.train=[]", "has no sources: name at least one"),
+        ("data.prompt_key=text data.label_key=class", "neither 'text' nor 'class' (data.label_key): the first row of"),
+        ("resilience.timeouts_s.sync=60.0 run.launcher=ft", "trainer ddpo scores during the rollout"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(tmp_path: Path, override: str, said: str) -> None:
     config = written(tmp_path, settings(tmp_path))
     with pytest.raises(ConfigError, match=re.escape(said)):
         load(config, override.split())
+
+
+@pytest.mark.parametrize(
+    ("sources", "said"),
+    [
+        ("{path: FILE, weight: 2.0}", "prompts.jsonl has no effect: it is the only source"),
+        ("{path: FILE, name: cats}", "has no effect: ddpo knows no data sources"),
+        ("[FILE, FILE]", "names a source twice"),
+        ("[{path: FILE, weight: 2.0}, OTHER]", "other.jsonl without weight: give a weight to every source or to none"),
+    ],
+)
+def test_sources_are_checked_like_those_of_language_models(tmp_path: Path, sources: str, said: str) -> None:
+    config, file, other = written(tmp_path, settings(tmp_path)), tmp_path / "prompts.jsonl", tmp_path / "other.jsonl"
+    other.write_bytes(file.read_bytes())
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load(config, [f"data.train={sources.replace('FILE', str(file)).replace('OTHER', str(other))}"])
+
+
+def test_images_need_a_column_and_a_net_without_classes_drops_no_prompt(tmp_path: Path) -> None:
+    ddpo = settings(tmp_path)
+    config = {name: ddpo[name] for name in ("run", "model", "data")} | {"trainer": "diffusion_sft"}
+    config["batch"] = {"images_per_step": 2, "drop_prompt": 0.3}
+    with pytest.raises(ConfigError, match=r"data.image_key \(default\): no 'image': the first row of"):
+        load(written(tmp_path, config))
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a", "image": "a.png"}\n')
+    net = tmp_path / "model" / "transformer" / "config.json"
+    stored = json.loads(net.read_text())
+    assert load(written(tmp_path, config))
+    net.write_text(
+        json.dumps(stored | {"_class_name": "UNet2DModel", "block_out_channels": [8], "num_class_embeds": None})
+    )
+    with pytest.raises(ConfigError, match="batch.drop_prompt: has no effect: this UNet2DModel is never told a class"):
+        load(written(tmp_path, config))
 
 
 def test_schedulers_and_nets_without_a_policy_are_refused(tmp_path: Path) -> None:

@@ -93,7 +93,15 @@ def test_an_error_of_the_system_that_names_no_file(
     [
         (("--rows", "0"), "must be at least 1"),
         (("data.validation=null",), "data.validation is not set"),
-        (("--lm-eval", "gsm8k", "--per-prompt", "2"), "--per-prompt and --temperature have no effect"),
+        (("--lm-eval", "gsm8k", "--per-prompt", "2"), "--per-prompt has no effect: with --lm-eval the tasks define"),
+        (("--lm-eval", "gsm8k", "--right-from", "0.5"), "--right-from has no effect: with --lm-eval"),
+        (("--temperature", "0.5"), "--temperature has no effect: trainer sft generates no answers"),
+        (("--right-from", "0.5"), "--right-from has no effect: trainer sft generates no answers"),
+        (("--per-prompt", "4", "--temperature", "0"), "--per-prompt 4 has no effect with --temperature 0"),
+        (("--recipes", "current"), "--recipes goes with --precision-report only"),
+        (("--samples", "8"), "--samples goes with --precision-report only"),
+        (("--precision-report", "--rows", "8"), "--rows does not go with --precision-report"),
+        (("--precision-report", "--out", "there"), "--out does not go with --precision-report"),
         (("--lm-eval-path", "."), "beside --lm-eval"),
     ],
 )

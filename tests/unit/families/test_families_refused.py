@@ -125,6 +125,10 @@ DELTA_NETS: list[tuple[str, dict[str, Any], str]] = [
         ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config .train from unquant"),
         ("deepseek_v3", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type=longrope; supported: default, yarn"),
         ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob=false"),
+        ("deepseek_v3", {"norm_topk_prob": None}, "norm_topk_prob=false"),
+        ("llama", {"is_causal": False}, "is_causal=false .only causal attention"),
+        ("gpt_oss", {"is_causal": None}, "is_causal=false .only causal attention"),
+        ("llama", {"per_layer_config": {"1": {"rms_norm_eps": 0.1}}}, "per_layer_config .keys that differ by layer"),
         (
             "glm4_moe",
             {"n_group": 2, "topk_group": 2},
@@ -150,6 +154,29 @@ def test_what_would_be_computed_otherwise_is_refused(
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedModel, match=says):
         load_arch(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "scaling"),
+    [
+        ("deepseek_v3", {"rope_type": "yarn", "factor": 8.0, "mscale_all_dim": 0.5}),
+        ("deepseek_v3", {"rope_type": "default"}),
+        ("glm4_moe", {"rope_type": "default", "partial_rotary_factor": 0.25}),
+        ("phi3", {"rope_type": "default", "partial_rotary_factor": 0.5}),
+    ],
+)
+def test_rope_scaling_replaces_rope_parameters_as_in_transformers(
+    tiny_models: TinyModels, tmp_path: Path, family: str, scaling: dict[str, Any]
+) -> None:
+    """A config.json with both tables is read as one with `rope_scaling` alone."""
+    config = json.loads((tiny_models(family, weights=False) / "config.json").read_text())
+    scaling = {"rope_theta": 1e4, "original_max_position_embeddings": 128, **scaling}
+    found = []
+    for changes in ({"rope_scaling": scaling}, {"rope_scaling": scaling, "rope_parameters": None}):
+        (tmp_path / "config.json").write_text(json.dumps(config | changes))
+        found.append(load_arch(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert found[0] == found[1] != load_arch(tmp_path)
 
 
 @pytest.mark.parametrize(("installed", "has"), [("0.16.1", False), ("0.18.0", False), ("0.19.2", True), ("1.0", True)])

@@ -137,6 +137,21 @@ def test_what_is_not_supported_is_refused_by_name(
         load_arch(tmp_path)
 
 
+def test_rope_scaling_replaces_rope_parameters_of_the_same_part(models: dict[str, Path], tmp_path: Path) -> None:
+    """As in transformers, `rope_scaling` counts beside `text_config` only in a config.json without it."""
+    config = json.loads((models["qwen2_5_vl"] / "config.json").read_text())
+    text, other = config["text_config"], {"type": "mrope", "mrope_section": [2, 3, 3]}
+    axes = []
+    for where in (text, config):
+        where["rope_scaling"] = other
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        vision = load_arch(tmp_path).vision
+        assert vision is not None
+        axes.append([vision.axes.count(axis) for axis in range(3)])
+        del where["rope_scaling"]
+    assert axes == [[2, 3, 3], text["rope_parameters"]["mrope_section"]] and axes[0] != axes[1]
+
+
 def test_turns_that_only_engines_would_take_are_refused(models: dict[str, Path], tmp_path: Path) -> None:
     config = json.loads((models["qwen2_5_vl"] / "config.json").read_text())
     rope = "rope_scaling" if "rope_scaling" in config else "rope_parameters"

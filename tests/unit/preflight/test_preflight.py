@@ -235,6 +235,25 @@ def test_an_all_reduce_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert "all-reduce of 1 MiB over 1 ranks on 1 node by gloo: 0.00 GB/s" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("preflight", "none.yaml", "--mib", "1"), "--mib needs --network or --nodes"),
+        (("preflight", "none.yaml", "--at-least", "1"), "--at-least needs --network or --nodes"),
+        (("preflight", "none.yaml", "--names", "a,b"), "--names needs --nodes"),
+        (("preflight", "none.yaml", "--wait-s", "3"), "--wait-s needs --nodes"),
+        (("preflight", "none.yaml", "--network", "--ranks", "4"), "--ranks does not go with --network"),
+        (("preflight", "none.yaml", "--network", "--nodes", "2"), "--nodes does not go with --network"),
+        (("report", ".", "--every-s", "3"), "--every-s needs --follow"),
+    ],
+)
+def test_arguments_that_would_be_ignored_are_refused(
+    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(words) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_an_engine_over_nodes_is_looked_at_as_this_node_s_part(
     tiny_models: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

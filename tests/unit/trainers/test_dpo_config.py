@@ -39,6 +39,8 @@ from tests.system.trainers.test_resume import TinyModels
         ("data.max_tokens=4096", "exceeds the model's 512 positions"),
         ("data.rejected_key=worse", "has no 'worse'"),
         ("data.answer_key=other", "data.answer_key: has no effect"),
+        ("data.completions_key=ranked", "data.completions_key: has no effect: the rows have no 'ranked'"),
+        ("data.ranked_pairs=all", "data.ranked_pairs: has no effect: the rows have no 'completions'"),
         ("validation.patience=2", "validation.patience: has no effect: there are no held-out rows"),
         ("run.nproc=8", "batch.rows_per_step: 6 rows are fewer than the 8 data-parallel replicas"),
         ("resilience.timeouts_s.rollout=1.0", "dpo does not generate"),

@@ -68,6 +68,7 @@ def test_what_mrl_eval_reward_cannot_be_asked(
         ("data.max_tokens=4096", "exceeds the model's 512 positions"),
         ("data.rejected_key=worse", "has no 'worse'"),
         ("data.answer_key=other", "data.answer_key: has no effect"),
+        ("data.ranked_pairs=all", "data.ranked_pairs: has no effect: the rows have no 'completions'"),
         ("data.validation=null", "validation.every_steps: has no effect: there are no held-out rows"),
         (
             "reward_model.loss=regression;validation.metric=rewards/margins",

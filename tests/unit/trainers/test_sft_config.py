@@ -107,6 +107,16 @@ def test_what_cannot_be_or_has_no_effect_is_refused(
         load(config, override.split("; "))
 
 
+def test_a_validation_has_the_time_of_a_rollout(tiny_models: TinyModels, tmp_path: Path) -> None:
+    config, own = write(tmp_path, tiny_models("llama")), ("run.launcher=ft", "resilience.timeouts_s.rollout=7200.0")
+    assert load(config, own).resilience.timeouts_s.rollout == 7200
+    with pytest.raises(ConfigError, match="resilience.timeouts_s.sync: has no effect: trainer sft does not generate"):
+        load(config, [*own, "resilience.timeouts_s.sync=60.0"])
+    without = ["data.validation=null", "validation=null"]
+    with pytest.raises(ConfigError, match="resilience.timeouts_s.rollout: has no effect: trainer sft does not"):
+        load(config, [*own, *without])
+
+
 def test_mrl_data_shows_what_is_learnt(
     tiny_models: TinyModels, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mrl.families import load_arch
@@ -26,6 +27,7 @@ from mrl.weights.sync.engine_params import EngineLayout, EngineParam, TensorShar
 from mrl.weights.sync.filler import BucketFiller
 from mrl.weights.sync.payload import Bucket, SharedBuffer, plan_buckets
 from mrl.weights.sync.transports import Deadline, Engines, SenderLocation, resolve
+from mrl.weights.sync.transports.background import InBackground
 from mrl.weights.sync.transports.disk import Disk
 from mrl.weights.sync.transports.http import Http
 from mrl.weights.sync.transports.multi_node import MultiNodeTransport
@@ -247,6 +249,37 @@ def test_files_that_a_folder_keeps_for_a_while_do_not_end_a_push(
     monkeypatch.setattr("shutil.rmtree", lambda path, ignore_errors: None)
     Disk(Engines((), 1, Deadline(20.0)), SenderLocation(0, torch.device("cpu"), tmp_path)).release(failed=False)
     assert tmp_path.is_dir()
+
+
+def test_a_late_file_of_a_failed_sync_is_not_in_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that a hung disk delays beyond its sync does not replace a file of the next sync."""
+    place, loaded = SenderLocation(0, torch.device("cpu"), tmp_path), []
+    engine = SimpleNamespace(
+        flush_when_idle=lambda limit: None,
+        update_weights_from_disk=lambda path, **how: loaded.extend(
+            float(load_file(file)["a"]) for file in Path(path).glob("*.safetensors")
+        ),
+    )
+    disk, (bucket,) = Disk(Engines((engine,), 1, Deadline(20.0)), place), plan_buckets([meta("a", 1)], 100)  # type: ignore[arg-type]
+    hangs, goes_on = threading.Event(), threading.Event()
+
+    def hung(*arguments: Any, **how: Any) -> None:
+        hangs.set()
+        goes_on.wait(20.0)
+        save_file(*arguments, **how)
+
+    disk.prepare([bucket])
+    with monkeypatch.context() as patch:
+        patch.setattr("mrl.weights.sync.transports.disk.save_file", hung)
+        late = InBackground(lambda: disk.send(bucket, torch.tensor([1.0]).view(torch.uint8)))
+        assert hangs.wait(20.0)
+    disk.release(failed=True)
+    disk.prepare([bucket])
+    disk.send(bucket, torch.tensor([2.0]).view(torch.uint8))
+    goes_on.set()
+    assert late.wait(20.0)
+    disk.commit("2")
+    assert loaded == [2.0]
 
 
 def test_auto_goes_through_memory_on_one_machine_and_a_group_between_machines() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,30 @@ def test_single_file_and_index_read_the_same(tmp_path: Path) -> None:
             assert set(checkpoint) == {"a", "b"} and len(checkpoint) == 2
             assert torch.equal(checkpoint.source("a", (2, 3, 4))[:, 1:3], A[:, 1:3])
             assert torch.equal(checkpoint.source("b")[:], B)
+
+
+def test_a_single_file_beside_the_index_of_other_files_is_refused(tmp_path: Path) -> None:
+    """transformers would read the single file, and engines the files of the index."""
+    write_indexed(tmp_path)
+    save_file({"a": A + 1, "b": B}, tmp_path / "model.safetensors")
+    with pytest.raises(
+        WeightError, match=r"both model\.safetensors and model\.safetensors\.index\.json, which names one"
+    ):
+        HFCheckpoint(tmp_path)
+    write_indexed(tmp_path, a="model.safetensors", b="model.safetensors")
+    with HFCheckpoint(tmp_path) as checkpoint:
+        assert torch.equal(checkpoint.source("a")[:], A + 1)
+
+
+def test_a_tensor_in_two_files_of_an_index_is_refused(tmp_path: Path) -> None:
+    """transformers would read the copy in the last file, whatever the index says."""
+    write_indexed(tmp_path)
+    save_file({"a": A + 1, "b": B}, tmp_path / "two.safetensors")
+    says = r"two\.safetensors: it has a tensor a, which the index places in one\.safetensors"
+    with HFCheckpoint(tmp_path) as checkpoint:
+        for read in (lambda: checkpoint.source("b"), lambda: checkpoint.locate("b", (6,))):
+            with pytest.raises(WeightError, match=says):
+                read()
 
 
 def test_a_block_of_a_tensor_reads_like_a_tensor(tmp_path: Path) -> None:
@@ -270,3 +295,18 @@ def test_packed_experts_are_those_that_transformers_unpacks(tiny_models: TinyMod
                 out = torch.empty(5, rows.shape[1])
                 rows.read(3, out)
                 assert torch.equal(out, want[3:8].float())
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_two_forms_of_the_same_weights_are_refused(tiny_models: TinyModels, tmp_path: Path, family: str) -> None:
+    """Experts that a file has both one by one and joined, or both plain and packed, may differ."""
+    model = shutil.copytree(tiny_models(family), tmp_path / "model")
+    weights, experts = load_file(model / "model.safetensors"), "model.layers.1.mlp.experts."
+    form, other = experts + "gate_up_proj_blocks", torch.zeros(4, 192, 2, 16, dtype=torch.uint8)
+    if family == "qwen3_moe":
+        form, other = experts + "gate_up_proj", torch.zeros(4, 128, 64)
+    save_file(weights | {form: other}, model / "model.safetensors")
+    arch = load_arch(model)
+    with HFCheckpoint(model) as checkpoint:
+        (problem,) = unused_tensors(checkpoint, arch, weight_table(arch), "policy")
+    assert f"{form} and {experts}" in problem and problem.endswith("two forms of the same weights: remove one of them")

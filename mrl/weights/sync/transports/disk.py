@@ -19,16 +19,20 @@ from mrl.weights.sync.transports.base import Transport, double_buffer, largest_b
 class Disk(Transport):
     """Every sender writes its own files; rank 0 makes the engines load the directory and removes it.
 
-    The directory must be the same for all senders and engines: `Place.directory`. By default that is a temporary
-    directory, which requires a single machine.
+    The directory must be the same for all senders and engines: `SenderLocation.directory`. By default that is a
+    temporary directory, which requires a single machine. Each sync has a folder of its own there: a late thread of a
+    failed sync, on a disk that had hung, writes nothing into the next one.
     """
 
     name = "disk"
     uses_session = False
     needs_directory = True
     _flats: Iterator[Tensor] = iter(())
+    _syncs = 0  # equal on all senders
 
     def prepare(self, buckets: Sequence[Bucket]) -> None:
+        self._syncs += 1
+        self._directory.mkdir(exist_ok=True)
         self._flats = double_buffer(lambda: torch.empty(largest_bucket_bytes(buckets), dtype=torch.uint8), buckets)
         self._count = 0
 
@@ -60,7 +64,7 @@ class Disk(Transport):
     @property
     def _directory(self) -> Path:
         assert self.location.directory is not None
-        return self.location.directory
+        return self.location.directory / str(self._syncs)
 
 
 def make_directory(parent: Path | None) -> Path:
