@@ -18,8 +18,7 @@ from mrl.commands.train import COMPILED
 from mrl.config.derived import Machine
 from mrl.config.loader import load
 from mrl.config.problems import ConfigError, Problem
-from mrl.config.schema import RLConfig
-from mrl.config.trainers.base import AnyConfig
+from mrl.config.trainers.base import AnyConfig, Config
 from mrl.config.trainers.table import TRAINERS, trainer_of
 from mrl.config.tree import Source, name_of
 from mrl.imports import importing
@@ -316,7 +315,7 @@ class RLTrainer(Trainer):
         Returns:
             The metrics of the step.
         """
-        if rollout is None and isinstance(self.cfg, RLConfig) and self.cfg.adapters:
+        if rollout is None and isinstance(self.cfg, Config) and self.cfg.adapter_configs():
             return super().train_step()
         metrics: Mapping[str, float] = self._opened().learn(self.generate() if rollout is None else rollout)
         return metrics

@@ -1069,17 +1069,6 @@ BAD = [
         "  samples_per_step",
         base=SFT,
     ),
-    *(
-        Bad(
-            f"{key} after the last step",
-            "reward:",
-            f"checkpoint: {{{before}{key}: 40}}\nreward:",
-            f"checkpoint.{key}",
-            ("no effect: step 40 is after the last step, 20", "run.steps"),
-            "checkpoint:",
-        )
-        for key, before in (("weights_every_steps", ""), ("keep_every_steps", "every_steps: 10, "))
-    ),
     Bad(
         "a time to write nothing",
         "reward:",

@@ -308,6 +308,7 @@ BAD_WEIGHTS = [
     Bad(
         "index names a link",
         lambda path: (
+            (path / "model.safetensors").unlink(),
             text("model.safetensors.index.json", '{"weight_map": {"a": "sub/x.safetensors"}}')(path),
             link("sub/x.safetensors", "/etc/hostname")(path),
         ),

@@ -97,13 +97,6 @@ def _checkpoint(cfg: AnyConfig) -> Iterator[Problem]:
     elif kept is not None and kept % checkpoint.every_steps:
         message = f"{kept} is not a multiple of {checkpoint.every_steps}, the steps at which checkpoints are written"
         yield Problem(("checkpoint.keep_every_steps", every), message)
-    ever = kept if checkpoint.every_steps is not None else None
-    for name, steps in (("keep_every_steps", ever), ("weights_every_steps", checkpoint.weights_every_steps)):
-        if steps is not None and steps > cfg.run.steps and not cfg.steps_follow_data():
-            message = (
-                f"has no effect: step {steps} is after the last step, {cfg.run.steps}: lower it, or set it to null"
-            )
-            yield Problem((f"checkpoint.{name}", "run.steps"), message)
     if repository is None:
         yield from without_effect(checkpoint, "checkpoint", ["hub_private"], "nothing is uploaded", hub)
         if checkpoint.every_steps is None:

@@ -82,14 +82,14 @@ def exchanged(engine: Engine, weights: list[Path]) -> list[Sample]:
         change(client, weights[0], "0")
         asked = [prompted(group, member) for group in range(2) for member in range(MEMBERS)]
         drawing = dispatcher.submit(generated(engine, asked, SamplingParams(max_new_tokens=160)))
-        wait([drawing], 0.3)
+        wait([drawing], 0.1)
         while not drawing.done() and time.monotonic() < end:
             version += 1
             paused = dispatcher.pause(interrupt=True)
             dispatcher.serve(lambda: paused.done() and not dispatcher.sent)  # noqa: B023
             change(client, weights[version % 2], str(version))
             dispatcher.resume()
-            wait([drawing], 0.3)
+            wait([drawing], 0.1)
         found = drawing.result(WAIT_S)
         change(client, weights[0], "default")
     return found
