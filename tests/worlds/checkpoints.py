@@ -198,6 +198,13 @@ def failing_saves(world: World, learners: dict[str, Learner]) -> None:
     report("save: works again", names=sorted(path.name for path in (run / "checkpoints").iterdir()))
 
 
+def _flip_a_bit(file: Path) -> None:
+    """Changes the lowest bit of a number in the largest tensor of a `.distcp` file."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
 def failing_loads(world: World, learners: dict[str, Learner], good: Path) -> None:
     def damaged(name: str, change: Callable[[Path], None]) -> Path:
         path = world.work / name / "checkpoints" / "step_3"
@@ -211,6 +218,8 @@ def failing_loads(world: World, learners: dict[str, Learner], good: Path) -> Non
     report("load: truncated", message=same_everywhere(lambda: checkpoint.load(truncated, learners)))
     garbled = damaged("garbled", lambda file: file.write_bytes(bytes(len(file.read_bytes()))))
     report("load: garbled", message=same_everywhere(lambda: checkpoint.load(garbled, learners)))
+    flipped = damaged("flipped", _flip_a_bit)
+    report("load: one bit", message=same_everywhere(lambda: checkpoint.load(flipped, learners)))
     missing = damaged("missing", Path.unlink)
     report("load: missing", message=same_everywhere(lambda: checkpoint.load(missing, learners)))
     report_poisoned(world, learners, good)

@@ -26,6 +26,7 @@ from mrl.weights.disk.rows import FileRows
 from mrl.weights.errors import WeightError
 
 METADATA = ".metadata"
+DIFFERS = "it differs from its checksums"
 _ALLOWED = {
     "torch.distributed.checkpoint.metadata": {
         "BytesStorageMetadata",
@@ -120,13 +121,30 @@ def _stored(key: str, entry: dcp.TensorStorageMetadata, places: Mapping[Any, Any
     return StoredTensor(tuple(entry.size), entry.properties.dtype, tuple(items))
 
 
+def equals_checksums(file: Path | FileSlice | IO[bytes]) -> bool:
+    """Compares a file of torch.save with its checksums, which torch.load ignores. Returns True also for a file without
+    them: `mrl convert` writes zeros in their place, and formats other than torch's archives have none.
+    """
+    try:
+        with zipfile.ZipFile(file) as archive:
+            return not any(record.CRC for record in archive.infolist()) or archive.testzip() is None
+    except zipfile.BadZipFile:  # for torch.load to judge
+        return True
+
+
 def read_plain(file: Path | IO[bytes], name: str | Path) -> Any:
     """Reads a file of torch.save that holds only tensors and plain values.
 
     Raises WeightError, with `name`, for anything else.
     """
     try:
+        if not equals_checksums(file):
+            raise WeightError(f"{name} is damaged: {DIFFERS}")
+        if not isinstance(file, Path):
+            file.seek(0)
         return torch.load(file, map_location="cpu", weights_only=True)
+    except WeightError:
+        raise
     except FileNotFoundError:
         raise WeightError(f"{name} does not exist") from None
     except Exception as error:  # a damaged pickle can raise anything; torch's own text advises to load without safety
@@ -180,7 +198,7 @@ class ArchiveRows:
         file = self.directory / self.item.file
         try:
             with file.open("rb") as whole:
-                part = _FileSlice(whole, self.item.offset, self.item.length)
+                part = FileSlice(whole, self.item.offset, self.item.length)
                 records = {info.filename.partition("/")[2]: info for info in zipfile.ZipFile(part).infolist()}
                 pickled_at = _data_offset(part, records["data.pkl"])
                 part.seek(pickled_at)
@@ -196,7 +214,7 @@ class ArchiveRows:
         return start
 
 
-def _data_offset(archive: _FileSlice, record: zipfile.ZipInfo) -> int:
+def _data_offset(archive: FileSlice, record: zipfile.ZipInfo) -> int:
     """Returns the offset of a record's bytes: after its header, its name and an extra field. Avoids zipfile, which
     would verify checksums that torch can be told to omit.
     """
@@ -236,7 +254,7 @@ class _TensorPickle(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it contains a {module}.{name}, not a plain tensor")
 
 
-class _FileSlice(io.RawIOBase):
+class FileSlice(io.RawIOBase):
     """File object over bytes `start` .. `start + length` of a file."""
 
     def __init__(self, file: io.BufferedReader, start: int, length: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
@@ -19,7 +19,7 @@ from torch.futures import Future
 from mrl import platform
 from mrl.foreign import read_json
 from mrl.weights.disk.fp8_state import restorable_state
-from mrl.weights.disk.torch_dist_files import pickle_object, read_plain
+from mrl.weights.disk.torch_dist_files import DIFFERS, FileSlice, equals_checksums, pickle_object, read_plain
 from mrl.weights.errors import WeightError
 
 platform.install()
@@ -96,6 +96,7 @@ class _Reader(dcp.FileSystemReader):
     def __init__(self, directory: Path, metadata: Metadata) -> None:
         super().__init__(directory)
         self._metadata = metadata
+        self._proved: set[tuple[str, int]] = set()  # file and offset of archives that equal their checksums
 
     def read_metadata(self) -> Metadata:
         """Takes no further arguments, or torch would look for a file of each rank next."""
@@ -112,10 +113,18 @@ class _Reader(dcp.FileSystemReader):
             try:
                 super().read_data(replace(plan, items=items), planner).wait()
             except Exception as error:
-                raise WeightError(f"{self.path}/{name} is damaged") from error
+                why = f": {error}" if isinstance(error, WeightError) else ""
+                raise WeightError(f"{self.path}/{name} is damaged{why}") from error
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
+        if (place := (sinfo.relative_path, sinfo.offset)) not in self._proved:
+            if not equals_checksums(FileSlice(file, sinfo.offset, sinfo.length)):
+                raise WeightError(DIFFERS)
+            self._proved.add(place)
+        return super()._slice_file(file, sinfo)
 
 
 class _Planner(MCoreLoadPlanner):

@@ -161,6 +161,7 @@ def test_saving_works_after_a_failure_and_removes_what_is_old(world: Cases) -> N
     [
         ("load: truncated", ("step_3 is damaged", ".distcp has", "bytes instead of")),
         ("load: missing", ("step_3 is damaged", ".distcp is missing")),
+        ("load: one bit", ("step_3/actor/__1_", "is damaged: it differs from its checksums")),
         ("load: garbled", ("reading", "step_3/actor", "is damaged")),
         ("load: other model", ("hidden_size is 64 here and 32", "num_layers is 2 here and 4")),
         (
