@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -75,13 +75,22 @@ def start_engine(
         servers = [Server(one.url, one) for one in joined(parts, part.nodes if part is not None else 1)]
     arch = engine_arch(model_path)
 
-    def check(url: str) -> tuple[ServerInfo, list[str]]:
+    @contextlib.contextmanager
+    def naming_router(url: str) -> Iterator[None]:
         try:
-            return check_server(url, access, cfg, model_path, arch.family, dtype, outlives=bool(cfg.urls))
+            yield
         except (EngineError, EngineStartError) as error:
             if named_by.get(url, url) == url:
                 raise
             raise EngineStartError(f"{error} (behind the router {named_by[url]} of rollout.urls)") from error
+
+    def check(url: str) -> tuple[ServerInfo, list[str]]:
+        with naming_router(url):
+            return check_server(url, access, cfg, model_path, arch.family, dtype, outlives=bool(cfg.urls))
+
+    def wait_for(url: str) -> None:
+        with naming_router(url):
+            wait_until_reachable(url, access, cfg)
 
     pool = EnginePool(
         servers,
@@ -91,7 +100,7 @@ def start_engine(
         max_restarts=cfg.max_restarts,
         nodes=nodes,
         memory_timeout_s=cfg.request_timeout_s,
-        wait_for=(lambda url: wait_until_reachable(url, access, cfg)) if cfg.urls else None,
+        wait_for=wait_for if cfg.urls else None,
     )
     return _engine(pool, arch, cfg)
 
