@@ -28,7 +28,6 @@ class LossOptions(Options):
     uses_ratio: ClassVar[bool] = True
     uses_whole_ratio: ClassVar[bool] = False  # ratio of a response: the loss itself corrects for the old policy
     needs_moved_policy: ClassVar[bool] = False  # at ratio 1 the loss is the plain policy gradient
-    of_ratio: ClassVar[tuple[str, ...]] = ()  # keys without effect on the gradient at ratio 1
     chooses_tokens: ClassVar[bool] = False  # by the function of the same name in mrl.algo.token_choice
 
     def problems(self) -> Iterator[Problem]:
@@ -42,8 +41,6 @@ class Vanilla(LossOptions, name="vanilla"):
     DAPO's loss (arXiv 2503.14476) is this one with clip_ratio_high 0.28. Unless loss_agg_mode says otherwise, this loss
     and all that name no other aggregation use token-mean.
     """
-
-    of_ratio: ClassVar[tuple[str, ...]] = ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
 
     clip_ratio_low: PositiveFloat = 0.2  # clip ratios below at 1 - this
     clip_ratio_high: PositiveFloat = 0.2  # clip ratios above at 1 + this
@@ -60,7 +57,6 @@ class GSPO(LossOptions, name="gspo"):
     its tokens' ratios. Aggregated by seq-mean-token-mean, unless loss_agg_mode is set."""
 
     usual_aggregate: ClassVar[AggMode] = "seq-mean-token-mean"
-    of_ratio: ClassVar[tuple[str, ...]] = ("clip_ratio_low", "clip_ratio_high")
 
     clip_ratio_low: PositiveFloat = 3e-4  # clip a response's ratio below at 1 - this
     clip_ratio_high: PositiveFloat = 4e-4  # clip a response's ratio above at 1 + this
@@ -76,7 +72,6 @@ class GeoMean(LossOptions, name="geo_mean"):
     usual_aggregate: ClassVar[AggMode] = "seq-mean-token-mean"
     is_fixed_aggregate: ClassVar[bool] = True
     one_weight_a_response: ClassVar[bool] = True
-    of_ratio: ClassVar[tuple[str, ...]] = ("clip_ratio_low", "clip_ratio_high")
 
     clip_ratio_low: PositiveFloat = 0.4  # clip a token's log-ratio below at minus this
     clip_ratio_high: PositiveFloat = 0.4  # clip a token's log-ratio above at this
@@ -84,8 +79,6 @@ class GeoMean(LossOptions, name="geo_mean"):
 
 class CISPO(LossOptions, name="cispo"):
     """Clipped importance weights (arXiv 2506.13585): a clipped token keeps its gradient."""
-
-    of_ratio: ClassVar[tuple[str, ...]] = ("clip_ratio_low", "clip_ratio_high")
 
     clip_ratio_low: PositiveFloat = 1.0  # clip ratios below at 1 - this; 1 or more: no lower bound, as in the paper
     clip_ratio_high: PositiveFloat = 0.2  # clip ratios above at 1 + this; verl's value, the paper gives none
@@ -97,7 +90,6 @@ class SAPO(LossOptions, name="sapo"):
 
     usual_aggregate: ClassVar[AggMode] = "seq-mean-token-mean"
     is_fixed_aggregate: ClassVar[bool] = True
-    of_ratio: ClassVar[tuple[str, ...]] = ("tau_pos", "tau_neg")
 
     tau_pos: PositiveFloat = 1.0  # steepness of the gate for positive advantages
     tau_neg: PositiveFloat = 1.05  # steepness of the gate for other advantages
@@ -107,7 +99,6 @@ class ClipCov(LossOptions, name="clip_cov"):
     """Clip-Cov (arXiv 2505.22617): PPO's clipped surrogate, without gradient for a few tokens of high covariance."""
 
     chooses_tokens: ClassVar[bool] = True
-    of_ratio: ClassVar[tuple[str, ...]] = ("clip_ratio_low", "clip_ratio_high")
 
     clip_ratio_low: PositiveFloat = 0.2  # clip ratios below at 1 - this
     clip_ratio_high: PositiveFloat = 0.2  # clip ratios above at 1 + this
@@ -137,7 +128,6 @@ class DPPOTV(LossOptions, name="dppo_tv"):
     distance is |p - p_old|, not a ratio."""
 
     renamed: ClassVar[Mapping[str, str]] = {"clip_ratio_low": "divergence_low", "clip_ratio_high": "divergence_high"}
-    of_ratio: ClassVar[tuple[str, ...]] = ("divergence_low", "divergence_high")
 
     divergence_low: PositiveFloat = 0.15  # maximum decrease of p, if the advantage is not positive
     divergence_high: PositiveFloat = 0.15  # maximum increase of p, if the advantage is positive
@@ -152,7 +142,6 @@ class DPPOKL(LossOptions, name="dppo_kl"):
     """DPPO (arXiv 2602.04879) with KL(p_old || p) of "this token or another" as the distance."""
 
     renamed: ClassVar[Mapping[str, str]] = {"clip_ratio_low": "divergence_low", "clip_ratio_high": "divergence_high"}
-    of_ratio: ClassVar[tuple[str, ...]] = ("divergence_low", "divergence_high")
 
     divergence_low: PositiveFloat = 0.05  # maximum KL in nats for a decrease of p, if the advantage is not positive
     divergence_high: PositiveFloat = 0.05  # maximum KL in nats for an increase of p, if the advantage is positive
@@ -178,7 +167,6 @@ class Vespo(LossOptions, name="vespo"):
     W^k * exp(lambda * (1 - W)), where W is the ratio of the whole response."""
 
     uses_whole_ratio: ClassVar[bool] = True
-    of_ratio: ClassVar[tuple[str, ...]] = ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
 
     vespo_k_pos: PositiveFloat = 2.0  # k if the advantage is not negative
     vespo_lambda_pos: PositiveFloat = 3.0  # lambda if the advantage is not negative

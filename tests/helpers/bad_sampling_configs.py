@@ -10,7 +10,6 @@ GRPO = (
     .replace(GAE, "  adv_estimator: grpo\n")
 )
 SORTED = GRPO.replace("function: exact_match", "function: sorted_digits")
-ONE_UPDATE = GRPO.replace("  samples_per_minibatch: 8", "  samples_per_minibatch: 16")
 GROUPS, ESTIMATOR = "  adv_estimator: grpo\n  filter_groups: ", "  adv_estimator: grpo\n"
 GDPO = "  adv_estimator: gdpo\n  gdpo_reward_keys: [score, exact_match]\n"
 DAPO = SORTED.replace("reward:\n", "reward:\n  manager: dapo\n  overlong: {buffer_tokens: 4}\n")
@@ -271,34 +270,5 @@ BAD_SAMPLING = [
             base=GRPO,
         )
         for estimator in ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
-    ),
-    *(
-        Bad(
-            f"{key} of {loss} at ratio 1",
-            ESTIMATOR,
-            f"{ESTIMATOR}  policy_loss: {{loss_mode: {loss}, {key}: 0.3}}\n",
-            f"algorithm.policy_loss.{key}",
-            ("no effect", "one update", "batch.samples_per_minibatch"),
-            base=ONE_UPDATE,
-        )
-        for loss, key in (
-            ("vanilla", "clip_ratio_high"),
-            ("gspo", "clip_ratio_low"),
-            ("geo_mean", "clip_ratio_high"),
-            ("cispo", "clip_ratio_high"),
-            ("sapo", "tau_pos"),
-            ("clip_cov", "clip_ratio_low"),
-            ("dppo_tv", "divergence_low"),
-            ("dppo_kl", "divergence_high"),
-            ("vespo", "vespo_k_neg"),
-        )
-    ),
-    Bad(
-        "a range around values that do not move",
-        GAE,
-        GAE + "  value_loss: {cliprange_value: 0.2}\n",
-        "algorithm.value_loss.cliprange_value",
-        ("no effect: a step makes one update", "batch.samples_per_minibatch"),
-        base=PPO.replace("  samples_per_minibatch: 8", "  samples_per_minibatch: 16"),
     ),
 ]

@@ -95,11 +95,6 @@ def _controls(cfg: RLConfig) -> Iterator[Problem]:
         yield from without_effect(algorithm, "algorithm", ["ratio_threshold"], ONE_UPDATE, batch)
     if one_update and algorithm.policy_loss.needs_moved_policy:
         yield Problem((f"{LOSS}.loss_mode", batch), f"{algorithm.policy_loss.loss_mode} has no effect: {ONE_UPDATE}")
-    elif one_update:
-        yield from without_effect(algorithm.policy_loss, LOSS, algorithm.policy_loss.of_ratio, ONE_UPDATE, batch)
-    if most_updates_per_step(cfg) == 1:
-        because = "a step makes one update, so the critic's values are still the old ones"
-        yield from without_effect(algorithm.value_loss, VALUE_LOSS, ["cliprange_value"], because, batch)
     if cfg.batch.epochs_per_step == 1:
         because = "a step has only one epoch"
         yield from without_effect(algorithm, "algorithm", ["target_kl"], because, "batch.epochs_per_step")

@@ -6,41 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from mrl.algo import Sequences, advantages, policy_loss
+from mrl.algo import advantages
 from mrl.options.estimators import ESTIMATORS, EstimatorOptions
-from mrl.options.losses import POLICY_LOSSES
 
 LENS = (3, 5, 2, 4)
 GROUP = torch.tensor([0, 0, 1, 1])
 MASK = torch.arange(max(LENS))[None] < torch.tensor(LENS)[:, None]
-
-
-def gradient(loss: str, **options: float) -> Tensor:
-    """The gradient of a policy loss at ratio 1, as in the only update of a step."""
-    generator = torch.Generator().manual_seed(1)
-    log_probs = (-torch.rand(sum(LENS), generator=generator)).requires_grad_()
-    advantage = torch.randn(sum(LENS), generator=generator)
-    value, _ = policy_loss.compute(
-        loss,
-        log_probs=log_probs,
-        old_log_probs=log_probs.detach(),
-        advantages=advantage,
-        weights=torch.full_like(advantage, 1 / sum(LENS)),
-        sequences=Sequences.of_mask(MASK),
-        chosen=torch.zeros_like(advantage, dtype=torch.bool),
-        **options,
-    )
-    [found] = torch.autograd.grad(value, log_probs)
-    return found
-
-
-@pytest.mark.parametrize("loss", [name for name, kind in POLICY_LOSSES.items() if kind.of_ratio])
-def test_bounds_of_a_ratio_leave_the_gradient_at_ratio_1(loss: str) -> None:
-    usual = gradient(loss)
-    assert float(usual.abs().sum()) > 0
-    for key in POLICY_LOSSES[loss].of_ratio:
-        default = POLICY_LOSSES[loss].model_fields[key].default
-        assert torch.equal(gradient(loss, **{key: 0.5 * default if default < 2 else 2 * default}), usual), key
 
 
 def advantage_of(name: str, scores: Tensor) -> Tensor:
