@@ -1,5 +1,5 @@
 """Adapters of other environments to classes for `agent.rollout`: Gymnasium's, and OpenEnv's over WebSocket and HTTP.
-Standard library only, but for WebSocket the package websockets.
+WebSocket needs the package websockets.
 
     from mrl.agents.environments import from_gymnasium
 
@@ -87,7 +87,7 @@ def from_openenv(url: str | Callable[[dict[str, Any]], str], act: Act, show: Sho
     with a single episode, which serves one trajectory at a time; its state reveals a second one, and a server that
     makes a new environment for each request. act: returns the action's fields; otherwise as in `from_gymnasium`
 
-    A step's reward of null is none, as in OpenEnv; a trajectory without any reward has no score.
+    A reward of null means no reward, as in OpenEnv; a trajectory without any reward has no score.
     """
 
     def make(row: dict[str, Any]) -> _OpenEnv | _OpenEnvSession:
@@ -157,8 +157,8 @@ class _OpenEnvSession:
             raise OpenEnvError(f"{self.url} needs the package websockets ({error}): {install}") from None
         try:
             if self._session is None:
-                path = self.url.rstrip("/") + "/ws"
-                self._session = connect(path, open_timeout=HTTP_S, max_size=MAX_ANSWER_BYTES, proxy=None)
+                address = self.url.rstrip("/") + "/ws"
+                self._session = connect(address, open_timeout=HTTP_S, max_size=MAX_ANSWER_BYTES, proxy=None)
             with suppress(ConnectionClosed):  # a server that is full has said so, and closed
                 self._session.send(strict_json.dumps({"type": kind, "data": data}))
             told = strict_json.loads(self._session.recv(HTTP_S))

@@ -333,7 +333,7 @@ class Session:
             max_new_tokens: most tokens of a response.
             engine: rollout engine, sglang or transformers.
             root: directory of the run directory, needed for `save`; None: a temporary one.
-            sections: further keys of the configuration, by section; one that an argument sets too replaces it.
+            sections: further keys of the configuration, by section. They replace what the other arguments set.
 
         Returns:
             The session, to be entered.

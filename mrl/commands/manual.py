@@ -16,8 +16,8 @@ def add(commands: Any) -> None:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="with CONFIG: overrides")
     parser.add_argument("--markdown", action="store_true", help="print all keys as Markdown (docs/configuration.md)")
     parser.description = (
-        "Explains a section or key; without one, lists the sections. Of a CONFIG, a YAML file or a run directory, it "
-        "prints every key with its value, as base files, defaults and overrides give it."
+        "Explains a section or key; without one, lists the sections. With CONFIG, a YAML file or a run directory, it "
+        "prints every key with its value, after base files, defaults and overrides."
     )
     parser.set_defaults(run=run)
 

@@ -87,8 +87,8 @@ def unused_columns(row: Row, cfg: DataConfig, sees_pictures: bool, margins: bool
 
 def named_columns(cfg: DataConfig) -> dict[str, str]:
     """Returns setting -> column for the columns that rows may lack and that the configuration names itself."""
-    names = ["answer_key", "system_key", "tools_key", "chat_template_kwargs_key", "data_source_key", "images_key"]
-    names += ["weight_key"]
+    names = ("answer_key", "system_key", "tools_key", "chat_template_kwargs_key", "data_source_key", "images_key",
+             "weight_key")  # fmt: skip
     own = [name for name in names if name in type(cfg).model_fields and dict(cfg)[name] is not None]
     return {name: dict(cfg)[name] for name in own if dict(cfg)[name] != type(cfg).model_fields[name].default}
 

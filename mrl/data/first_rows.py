@@ -19,7 +19,7 @@ FIRST_ROWS, FIRST_RENDERED, FIRST_BYTES = 20_000, 200, 32 << 20
 
 @dataclass
 class FirstRows:
-    """What the first rows of a source have.
+    """Columns that the first rows of a source have or lack.
 
     Attributes:
         idle: number of rows in which a column has no effect, by (column, why)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -75,21 +75,12 @@ def start_engine(
         servers = [Server(one.url, one) for one in joined(parts, part.nodes if part is not None else 1)]
     arch = engine_arch(model_path)
 
-    @contextlib.contextmanager
-    def naming_router(url: str) -> Iterator[None]:
-        try:
-            yield
-        except (EngineError, EngineStartError) as error:
-            if named_by.get(url, url) == url:
-                raise
-            raise EngineStartError(f"{error} (behind the router {named_by[url]} of rollout.urls)") from error
-
     def check(url: str) -> tuple[ServerInfo, list[str]]:
-        with naming_router(url):
+        with _naming_router(url, named_by):
             return check_server(url, access, cfg, model_path, arch.family, dtype, outlives=bool(cfg.urls))
 
     def wait_for(url: str) -> None:
-        with naming_router(url):
+        with _naming_router(url, named_by):
             wait_until_reachable(url, access, cfg)
 
     pool = EnginePool(
@@ -103,6 +94,17 @@ def start_engine(
         wait_for=wait_for if cfg.urls else None,
     )
     return _engine(pool, arch, cfg)
+
+
+@contextlib.contextmanager
+def _naming_router(url: str, named_by: Mapping[str, str]) -> Iterator[None]:
+    """Adds the router of rollout.urls that named the engine, if one did, to errors."""
+    try:
+        yield
+    except (EngineError, EngineStartError) as error:
+        if named_by.get(url, url) == url:
+            raise
+        raise EngineStartError(f"{error} (behind the router {named_by[url]} of rollout.urls)") from error
 
 
 def join_engines(cfg: RLConfig, run_dir: Path) -> Engine:

@@ -14,14 +14,7 @@ from rich.text import Text
 
 from mrl.core import Sample
 from mrl.files import write_atomically
-from mrl.observe.files import (
-    UnreadableFile,
-    adapter_names,
-    numbered_files,
-    read_config,
-    read_jsonl,
-    write_jsonl,
-)
+from mrl.observe.files import UnreadableFile, adapter_names, numbered_files, read_config, read_jsonl, write_jsonl
 
 SHOWN = 12  # prompts compared side by side
 PICTURES = "rollouts/pictures"

@@ -48,9 +48,9 @@ class FirstDone:
 
         A group may be left for a later step only if the steps until its `max_age` can take it and all older ones.
         """
-        taken: list[int] = []
-        for left in range(self.max_age or 0):  # steps after this one that may take them
-            due = [number for number, began in self._began.items() if step - began >= (self.max_age or 0) - left]
+        taken, max_age = list[int](), self.max_age or 0
+        for left in range(max_age):  # steps after this one that may take them
+            due = [number for number, began in self._began.items() if step - began >= max_age - left]
             missing = min(self.wanted, len(due) - left * self.wanted) - len(taken)
             ready = [number for number in due if number in done and number not in taken]
             if missing > len(ready):

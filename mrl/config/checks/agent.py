@@ -64,7 +64,7 @@ def check_file(agent: AgentConfig) -> Iterator[Problem]:
         )
     whose = f"the class {found.name}" if isinstance(found, ast.ClassDef) else "an environment of verifiers"
     if isinstance(found, ast.ClassDef) or verifiers_environments.is_environment(agent.rollout):
-        because = f"{whose} gets no ctx, whose `sandbox` it is for"
+        because = f"{whose} gets no ctx, and this section is for `ctx.sandbox`"
         yield from without_effect(agent, "agent", ["sandbox"], because, KEY)
     if isinstance(found, ast.FunctionDef) and not agent.endpoint:
         yield Problem((KEY,), f"{found.name} awaits turns: define it as `async def {found.name}(ctx, prompt)`")

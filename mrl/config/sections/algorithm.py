@@ -20,8 +20,8 @@ class KLConfig(Section):
     use_in_loss: bool = False  # add coef * KL to the actor's loss
     # estimator of a token's KL (nats); "+": its value with the gradient of k2, in the loss only
     penalty: Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"] = "k3"
-    # in the loss: multiply by the ratio to the rollout policy (DeepSeek-V3.2); with rollout_is by the loss's ratio and
-    # these importance weights, whose product that ratio is
+    # in the loss: multiply by the ratio to the rollout policy (DeepSeek-V3.2). With rollout_is that ratio is the loss's
+    # ratio times the importance weights
     bias_correction: bool = False
     coef: NonNegativeFloat = 0.0  # weight of the KL; the adaptive controller starts from it
     controller: Literal["fixed", "adaptive"] = "fixed"  # adaptive: adjusts coef to reach `target`, with use_in_reward

@@ -144,7 +144,7 @@ class Generator:
         if mixed:
             metrics["staleness/mixed"] = sum(len(each) > 1 for each in mixed) / len(mixed)
         unscored = [sample for group in taken.all for sample in group if sample.reward_error and sample.left_out]
-        why = {"sample_id": None, "left_out": "the other samples of its group are left out: it compares with nothing"}
+        why = {"sample_id": None, "left_out": "the other samples of its group are left out, and an advantage needs two"}
         dropped = [group for number, group in taken.groups.items() if number not in groups]
         alone = [sample_row(sample) | why for group in dropped for sample in group if not sample.left_out]
         rows = [*map(sample_row, (*samples, *greedy, *unscored)), *alone]

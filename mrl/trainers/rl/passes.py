@@ -96,7 +96,7 @@ class StepPasses:
     def of(self, rollout: Rollout) -> Passes:
         """Returns the passes of the whole step; computes the missing parts now. Collective.
 
-        If samples were left out of the step, the early parts are of others than the rollout's, and are not used.
+        If samples were left out of the step, the early parts have other samples than the rollout and are not used.
         """
         if len(self._parts) == 1 or rollout.num_samples != self._parts[-1].stop:
             return self._compute(rollout)
